@@ -37,7 +37,7 @@ setup(
     package_data={
         'areal_jax': ['py.typed'],
         'areal_jax.native': ['*.cc', '*.h'],
-        'areal_jax.report': ['*.html'],
+        'areal_jax.report.pages': ['*.html'],
         'areal_jax.launch': ['*.j2'],
     },
     install_requires=[

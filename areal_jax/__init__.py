@@ -13,7 +13,7 @@ The loop, and where each step lives:
 
 `control/controller.py` joins the steps and imports no jax. `app/` builds a run from a config; `main_train.py` runs it,
 or `areal_jax.train(config, workdir)` from Python. `areal_jax.evaluate` and `areal_jax.export` use what it leaves.
-`arms/` trains many runs of a study as one program, without the loop.
+`studies/arms/` trains many runs of a study as one program, without the loop.
 
 plugins.py loads the user's own functions; config/ declares the fields; models/ and formats/ have the decoder and the
 files of its weights; sharding/ and distributed/ place arrays on devices and join processes; checkpoint/ saves and

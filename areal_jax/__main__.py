@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.commands.catalogue import find_commands, list_words
 from areal_jax.commands.help import describe_version, find_width, render_rows
 from areal_jax.errors import ExitCode, UserError

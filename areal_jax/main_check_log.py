@@ -10,7 +10,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(path: pathlib.Path) -> int:
-    from areal_jax.app.recorded_run import read_log
-    from areal_jax.report.log_rules import Limits, find_violation
+    from areal_jax.app.run.recorded_run import read_log
+    from areal_jax.report.rules.log_rules import Limits, find_violation
 
     log = read_log(path)
     try:

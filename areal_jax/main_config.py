@@ -10,7 +10,7 @@ import ast
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode

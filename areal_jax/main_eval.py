@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.ending import ProcessEnd, end_command
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import ProcessEnd, end_command
+from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.commands.command import EXITS, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
@@ -25,8 +25,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_evaluation_command
-    from areal_jax.app.evaluation_config import adapt_config, set_benchmark
-    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.evaluate.evaluation_config import adapt_config, set_benchmark
+    from areal_jax.app.process.noise import silence_libraries
 
     silence_libraries()
     values = _define_flags()
@@ -36,8 +36,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     adapt_config(command.config, values.model, command.overrides)  # names a wrong model before jax is imported
     copy = _require_place(values.json)
 
-    from areal_jax.app.garbage import space_full_collections
-    from areal_jax.app.memory import return_freed_memory
+    from areal_jax.app.process.garbage import space_full_collections
+    from areal_jax.app.process.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
     space_full_collections()
@@ -46,10 +46,10 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print('starting', flush=True)  # importing jax takes seconds
 
     from areal_jax import files
-    from areal_jax.app.evaluate import evaluate_model
-    from areal_jax.app.evaluation_workdir import RESULTS
+    from areal_jax.app.evaluate.evaluate import evaluate_model
+    from areal_jax.app.evaluate.evaluation_workdir import RESULTS
     from areal_jax.evaluation.results import render_results
-    from areal_jax.native.blocks import keep_blocks
+    from areal_jax.native.kept_blocks import keep_blocks
 
     keep_blocks()
     workdir = pathlib.Path(values.workdir)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.config.declarations import DTYPES
@@ -34,8 +34,8 @@ def _export(options: argparse.Namespace) -> int:
         print(write_export(options, pathlib.Path(options.out)))
         return ExitCode.FINISHED
 
-    from areal_jax.app.push import PushError, open_destination, push_export
-    from areal_jax.app.run_config import split_checkpoint
+    from areal_jax.app.export.push import PushError, open_destination, push_export
+    from areal_jax.app.model.run_config import split_checkpoint
 
     destination = open_destination(options.push, private=options.private, revision=options.revision)
     workdir, _ = split_checkpoint(options.workdir)
@@ -55,7 +55,7 @@ def write_export(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path
     """Exports a version of the run to `out`, with a progress bar; returns the directory."""
     import jax
 
-    from areal_jax.app.export import export_run
+    from areal_jax.app.export.run_export import export_run
     from areal_jax.telemetry.bar import Bar
 
     jax.config.update('jax_platforms', 'cpu')  # an accelerator is not needed, and may be in use

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.ending import ProcessEnd, end_command
+from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from areal_jax.app.recorded_run import pack, read_workdir
-    from areal_jax.app.replay import require_replayable
+    from areal_jax.app.run.recorded_run import pack, read_workdir
+    from areal_jax.app.run.replay import require_replayable
 
     if options.packed:
         raise UserError(f'--portable={options.portable} packs a workdir: use --workdir instead of --from')
@@ -44,20 +44,20 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
-    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.process.noise import silence_libraries
 
     silence_libraries()
 
-    from areal_jax.app.garbage import space_full_collections
-    from areal_jax.app.memory import return_freed_memory
+    from areal_jax.app.process.garbage import space_full_collections
+    from areal_jax.app.process.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
     space_full_collections()
 
-    from areal_jax.app.recorded_run import read_packed, read_workdir
-    from areal_jax.app.replay import replay
+    from areal_jax.app.run.recorded_run import read_packed, read_workdir
+    from areal_jax.app.run.replay import replay
     from areal_jax.files import write_json
-    from areal_jax.native.blocks import keep_blocks
+    from areal_jax.native.kept_blocks import keep_blocks
 
     keep_blocks()
     paths = dict(_parse_path(text) for text in options.data)

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rebuild(options: argparse.Namespace) -> int:
-    from areal_jax.app.rebuild import rebuild_report
+    from areal_jax.app.run.rebuild import rebuild_report
     from areal_jax.report.report import FILE, PAGE
 
     workdir, copy = pathlib.Path(options.workdir), pathlib.Path(options.json) if options.json else None
@@ -48,10 +48,10 @@ def _rebuild(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
-    from areal_jax.app.rebuild import read_run
-    from areal_jax.report.comparison import compare, name_runs, render_comparison
-    from areal_jax.report.comparison_page import render_comparison_page
-    from areal_jax.report.web_page import describe_missing_library
+    from areal_jax.app.run.rebuild import read_run
+    from areal_jax.report.pages.comparison import compare, name_runs, render_comparison
+    from areal_jax.report.pages.comparison_page import render_comparison_page
+    from areal_jax.report.pages.web_page import describe_missing_library
 
     if options.json:
         raise UserError(f'--json={options.json} copies the report of --workdir; leave it out with --compare')

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, get_args
 
-from areal_jax.app.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
+from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from absl import flags
 
     from areal_jax.app.command_line import CommandLine
-    from areal_jax.app.roles import RoleProcess
+    from areal_jax.app.roles.roles import RoleProcess
 
 # Slow imports come after the signal handlers are set and the command line is parsed. A controller never imports jax.
 
@@ -28,8 +28,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
-    from areal_jax.app.noise import silence_libraries
-    from areal_jax.app.roles import require_role, require_roles
+    from areal_jax.app.process.noise import silence_libraries
+    from areal_jax.app.roles.roles import require_role, require_roles
     from areal_jax.registry.self_test import require_path, require_usable
 
     silence_libraries()
@@ -41,8 +41,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     require_role(command.config, process.role, process.index, values.count)
     require_usable(process.workdir)
 
-    from areal_jax.app.garbage import space_full_collections
-    from areal_jax.app.memory import return_freed_memory
+    from areal_jax.app.process.garbage import space_full_collections
+    from areal_jax.app.process.memory import return_freed_memory
     from areal_jax.config.kinds import SERVER, find_server, resolve
 
     return_freed_memory()  # before jax is imported
@@ -50,14 +50,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if process.role == 'controller':
         return _control(command, process, interrupts)
     if process.role == 'learner':
-        from areal_jax.app.learner_role import serve_learner
+        from areal_jax.app.roles.learner_role import serve_learner
 
         serve_learner(command.config, process)
         return ExitCode.FINISHED
     if process.role == 'exporter':
         os.environ['JAX_PLATFORMS'] = 'cpu'  # devices belong to other roles
 
-        from areal_jax.app.exporter_role import serve_exports
+        from areal_jax.app.roles.exporter_role import serve_exports
 
         has_finished = serve_exports(command.config, process, interrupts)
         return ExitCode.FINISHED if has_finished else code_of_stopped_server()
@@ -68,8 +68,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
-    from areal_jax.app.controller_run import build_controller_run
-    from areal_jax.app.workdir import holds_run
+    from areal_jax.app.run.remote_site import build_controller_run
+    from areal_jax.app.workdir.run_directory import holds_run
 
     run = build_controller_run(
         command.config,
@@ -88,7 +88,7 @@ def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts)
 
 
 def _parse_process(values: flags.FlagValues) -> RoleProcess:
-    from areal_jax.app.roles import RoleProcess, parse_index
+    from areal_jax.app.roles.roles import RoleProcess, parse_index
     from areal_jax.config.cluster import Role
     from areal_jax.errors import suggest
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, Command, Example, Parser
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from areal_jax.app.run_list import list_runs
-    from areal_jax.app.run_table import ORDERS, as_json, find_differences, render_runs, select_runs
+    from areal_jax.app.workdir.run_list import list_runs
+    from areal_jax.app.workdir.run_table import ORDERS, as_json, find_differences, render_runs, select_runs
     from areal_jax.config import default_config, flatten
 
     entries = select_runs(list_runs(pathlib.Path(options.directory)), options.filters)

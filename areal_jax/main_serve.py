@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.ending import ProcessEnd, end_command
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import ProcessEnd, end_command
+from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.commands.command import EXITS, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
@@ -29,9 +29,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, bind, build, serve; returns the exit code."""
     answer(COMMAND, argv[1:])
 
+    from areal_jax.app.build.extras import API_KEY, require_serving
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
-    from areal_jax.app.extras import API_KEY, require_serving
-    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.process.noise import silence_libraries
 
     silence_libraries()
     values = _define_flags()
@@ -46,8 +46,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     listener = bind(values.host, values.port)
 
-    from areal_jax.app.garbage import space_full_collections
-    from areal_jax.app.memory import return_freed_memory
+    from areal_jax.app.process.garbage import space_full_collections
+    from areal_jax.app.process.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
     space_full_collections()
@@ -59,8 +59,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         workdir = None if values.workdir is None else pathlib.Path(values.workdir)
         heartbeat = None if workdir is None else parts.enter_context(_register(workdir, values.name, listener))
 
-        from areal_jax.app.serve import serve_model
-        from areal_jax.native.blocks import keep_blocks
+        from areal_jax.app.roles.serve import serve_model
+        from areal_jax.native.kept_blocks import keep_blocks
 
         keep_blocks()
         serve_model(
@@ -77,13 +77,13 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) -> Heartbeat:
     """In the registry of the run, at first without an address: what is being built is known to live."""
-    from areal_jax.app.roles import end_fenced
+    from areal_jax.app.roles.roles import end_fenced
     from areal_jax.code_version import read_code_version
     from areal_jax.config.kinds import OWN_CLIENT
     from areal_jax.registry.heartbeat import Heartbeat
-    from areal_jax.rollout.http.server.heartbeat import name_server
+    from areal_jax.rollout.http.server.server_names import name_server
     from areal_jax.rollout.http.server.thread import describe_url
-    from areal_jax.rollout.servers.registry import describe_server
+    from areal_jax.rollout.servers.server_entries import describe_server
 
     entry = describe_server(name or name_server(describe_url(listener)), '', OWN_CLIENT.name, code=read_code_version())
     return Heartbeat(workdir, entry, end_fenced)

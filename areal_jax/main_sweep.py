@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.ending import ProcessEnd, end_command
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import ProcessEnd, end_command
+from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.config.ranges import ConfigError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from areal_jax.app.command_line import CommandLine
     from areal_jax.app.sweep.arms import Arm
-    from areal_jax.app.sweep.results import Results
+    from areal_jax.app.sweep.sweep_results import Results
 
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
@@ -36,10 +36,10 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import defines, parse_command, require_workdir
-    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.process.noise import silence_libraries
     from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
-    from areal_jax.app.sweep.directory import note_sweep, read_state, require_same_sweep
     from areal_jax.app.sweep.runner import Runner
+    from areal_jax.app.sweep.sweep_directory import note_sweep, read_state, require_same_sweep
     from areal_jax.files import DirectoryLock
 
     silence_libraries()
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
     """Checks all arms, runs what has not finished, writes the page; returns the exit code."""
     from areal_jax.files import DirectoryLock
-    from areal_jax.study.study import Study
+    from areal_jax.studies.study import Study
 
     if values.only:
         raise ConfigError(f'--only={values.only}: the stages of a study need each other; leave it out')
@@ -95,7 +95,7 @@ def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.
 def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Results:
     """Writes results.csv, differences.csv, results.md and, where matplotlib is installed, the plots."""
     from areal_jax.app.sweep.page import FILE, render_page
-    from areal_jax.app.sweep.results import build_results
+    from areal_jax.app.sweep.sweep_results import build_results
     from areal_jax.app.sweep.tables import write_tables
     from areal_jax.files import write_text
 

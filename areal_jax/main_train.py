@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.ending import ProcessEnd, end_command, judge_training
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import ProcessEnd, end_command, judge_training
+from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
@@ -24,14 +24,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
-    from areal_jax.app.noise import silence_libraries
+    from areal_jax.app.process.noise import silence_libraries
 
     silence_libraries()
     values = _define_flags()
     command = parse_train_command(argv, values)
 
-    from areal_jax.app.garbage import space_full_collections
-    from areal_jax.app.memory import return_freed_memory
+    from areal_jax.app.process.garbage import space_full_collections
+    from areal_jax.app.process.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported
     space_full_collections()
@@ -39,9 +39,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds
 
-    from areal_jax.app.processes import follow_run, join_processes
+    from areal_jax.app.roles.processes import follow_run, join_processes
     from areal_jax.app.training import build_run
-    from areal_jax.native.blocks import keep_blocks
+    from areal_jax.native.kept_blocks import keep_blocks
 
     follows = join_processes(command.config, values.process_id)
     keep_blocks()

@@ -1,8 +1,8 @@
 """What flows through the loop: prompts, segments, trajectories, batches and weights.
 
 numpy only: nothing here imports jax, so host code can hold these anywhere. Arrays are aligned by the token they
-describe: entry t of every per-token array speaks of token t itself (learning/examples.py shifts to next-token form,
-once).
+describe: entry t of every per-token array speaks of token t itself (learning/packing/examples.py shifts to next-token
+form, once).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class TrajectoryGroup:
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing.py.
+    """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing/.
 
     A row holds segments. Token q sees token k of its row if k <= q and k's segment is q's own or q's parent. In
     ordinary packing a segment is its own parent; in shared-prompt packing the parent of each answer is the group's

@@ -24,10 +24,10 @@ import numpy as np
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow
 from areal_jax.rollout.local_engine import LocalEngine

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.app.build import build_learner_settings, build_optimizer
+from areal_jax.app.build.part_settings import build_learner_settings, build_optimizer
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.learning.advantages import group_advantages
 from areal_jax.learning.forward import forward
-from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.packing import pack
+from areal_jax.learning.objective.advantages import group_advantages
+from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder

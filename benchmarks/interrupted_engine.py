@@ -20,9 +20,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from areal_jax.control.clocks.loop import LoopClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Weights

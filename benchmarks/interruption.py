@@ -31,7 +31,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from benchmarks.generation_cells import (
     CONTEXT_TOKENS,
     LENGTHS,

@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from areal_jax.learning.balance import cost_coefficients, place_rows, row_cost, shard_costs, visible_pairs
-from areal_jax.learning.bins import pack_fewest_first, pack_first_fit, spread_remainder
-from areal_jax.learning.buckets import tail_buckets
+from areal_jax.learning.packing.balance import cost_coefficients, place_rows, row_cost, shard_costs, visible_pairs
+from areal_jax.learning.packing.bins import pack_fewest_first, pack_first_fit, spread_remainder
+from areal_jax.learning.packing.buckets import tail_buckets
 from benchmarks.report import write_report
 
 CAPACITY, LOSS_CAPACITY, SHARDS = 32_768, 20_480, 8

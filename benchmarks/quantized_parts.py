@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.app.model import Model
+from areal_jax.app.model.model import Model
 from areal_jax.models import decoder as decoders
 from areal_jax.models.activations import Rows
 from areal_jax.models.attention import packed_attention

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from areal_jax.app.run import Run
+from areal_jax.app.run.run import Run
 from areal_jax.app.training import LOOP
-from areal_jax.arms.arm import Arm
-from areal_jax.arms.training import ArmsProgram
+from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.arms.arm_training import ArmsProgram
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, number
 from benchmarks.arms import arm_config

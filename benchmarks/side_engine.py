@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.app.memory import return_freed_memory
+from areal_jax.app.process.memory import return_freed_memory
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.native.blocks import keep_blocks
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.native.kept_blocks import keep_blocks
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, SamplingParams, Segment, Weights
 from benchmarks.sides import Call, Start, Stopwatch, serve

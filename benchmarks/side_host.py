@@ -1,9 +1,9 @@
 """The host's loop at one size, a process of its own: what an earlier size leaves behind slows the garbage collector.
 
 The real controller, pool, gate, clock and event log around the toys of host_toys.py; `pool` says which pool:
-'in_process' (rollout/pool.py), or 'servers' (rollout/servers/pool.py), with a keeper for every engine that asks it
-every 5 s of the clock how it is. An engine ends 8 answers in each dispatch of DISPATCH_S, so that with 25 open requests
-an answer takes a minute, and checks of health weigh as much against answers as in a run.
+'in_process' (rollout/pool.py), or 'servers' (rollout/servers/server_pool.py), with a keeper for every engine that
+asks it every 5 s of the clock how it is. An engine ends 8 answers in each dispatch of DISPATCH_S, so that with 25 open
+requests an answer takes a minute, and checks of health weigh as much against answers as in a run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from areal_jax.app.garbage import space_full_collections
+from areal_jax.app.process.garbage import space_full_collections
 from areal_jax.control.clocks.loop import Block, Ready
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
@@ -30,8 +30,8 @@ from areal_jax.protocols import Clock
 from areal_jax.protocols import Pool as AnyPool
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.servers.pool import ServerPool
-from areal_jax.rollout.servers.settings import ServerSettings
+from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import PublishedWeights, SamplingParams
 from benchmarks.host_toys import (

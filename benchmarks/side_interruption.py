@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from benchmarks.interrupted_engine import POLICIES, InterruptedEngine, Load, Policy
 from benchmarks.side_engine import LANES, STALL_S, load_model, make_backend
 from benchmarks.sides import Call, Start, Stopwatch, serve

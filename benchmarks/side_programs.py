@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams, Weights
 from benchmarks.side_engine import load_model, make_backend
 from benchmarks.sides import Call, Start, serve

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.formats.gguf import find_package_file, load_gguf
-from areal_jax.publication.files import FilesChannel, find_version, load_version
+from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
 from benchmarks.generation_cells import GGUF
 from benchmarks.sides import Call, Start, serve
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from areal_jax import protocols
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import Event
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.events.schema import Event
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Weights
 from benchmarks.side_engine import LANES, generate_all, load_model, make_backend, make_engine

@@ -76,7 +76,7 @@ def prefill_in_process(arguments: Mapping[str, Any], prompts: Sequence[list[int]
     from areal_jax.formats.hf_directory import load_hf
     from areal_jax.models.decoder import Decoder
     from areal_jax.rollout.backend import PrefillPiece
-    from areal_jax.rollout.decode.backend import JaxDecodeBackend
+    from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 
     config, params = load_hf(arguments['model'])
     sizes = {**arguments['engine'], 'prefill_buckets': tuple(arguments['engine']['prefill_buckets'])}

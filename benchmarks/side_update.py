@@ -20,19 +20,19 @@ from typing import Any
 
 import jax
 
-from areal_jax.app.serve import load_directory
+from areal_jax.app.roles.serve import load_directory
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events import Event
-from areal_jax.publication.files import FilesChannel
+from areal_jax.events.schema import Event
+from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, bind, describe_url
 from areal_jax.rollout.http.service import Action, GenerationService
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from benchmarks.side_engine import LANES, STALL_S, load_model, make_backend
 from benchmarks.sides import ROOT, Call, Start, serve
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from areal_jax.app.garbage import space_full_collections
+from areal_jax.app.process.garbage import space_full_collections
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import StepRecord
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import DISK, LEARNER, REWARD, control_lane, engine_lane, publish_lane, server_lanes
 from areal_jax.rollout.http.clients.connection import Connection

@@ -16,9 +16,9 @@ from typing import Any
 
 from areal_jax.app.command_line import load_config
 from areal_jax.config import default_config, flatten
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER
-from areal_jax.report.lanes import LaneInterval, lane_intervals
+from areal_jax.report.lane_intervals import LaneInterval, lane_intervals
 from benchmarks.sides import ROOT, children_cpu_seconds
 
 LOOK_S = 0.05

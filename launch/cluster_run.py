@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from absl import flags
 from ml_collections import config_dict
 
+from areal_jax.app.build.extras import require_extras
 from areal_jax.app.command_line import CommandLine, require_workdir
 from areal_jax.app.config_file import find_config_file
-from areal_jax.app.extras import require_extras
-from areal_jax.app.roles import require_roles
+from areal_jax.app.roles.roles import require_roles
 from areal_jax.config import flatten
 from areal_jax.config.cluster import LEARNER, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.ranges import ConfigError
@@ -101,7 +101,7 @@ def render_overrides(command: CommandLine) -> tuple[str, ...]:
 
 def require_unused(run: ClusterRun, resume: bool) -> None:
     """Raises UserError for a workdir that holds a run, unless it shall go on, and for none that could."""
-    from areal_jax.app.workdir import holds_run  # here: it imports the report, which --help does not need
+    from areal_jax.app.workdir.run_directory import holds_run  # here: it imports the report, which --help does not need
 
     if holds_run(pathlib.Path(run.workdir)) != resume:
         fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from areal_jax.app.ending import STOPPED_CODE
+from areal_jax.app.process.ending import STOPPED_CODE
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
 

@@ -1,7 +1,7 @@
 """Runs one command and ends it with all its descendants once the launcher is gone: python -m launch.keeper COMMAND...
 
 The launcher holds the other end of this process's standard input and never writes to it: its end, however the launcher
-dies, is the sign to kill. Descendants that left the command's session are found on Linux only (tasks/descendants.py).
+dies, is the sign to kill. Descendants that left the command's session are found on Linux only (workers/descendants.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.interrupt import SIGNALS, Wakeups
+from areal_jax.app.process.interrupt import SIGNALS, Wakeups
 from areal_jax.errors import ExitCode
-from areal_jax.tasks.descendants import adopt_orphans, die_with_parent, end_descendants
+from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 
 SIGNALLED = 128  # + number: exit code of a keeper whose command was ended by that signal, as in a shell
 _KILL_S = 5.0

@@ -18,8 +18,8 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
-from areal_jax.app.ending import RESUME, end_command
-from areal_jax.app.own_server import SERVERS
+from areal_jax.app.process.ending import RESUME, end_command
+from areal_jax.app.roles.own_server import SERVERS
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.config import validate

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.interrupt import Wakeups
-from areal_jax.app.roles import require_roles
+from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.roles.roles import require_roles
 from areal_jax.config.cluster import list_roles
 from areal_jax.config.kinds import SERVER, find_server, resolve
 from areal_jax.config.ranges import ConfigError
@@ -115,7 +115,7 @@ def run_roles(
     launch = find_server(config.rollout.server).launch
     if launch and launch.require:
         resolve(launch.require, SERVER)()
-    from areal_jax.app.workdir import holds_run  # here: it imports the report, which --help does not need
+    from areal_jax.app.workdir.run_directory import holds_run  # here: it imports the report, which --help does not need
 
     if holds_run(workdir) != resume:
         fix = 'start without --resume' if resume else 'go on with --resume, or give another --workdir'

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable
 
-from areal_jax import events, lanes
+from areal_jax import lanes
+from areal_jax.events import schema as events
 from areal_jax.records import Field
 
 PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'events.md'
 _HEAD = f"""# The event log
 
-`{events.FILE}` in the workdir has one JSON object a line. This page is made from `areal_jax/events.py` by
+`{events.FILE}` in the workdir has one JSON object a line. This page is made from `areal_jax/events/schema.py` by
 `python -m tests.events_page`; the schema has version {events.VERSION}.
 
 A log without the event `log` has version 1: each start of the program counts its runs from 0 there. Kinds and optional

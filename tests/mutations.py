@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 class Mutation:
     """A text that is replaced at one place of the program.
 
-    The place is a function, 'areal_jax.learning.losses:clip' or 'areal_jax.files:LineWriter.close', else a class, a
-    whole module, or a file by its path. The text stands there exactly once, lines broken anywhere.
+    The place is a function, 'areal_jax.learning.objective.losses:clip' or 'areal_jax.files:LineWriter.close', else a
+    class, a whole module, or a file by its path. The text stands there exactly once, lines broken anywhere.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         'drop the behaviour weight',
-        'areal_jax.learning.losses:decoupled_ppo_loss',
+        'areal_jax.learning.objective.losses:decoupled_ppo_loss',
         'token_loss = -behavior_weight * clipped_ratio * advantages',
         'token_loss = -clipped_ratio * advantages',
         'tests/learning/test_losses.py',
@@ -73,7 +73,7 @@ MUTATIONS = [
     ),
     Mutation(
         'return the rows in the order of the batch',
-        'areal_jax.rollout.decode.rows:fill_batch',
+        'areal_jax.rollout.decode.decode_rows:fill_batch',
         'places[i] = place',
         'places[i] = i',
         'tests/rollout/decode/test_backend.py',
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         'drop EOS from the loss',
-        'areal_jax.learning.examples:next_token_form',
+        'areal_jax.learning.packing.examples:next_token_form',
         'predicted = np.flatnonzero(trajectory.loss_mask)',
         'predicted = np.flatnonzero(trajectory.loss_mask)[:-1]',
         'tests/learning',
@@ -256,7 +256,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count ages over all generated tokens',
-        'areal_jax.learning.diagnostics:age_metrics',
+        'areal_jax.learning.diagnostics.data_metrics:age_metrics',
         'np.bincount(ages[trained])',
         'np.bincount(ages[ids >= 0])',
         'tests/app/test_step_metrics.py',
@@ -277,7 +277,7 @@ MUTATIONS = [
     ),
     Mutation(
         'forget at a resume what was decoded before the save',
-        'areal_jax.app.observer:StepObserver.restore',
+        'areal_jax.app.run.observer:StepObserver.restore',
         "self._engines.restore(state['engines'])",
         'pass',
         'tests/app/test_session.py',
@@ -298,7 +298,7 @@ MUTATIONS = [
     ),
     Mutation(
         'call a killed run finished',
-        'areal_jax.app.rebuild:unfinished_facts',
+        'areal_jax.app.run.rebuild:unfinished_facts',
         'finished=False,',
         'finished=True,',
         'tests/test_main_report.py',
@@ -340,7 +340,7 @@ MUTATIONS = [
     ),
     Mutation(
         'leave the columns of a token out of its row',
-        'areal_jax.learning.rows',
+        'areal_jax.learning.packing.rows',
         'self._row.columns[name][place] = values',
         'pass',
         'tests/test_columns.py',
@@ -354,28 +354,28 @@ MUTATIONS = [
     ),
     Mutation(
         'report the mass of tokens that are not trained',
-        'areal_jax.learning.truncation:kept_mass_metrics',
+        'areal_jax.learning.objective.truncation:kept_mass_metrics',
         'if s.policy_version >= oldest]',
         'if s.policy_version >= 0]',
         'tests/learning/test_truncation.py',
     ),
     Mutation(
         'publish whatever training made',
-        'areal_jax.publication.device:DeviceChannel.transfer',
+        'areal_jax.publication.device_channel:DeviceChannel.transfer',
         'manifest = finite_manifest(params, version)',
         'manifest = device_manifest(params)',
         'tests/publication/test_device.py',
     ),
     Mutation(
         'write whatever training made',
-        'areal_jax.publication.files:FilesChannel.transfer',
+        'areal_jax.publication.files_channel:FilesChannel.transfer',
         'manifest = finite_host_manifest(copy, version)',
         'manifest = host_manifest(copy)',
         'tests/publication/test_files.py',
     ),
     Mutation(
         'write what belongs to other processes too',
-        'areal_jax.publication.parts:PartWriter._own_files',
+        'areal_jax.publication.part_writer:PartWriter._own_files',
         'if owner == jax.process_index()]',
         ']',
         'tests/publication/test_parts.py',
@@ -501,14 +501,14 @@ MUTATIONS = [
     ),
     Mutation(
         'role: play with another config',
-        'areal_jax.app.roles:await_controller',
+        'areal_jax.app.roles.roles:await_controller',
         'if theirs.get(field) != value:',
         'if False:',
         'tests/app/test_roles.py',
     ),
     Mutation(
         'role: a controller with jax',
-        'areal_jax.app.loop_run',
+        'areal_jax.app.run.loop',
         'import contextlib',
         'import contextlib\nimport jax',
         'tests/app/test_roles.py',
@@ -522,7 +522,7 @@ MUTATIONS = [
     ),
     Mutation(
         'role: begin with the first engine',
-        'areal_jax.rollout.servers.pool:ServerPool.await_serving',
+        'areal_jax.rollout.servers.server_pool:ServerPool.await_serving',
         '(serving := self._count_serving()) < count',
         '(serving := self._count_serving()) < 1',
         'tests/rollout/servers/test_pool.py',
@@ -543,7 +543,7 @@ MUTATIONS = [
     ),
     Mutation(
         'search all objects as often as Python does',
-        'areal_jax.app.garbage:FullCollections.note',
+        'areal_jax.app.process.garbage:FullCollections.note',
         'self._set(waiting=True)',
         'pass',
         'tests/app/test_garbage.py',
@@ -557,7 +557,7 @@ MUTATIONS = [
     ),
     Mutation(
         'look for NaN in weights and not in the optimizer state',
-        'areal_jax.learning.state:LearnerState.weights_and_optimizer',
+        'areal_jax.learning.learner_state:LearnerState.weights_and_optimizer',
         "trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}",
         'trees.join(self.params, self.frozen)',
         'tests/learning/test_finiteness.py',
@@ -578,35 +578,35 @@ MUTATIONS = [
     ),
     Mutation(
         'decay the embedding with the matrices',
-        'areal_jax.learning.directions:decay_matrices',
+        'areal_jax.learning.optimizer.directions:decay_matrices',
         "if is_matrix and name != 'embedding' else update",
         'if is_matrix else update',
         'tests/learning/test_optimizer.py',
     ),
     Mutation(
         'decay stacked norms as matrices',
-        'areal_jax.learning.directions:decay_matrices',
+        'areal_jax.learning.optimizer.directions:decay_matrices',
         'is_matrix = param.ndim - is_stacked(name) == 2',
         'is_matrix = param.ndim >= 2',
         'tests/learning/test_optimizer.py',
     ),
     Mutation(
         'take any reply for the answer at hand',
-        'areal_jax.tasks.process:WorkerProcess.ask',
+        'areal_jax.workers.worker_process:WorkerProcess.ask',
         "reply.get('id') != number",
         'False',
         'tests/tasks/test_hostile_scorers.py -k replies',
     ),
     Mutation(
         'let the forked child of a scorer reply',
-        'areal_jax.tasks.scorer_process:_end_fork',
+        'areal_jax.tasks.scoring.scorer_process:_end_fork',
         'if os.getpid() != own_pid:',
         'if False:',
         'tests/tasks/test_hostile_scorers.py -k forks_below',
     ),
     Mutation(
         'adopt no orphan of a scorer',
-        'areal_jax.tasks.worker:main',
+        'areal_jax.tasks.scoring.worker:main',
         'adopt_orphans()',
         'pass',
         'tests/tasks/test_worker.py -k detached',
@@ -634,21 +634,21 @@ MUTATIONS = [
     ),
     Mutation(
         'forget in the ledger what was delivered',
-        'areal_jax.rollout.ledger:Ledger.note_generated',
+        'areal_jax.rollout.load_ledger:Ledger.note_generated',
         'entry.outstanding -= tokens\n            self._add(entry.engine, -tokens)',
         'pass',
         'tests/rollout/test_pool.py',
     ),
     Mutation(
         'forget what was received when a request moves',
-        'areal_jax.rollout.servers.placement:Placement._place',
+        'areal_jax.rollout.servers.request_placement:Placement._place',
         'member, request = self._members[name], moving.rest()',
         'member, request = self._members[name], moving.request',
         'tests/rollout/servers/test_pool.py',
     ),
     Mutation(
         'give requests to a server whose outcome is unknown',
-        'areal_jax.rollout.servers.pool:ServerPool._give_up',
+        'areal_jax.rollout.servers.server_pool:ServerPool._give_up',
         'self._stop_routing(member)\n        member.change_state(state, reason)',
         'member.change_state(state, reason)',
         'tests/rollout/servers/test_pool.py',
@@ -669,7 +669,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count each request of a lost connection as a failure of the server',
-        'areal_jax.rollout.servers.pool:ServerPool._note_failure',
+        'areal_jax.rollout.servers.server_pool:ServerPool._note_failure',
         "if member.state != 'serving' or member.is_suspect:",
         "if member.state != 'serving':",
         'tests/rollout/servers/test_pool.py',
@@ -739,7 +739,7 @@ MUTATIONS = [
     ),
     Mutation(
         'release a pinned version',
-        'areal_jax.publication.device:DeviceChannel.release',
+        'areal_jax.publication.device_channel:DeviceChannel.release',
         ' or v in pinned',
         '',
         'tests/publication/test_device.py',
@@ -838,7 +838,7 @@ MUTATIONS = [
     ),
     Mutation(
         'decode with plain programs what changes the softmax',
-        'areal_jax.rollout.decode.rows:is_plain',
+        'areal_jax.rollout.decode.decode_rows:is_plain',
         'not params.changes_softmax and',
         'not params.cuts and',
         'tests/rollout/decode/test_adjustments.py',
@@ -873,21 +873,21 @@ MUTATIONS = [
     ),
     Mutation(
         'replay: drop no start that was cut off',
-        'areal_jax.app.starts:note_start',
+        'areal_jax.app.run.start_records:note_start',
         "kept = [earlier for earlier in before if earlier['seq'] < seq]",
         'kept = before',
         'tests/app/test_replay.py -k noted',
     ),
     Mutation(
         'log rules: any draws are trained',
-        'areal_jax.report.log_rules:LogRules._consume',
+        'areal_jax.report.rules.log_rules:LogRules._consume',
         'if draws != lowest:',
         'if len(draws) != len(lowest):',
         'tests/report/test_log_rules.py',
     ),
     Mutation(
         'log rules: a draw that is dropped stays counted',
-        'areal_jax.report.log_rules:LogRules._break_rules',
+        'areal_jax.report.rules.log_rules:LogRules._break_rules',
         'self._admitted -= 1',
         'self._admitted -= 0',
         'tests/report/test_log_rules.py',
@@ -901,21 +901,21 @@ MUTATIONS = [
     ),
     Mutation(
         'ledger: begin anew at a resume',
-        'areal_jax.app.observer:StepObserver.restore',
+        'areal_jax.app.run.observer:StepObserver.restore',
         'self.ledger.restore(kept)',
         'pass',
         'tests/app/test_token_ledger.py',
     ),
     Mutation(
         'ledger: end a run that does not close as if it did',
-        'areal_jax.app.loop_run:Loop._program',
+        'areal_jax.app.run.loop:Loop._program',
         'self._context.unsaved = self._context.unsaved or fault',
         'pass',
         'tests/app/test_token_ledger.py',
     ),
     Mutation(
         'ledger: count a skipped minibatch as trained',
-        'areal_jax.learning.diagnostics:fate_metrics',
+        'areal_jax.learning.diagnostics.data_metrics:fate_metrics',
         'in_loss = trained if was_applied else unused',
         'in_loss = trained',
         'tests/learning/test_by_age.py',
@@ -929,35 +929,35 @@ MUTATIONS = [
     ),
     Mutation(
         'ratio split: let a token drift with its own update',
-        'areal_jax.learning.ratio_split:split_ratio',
+        'areal_jax.learning.diagnostics.ratio_split:split_ratio',
         '[:, None] > tokens.packed_versions',
         '[:, None] >= tokens.packed_versions',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'ratio split: take the mismatch under the newest weights',
-        'areal_jax.learning.ratio_split:split_ratio',
+        'areal_jax.learning.diagnostics.ratio_split:split_ratio',
         '(tokens.versions - first)[None]',
         'np.full_like(tokens.versions, len(scored) - 1)[None]',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'ratio split: score every answer',
-        'areal_jax.learning.ratio_split:is_sampled',
+        'areal_jax.learning.diagnostics.ratio_split:is_sampled',
         '< share * 2**64',
         '< 2**64',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'ratio split: keep more versions than fit',
-        'areal_jax.learning.weight_ring:WeightRing.add',
+        'areal_jax.learning.diagnostics.weight_ring:WeightRing.add',
         'while len(self._held) >= self._most and',
         'while False and',
         'tests/learning/test_ratio_split.py',
     ),
     Mutation(
         'leave the cap out of the effective sample size',
-        'areal_jax.learning.by_age:metrics_by_age',
+        'areal_jax.learning.diagnostics.ratios_by_age:metrics_by_age',
         'weights = np.minimum(weights, settings.behavior_weight_cap)',
         'pass',
         'tests/learning/test_by_age.py',

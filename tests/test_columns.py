@@ -14,9 +14,9 @@ from areal_jax import columns
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.columns import SAMPLING_LOGPROBS, Column, ColumnError, declare
 from areal_jax.distributed.codec import decode, encode
-from areal_jax.learning.layout import RowLayout
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.packing import empty_batch
+from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.train_step import training_rows
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.wire import vllm
@@ -280,5 +280,5 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     """Who fills it, who reads it, which servers give it, and the glossary."""
     package = pathlib.Path(areal_jax.__file__).parent
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'sampling_logprobs' in p.read_text().lower()}
-    used = {'columns.py', 'rollout/decode/generate.py', 'learning/truncation.py'}
+    used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/truncation.py'}
     assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py'}

@@ -3,7 +3,8 @@
 import ast
 import pathlib
 
-from areal_jax import events, lanes
+from areal_jax import lanes
+from areal_jax.events import schema as events
 from tests import events_page
 
 PACKAGE = pathlib.Path(events.__file__).parent

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from areal_jax import main_report
-from areal_jax.app.environment import read_environment
+from areal_jax.app.workdir.environment import read_environment
 from areal_jax.config import default_config
 from areal_jax.errors import ExitCode
 from areal_jax.report.report import write_report

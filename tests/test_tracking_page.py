@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from areal_jax.app.run_list import DAMAGED, FAILED, FINISHED, KILLED, NEVER_BEGAN, RUNNING, STOPPED
+from areal_jax.app.workdir.run_list import DAMAGED, FAILED, FINISHED, KILLED, NEVER_BEGAN, RUNNING, STOPPED
 from areal_jax.config.declarations import choices
 from areal_jax.plugins import load_function
 from areal_jax.telemetry.hook import FIELD, MetricsHook

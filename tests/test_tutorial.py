@@ -12,8 +12,8 @@ import shlex
 import pytest
 
 from areal_jax import main_train
-from areal_jax.app.ending import end_command
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import end_command
+from areal_jax.app.process.interrupt import Interrupts
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / 'docs' / 'your_task.md'
@@ -47,10 +47,10 @@ def pattern(expected):
 def run(tmp_path, monkeypatch, capsys):
     """Runs a command of the page in this process; its exit code and what it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('areal_jax.app.memory.return_freed_memory', lambda: None)  # settings of a whole process
-    monkeypatch.setattr('areal_jax.app.garbage.space_full_collections', lambda: None)
-    monkeypatch.setattr('areal_jax.native.blocks.keep_blocks', lambda: None)
-    monkeypatch.setattr('areal_jax.app.noise.silence_libraries', lambda: None)
+    monkeypatch.setattr('areal_jax.app.process.memory.return_freed_memory', lambda: None)  # settings of a whole process
+    monkeypatch.setattr('areal_jax.app.process.garbage.space_full_collections', lambda: None)
+    monkeypatch.setattr('areal_jax.native.kept_blocks.keep_blocks', lambda: None)
+    monkeypatch.setattr('areal_jax.app.process.noise.silence_libraries', lambda: None)
 
     def run(words):
         assert words[:3] == ['python', '-m', 'areal_jax.main_train']

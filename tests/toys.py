@@ -22,7 +22,7 @@ from areal_jax.control.clocks.lanes import Lane
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
-from areal_jax.control.events import EventLog, check_types
+from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import EqualRewardsFilter
 from areal_jax.control.schedule import VersionRing, parse_schedule

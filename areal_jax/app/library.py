@@ -16,9 +16,9 @@ from ml_collections import config_dict
 
 from areal_jax.app.command_line import load_config, require_workdir
 from areal_jax.app.config_file import find_config_file
-from areal_jax.app.run_thread import CallerInterrupts, call_in_thread
+from areal_jax.app.process.run_thread import CallerInterrupts, call_in_thread
 from areal_jax.app.training import build_run
-from areal_jax.app.workdir import Report
+from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import validate
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.ranges import ConfigError
@@ -72,7 +72,7 @@ def evaluate(
 
     Raises what `train` raises; after KeyboardInterrupt, resume=True goes on.
     """
-    from areal_jax.app.evaluate import evaluate_model
+    from areal_jax.app.evaluate.evaluate import evaluate_model
 
     loaded, source = load_source(config)
     directory, name = _directory(workdir), None if model is None else os.fspath(model)
@@ -94,7 +94,7 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
 
     Raises UserError, one sentence, for what the caller can mend; nothing is left half-written.
     """
-    from areal_jax.app.export import export_run
+    from areal_jax.app.export.run_export import export_run
 
     return export_run(pathlib.Path(workdir), pathlib.Path(out), step=step, dtype=dtype)
 

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.app.loop_run import Loop, build_loop
-from areal_jax.app.own_learner import OwnSite, require_here
-from areal_jax.app.run import Run, RunKind
-from areal_jax.app.sft import SftTraining, build_sft
-from areal_jax.app.start_warnings import print_warnings
+from areal_jax.app.run.loop import Loop, build_loop
+from areal_jax.app.run.own_site import OwnSite, require_here
+from areal_jax.app.run.run import Run, RunKind
+from areal_jax.app.run.start_warnings import print_warnings
+from areal_jax.app.run.supervised import SftTraining, build_sft
 
 LoopRun: TypeAlias = Run[OwnSite, Loop]
 SftRun: TypeAlias = Run[OwnSite, SftTraining]

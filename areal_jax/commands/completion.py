@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.commands.catalogue import find_commands
 from areal_jax.commands.command import EXITS, Command, Example, Flag, Parser, list_flags
 from areal_jax.commands.help import answer

@@ -215,7 +215,7 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'optimizer': Section(
         'How gradients become weights',
-        name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer.py'),
+        name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer/optimizer.py'),
         learning_rate=Real(2e-5, NOT_NEGATIVE, 'after warm-up'),
         schedule=Choice('constant', ('constant', 'cosine', 'linear'), 'after warm-up, down to the last step'),
         final_ratio=Real(0.0, SHARE, 'cosine, linear: last learning rate / learning_rate'),

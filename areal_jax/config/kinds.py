@@ -80,9 +80,9 @@ OWN = ServerKind(
     'own',
     (OWN_CLIENT,),
     launch=Launch(
-        'areal_jax.app.own_server:serve_engine',
-        'areal_jax.app.own_server:plan_server',
-        prepare='areal_jax.app.own_server:write_config',
+        'areal_jax.app.roles.own_server:serve_engine',
+        'areal_jax.app.roles.own_server:plan_server',
+        prepare='areal_jax.app.roles.own_server:write_config',
         registers_at_start=True,
     ),
     keeps_kv=True,
@@ -97,16 +97,16 @@ VLLM = ServerKind(
     'vllm',
     (VLLM_CLIENT,),
     launch=Launch(
-        'areal_jax.app.vllm_server:serve_engine',
-        'areal_jax.app.vllm_server:plan_server',
-        require='areal_jax.app.vllm_server:find_python',
+        'areal_jax.app.roles.vllm_server:serve_engine',
+        'areal_jax.app.roles.vllm_server:plan_server',
+        require='areal_jax.app.roles.vllm_server:find_python',
     ),
     reads=('cluster.engines',),
 )
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
 
-DEVICE = ChannelKind('device', 'areal_jax.app.channels:build_device', reaches_processes=False, shares_copy=True)
-FILES = ChannelKind('files', 'areal_jax.app.channels:build_files', reaches_processes=True)
+DEVICE = ChannelKind('device', 'areal_jax.app.build.channels:build_device', reaches_processes=False, shares_copy=True)
+FILES = ChannelKind('files', 'areal_jax.app.build.channels:build_files', reaches_processes=True)
 
 SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, EXTERNAL)}
 CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES)}

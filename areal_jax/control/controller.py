@@ -1,6 +1,6 @@
 """The loop on the host: batches, updates, stops and checkpoints around its parts, joined by bounded queues.
 
-app/loop_run.py builds and runs it. Its parts are admission (admission.py, lock_step.py), groups on their way through
+app/run/loop.py builds and runs it. Its parts are admission (admission.py, lock_step.py), groups on their way through
 generation and reward (groups.py), publication (publisher.py) and the writing of checkpoints (checkpoint_writer.py).
 It imports no jax and holds no array larger than a trajectory.
 """
@@ -17,7 +17,7 @@ from areal_jax.control.admission import Admission
 from areal_jax.control.buffer import TrajectoryBuffer
 from areal_jax.control.checkpoint_writer import CheckpointWriter
 from areal_jax.control.episode import CANCELLED, RunningGroup
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.gate import HeldState, StalenessGate
 from areal_jax.control.group_filter import EqualRewardsFilter

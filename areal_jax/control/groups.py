@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.supervisor import Supervisor

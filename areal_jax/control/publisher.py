@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Channel, Clock

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from areal_jax.control.events import check_of
+from areal_jax.control.event_writer import check_of
 from areal_jax.errors import UserError
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 
 FIRST_VERSION = 6  # of the log that has what a replay needs
 COMPLETIONS = ('run_done', 'deadline', 'signal')  # kinds that the clock writes when it releases one

@@ -33,7 +33,7 @@ from areal_jax.types import Tree
 
 if TYPE_CHECKING:
     from areal_jax.learning.learner import SpmdLearner
-    from areal_jax.publication.parts import PartWriter
+    from areal_jax.publication.part_writer import PartWriter
 
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}

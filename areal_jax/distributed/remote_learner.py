@@ -28,8 +28,8 @@ from areal_jax.distributed.messages import (
     raise_failure,
 )
 from areal_jax.distributed.peers import CommandError, Peers
-from areal_jax.learning.price import UpdatePrice
-from areal_jax.publication.errors import PublicationError
+from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.versions import remove_old_versions
 from areal_jax.types import PublishedWeights, TrajectoryGroup, Tree
 
@@ -97,7 +97,7 @@ class RemoteLearner:
 
 
 class RemoteChannel:
-    """`protocols.Channel` whose versions the learner processes write, each its own files; see publication/files.py.
+    """`protocols.Channel` whose versions the learner processes write, each its own files.
 
     Args:
       directory: of the versions, which learners and engines see under the same path.

@@ -46,7 +46,7 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
             f'distributed.coordinator={coordinator!r} needs --process_id, from 0 to {processes - 1}, a different one '
             'for each process'
         )
-    jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM away from app/interrupt.py
+    jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from us
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator or None,

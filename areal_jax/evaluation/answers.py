@@ -1,6 +1,7 @@
 """Answers to held-out problems, and the file that keeps them, one JSON line a problem.
 
-The evaluator produces answers; app/evaluate.py writes complete problems down and reads them back after a resume.
+The evaluator produces answers; app/evaluate/evaluate.py writes complete problems down and reads them back after a
+resume.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.protocols import Clock, Event, Generation, Generator, Pool

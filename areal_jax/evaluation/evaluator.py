@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from areal_jax.control.episode import LOST, Episode
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.answers import Answer

@@ -41,7 +41,7 @@ class Scores(TypedDict):
 
 
 class Results(Scores):
-    """results.json. Producer: app/evaluate.py."""
+    """results.json. Producer: app/evaluate/evaluate.py."""
 
     model: dict[str, str | int | None]  # source, path, files and their digest, weights_sha256, version
     task: str

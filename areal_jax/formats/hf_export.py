@@ -45,7 +45,7 @@ _Planned = dict[str, jax.ShapeDtypeStruct]  # the tensors of a file by name
 
 @dataclasses.dataclass(frozen=True)
 class HfCompanions:
-    """What a directory holds besides config and weights. Producer: app/export.py."""
+    """What a directory holds besides config and weights. Producer: app/export/run_export.py."""
 
     source: pathlib.Path | None = None  # where the weights came from: its COMPANIONS and special token ids are kept
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'bos_token_id'..., if no source has them

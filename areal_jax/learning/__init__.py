@@ -1,7 +1,7 @@
 """Packing and update: groups become packed rows, packed rows become the next version of the weights.
 
 groups -> advantages.py -> examples.py -> packing.py (bins, balance, rows, buckets)      numpy, on the host
-       -> layout.py -> passes.py -> train_step.py (forward, proximal, losses, optimizer)  jax, on the mesh
+       -> row_layout.py -> passes.py -> train_step.py (forward, proximal, losses, optimizer)  jax, on the mesh
 learner.py has the commands and is all that the controller sees; update.py loops over minibatches and epochs.
 
 Shapes: M micro-batches of a minibatch, R rows of a micro-batch, T tokens of a row, N loss tokens of a row, S segments,

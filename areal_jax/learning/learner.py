@@ -1,6 +1,6 @@
 """The trainer that the controller drives: groups of one update in, weights of the next version out.
 
-The controller calls it in a single process, distributed/ in several. The commands are here; layout.py packs rows,
+The controller calls it in a single process, distributed/ in several. The commands are here; row_layout.py packs rows,
 update.py makes the optimizer steps, programs.py compiles, interchange.py converts weights for engines and checkpoints.
 """
 
@@ -16,32 +16,33 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning import trees, truncation
-from areal_jax.learning.advantages import make_estimator
-from areal_jax.learning.denominators import denominator_scale
-from areal_jax.learning.diagnostics import Metrics, require_published
-from areal_jax.learning.finiteness import require_finite
-from areal_jax.learning.flops import work_metrics
-from areal_jax.learning.host_copies import HostCopies
-from areal_jax.learning.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
-from areal_jax.learning.layout import RowLayout
-from areal_jax.learning.likelihood import held_out_likelihood
+from areal_jax.learning.diagnostics.data_metrics import Metrics, require_published
+from areal_jax.learning.diagnostics.flops import work_metrics
+from areal_jax.learning.learner_state import describe_cast, describe_state, place_state
 from areal_jax.learning.measurement import Update, measure
-from areal_jax.learning.optimizer import Optimizer
+from areal_jax.learning.objective import truncation
+from areal_jax.learning.objective.advantages import make_estimator
+from areal_jax.learning.objective.denominators import denominator_scale
+from areal_jax.learning.objective.likelihood import held_out_likelihood
+from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.passes import Passes
-from areal_jax.learning.price import UpdatePrice
 from areal_jax.learning.programs import AHEAD, CompiledPrograms
 from areal_jax.learning.ratio_sampler import RatioSampler
+from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.state import describe_cast, describe_state, place_state
 from areal_jax.learning.train_step import Programs
-from areal_jax.learning.trees import Params
 from areal_jax.learning.update import train
+from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.finiteness import require_finite
+from areal_jax.learning.weights.host_copies import HostCopies
+from areal_jax.learning.weights.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
+from areal_jax.learning.weights.trained_leaves import Params
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
 from areal_jax.models.weights import logical_axes
-from areal_jax.native.blocks import free_kept_blocks
+from areal_jax.native.kept_blocks import free_kept_blocks
 from areal_jax.native.preference import preferred
 from areal_jax.sharding.placement import gather
 from areal_jax.sharding.rules import param_shardings, replicated

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.learning import diagnostics, truncation
-from areal_jax.learning.by_age import metrics_by_age
-from areal_jax.learning.diagnostics import Metrics
-from areal_jax.learning.likelihood import finalize_likelihood
-from areal_jax.learning.losses import finalize_metrics, merge_metrics
-from areal_jax.learning.optimizer import step_metrics
-from areal_jax.learning.packing_report import PackingReport
-from areal_jax.learning.quantized_policy import quantization_metrics
+from areal_jax.learning.diagnostics import data_metrics as diagnostics
+from areal_jax.learning.diagnostics.data_metrics import Metrics
+from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
+from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
+from areal_jax.learning.objective import truncation
+from areal_jax.learning.objective.likelihood import finalize_likelihood
+from areal_jax.learning.objective.losses import finalize_metrics, merge_metrics
+from areal_jax.learning.optimizer.optimizer import step_metrics
+from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.update import Trained, first_logprobs
 from areal_jax.telemetry.metrics import merge

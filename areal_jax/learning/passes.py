@@ -1,6 +1,6 @@
 """Passes of the model over one minibatch: an optimizer step, or log-probs of given weights.
 
-layout.py cuts and places the rows, programs.py holds what runs on the devices.
+row_layout.py cuts and places the rows, programs.py holds what runs on the devices.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning.layout import RowLayout
+from areal_jax.learning.learner_state import LearnerState, describe_cast
 from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.state import LearnerState, describe_cast
 from areal_jax.learning.train_step import Scalars, training_rows, training_scalars
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.learning.layout import RowLayout
+from areal_jax.learning.diagnostics.ratio_split import is_sampled, measure_split
+from areal_jax.learning.diagnostics.weight_ring import WeightRing
+from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.passes import Passes
 from areal_jax.learning.programs import CompiledPrograms
-from areal_jax.learning.ratio_split import is_sampled, measure_split
+from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import RatioSettings
-from areal_jax.learning.state import LearnerState
 from areal_jax.learning.update import Trained
-from areal_jax.learning.weight_ring import WeightRing
 from areal_jax.telemetry import names
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, Tree
 

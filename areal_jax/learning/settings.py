@@ -1,7 +1,7 @@
 """The settings of an update and of the optimizer; each value names its config field when it refuses.
 
-app/build.py makes them from a config. They have no defaults where a config field decides: config/declarations.py has
-the only one, and the meaning of each field.
+app/build/part_settings.py makes them from a config. They have no defaults where a config field decides:
+config/declarations.py has the only one, and the meaning of each field.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.packing import require_known
+from areal_jax.learning.packing.packing import require_known
 
 # attributes of LearnerSettings that a config field decides: the path of the field
 _LEARNER_FIELDS = {

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning import trees
-from areal_jax.learning.denominators import denominator_weights
 from areal_jax.learning.forward import Rows, forward
-from areal_jax.learning.interchange import export_weights
-from areal_jax.learning.likelihood import negative_log_likelihood
-from areal_jax.learning.losses import decoupled_ppo_loss, entropy_bonus, kl_penalty, masked_sum
-from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.proximal import proximal_logprobs
+from areal_jax.learning.objective.denominators import denominator_weights
+from areal_jax.learning.objective.likelihood import negative_log_likelihood
+from areal_jax.learning.objective.losses import decoupled_ppo_loss, entropy_bonus, kl_penalty, masked_sum
+from areal_jax.learning.objective.proximal import proximal_logprobs
+from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import replicated
 from areal_jax.sharding.shares import Shares

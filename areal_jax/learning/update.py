@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.state import LearnerState
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
 from areal_jax.types import PackedBatch
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import PANEL_ROWS, host_view, pack_panels
 from areal_jax.types import Tree
 

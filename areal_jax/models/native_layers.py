@@ -21,7 +21,7 @@ from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, Ranking
 from areal_jax.models.quantized import Quantized
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.types import Tree
 
 LEAST_COLUMNS = 8  # that a product computes: fewer rows of a step cost as much (CutColumns in native/products.h)

@@ -1,6 +1,6 @@
 """The config of a model: the sizes and switches that determine its weights and its computation.
 
-Made by app/text_model.py and the readers of formats/, read by every module that computes with a model.
+Made by app/model/text_model.py and the readers of formats/, read by every module that computes with a model.
 """
 
 from __future__ import annotations

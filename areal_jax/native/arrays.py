@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 
 PANEL_ROWS = 8  # of the kernels
 BYTE_ROWS, BYTE_GROUP = 16, 4  # of panels of matrices in 8 bits: rows, and entries of a row side by side
@@ -83,7 +83,7 @@ def pack_bytes(matrix: np.ndarray, *, by_rows: bool) -> tuple[np.ndarray, np.nda
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
-    """From the beginning of a cache line on, in memory of blocks.py. The library must be registered."""
+    """From the beginning of a cache line on, in memory of kept_blocks.py. The library must be registered."""
     kernels, size = library.register(), math.prod(shape) * np.dtype(dtype).itemsize
     allocate = kernels.areal_jax_allocate
     allocate.restype = ctypes.c_void_p

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 
 
 @contextlib.contextmanager

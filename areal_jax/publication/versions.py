@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Iterator
 
 from areal_jax import files
-from areal_jax.publication.errors import PublicationError
+from areal_jax.publication.failures import PublicationError
 
 MANIFEST = 'manifest.json'
 _KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path

@@ -6,8 +6,8 @@ import collections
 import statistics
 from collections.abc import Sequence
 
-from areal_jax.events import Event
-from areal_jax.report.contents import Ends, EngineMismatch, Mismatch
+from areal_jax.events.schema import Event
+from areal_jax.report.report_keys import Ends, EngineMismatch, Mismatch
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, number

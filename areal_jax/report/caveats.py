@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from areal_jax.control.group_filter import EQUAL_REWARDS
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.censoring import warn_of_censoring
-from areal_jax.report.contents import OptimizerSteps, Report
-from areal_jax.report.ledger import conservation
+from areal_jax.report.draw_ledger import conservation
 from areal_jax.report.ratios import warn_of_wrong_versions
+from areal_jax.report.report_keys import OptimizerSteps, Report
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.hook import FIELD as HOOK

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from areal_jax.control.group_filter import EQUAL_REWARDS
-from areal_jax.events import Event
-from areal_jax.report import contents
+from areal_jax.events.schema import Event
+from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import outside_evaluation
 from areal_jax.report.token_fates import has_lengths

@@ -1,6 +1,6 @@
 """The evaluations beside training in a report: their scores by version, and what they cost generation.
 
-plots.py and figures.py draw it. Scores come from evaluations.json, costs from the event log.
+run_plots.py and charts.py draw it. Scores come from evaluations.json, costs from the event log.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, cast
 
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 from areal_jax.lanes import EVALUATION_WORK, is_engine_lane
 from areal_jax.report import statistics
-from areal_jax.report.contents import CurveEnds, CurveRow, Interval, Report
-from areal_jax.report.lanes import LaneInterval, lane_intervals
+from areal_jax.report.lane_intervals import LaneInterval, lane_intervals
+from areal_jax.report.report_keys import CurveEnds, CurveRow, Interval, Report
 from areal_jax.report.statistics import mean_interval, score_interval
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores

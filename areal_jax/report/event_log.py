@@ -1,4 +1,4 @@
-"""The reader of the event log: every line is checked against the schema of areal_jax/events.py."""
+"""The reader of the event log: every line is checked against the schema of areal_jax/events/schema.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 from areal_jax import files
-from areal_jax.events import Event, find_fault, require_known_version
+from areal_jax.events.schema import Event, find_fault, require_known_version
 from areal_jax.telemetry.json_lines import parse_json_lines
 
 

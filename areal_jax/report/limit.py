@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane, is_publish_lane
-from areal_jax.report.contents import Busy, Time
-from areal_jax.report.lanes import LaneInterval, busy_share, lane_intervals, lane_seconds, of_training
+from areal_jax.report.lane_intervals import LaneInterval, busy_share, lane_intervals, lane_seconds, of_training
+from areal_jax.report.report_keys import Busy, Time
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.numerals import format_number, format_percent

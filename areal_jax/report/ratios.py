@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from areal_jax.report import aggregates, contents
+from areal_jax.report import aggregates
+from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.statistics import ratio_interval
 from areal_jax.telemetry import names

@@ -15,29 +15,31 @@ from typing import cast
 from areal_jax import files
 from areal_jax.control.episode import LOST
 from areal_jax.control.group_filter import EQUAL_REWARDS
-from areal_jax.events import FILE as EVENTS
-from areal_jax.events import Event, InterruptEvent
-from areal_jax.report import aggregates, contents, generation, statistics
-from areal_jax.report.ages import age_histograms, token_age, token_age_steps
+from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.events.schema import Event, InterruptEvent
+from areal_jax.report import aggregates, statistics
+from areal_jax.report import engine_work as generation
+from areal_jax.report import report_keys as contents
+from areal_jax.report.age_table import age_histograms, token_age, token_age_steps
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.censoring import censoring
-from areal_jax.report.contents import Report
 from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
+from areal_jax.report.draw_ledger import ledger
 from areal_jax.report.event_log import load_events, outside_evaluation
-from areal_jax.report.html_page import FILE as HTML_PAGE
-from areal_jax.report.html_page import render_html
-from areal_jax.report.ledger import ledger
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
-from areal_jax.report.page import render_page
-from areal_jax.report.plots import write_plots
+from areal_jax.report.pages.html_page import FILE as HTML_PAGE
+from areal_jax.report.pages.html_page import render_html
+from areal_jax.report.pages.markdown_page import render_page
+from areal_jax.report.pages.run_plots import write_plots
+from areal_jax.report.pages.web_page import describe_missing_library
 from areal_jax.report.ratios import ratio_split, ratios_by_age
-from areal_jax.report.run import Run
+from areal_jax.report.report_keys import Report
+from areal_jax.report.run_record import Run
 from areal_jax.report.servers import server_rows
 from areal_jax.report.statistics import mean_interval, paired_interval, score_interval
 from areal_jax.report.timeline import write_timeline
 from areal_jax.report.token_fates import token_fates
-from areal_jax.report.web_page import describe_missing_library
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
@@ -54,7 +56,7 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
-        facts: of the run; app/rebuild.py finds them in a work directory.
+        facts: of the run; app/run/rebuild.py finds them in a work directory.
         plots: whether to draw; without it report.md shows no pictures, and report.html is not written.
 
     Returns the report. Raises UserError for a file there that was torn or edited.

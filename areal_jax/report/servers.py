@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_jax.events import Event
-from areal_jax.report.contents import ServerRow
+from areal_jax.events.schema import Event
+from areal_jax.report.report_keys import ServerRow
 
 HEAD = ('engine', 'server', 'tokens received', 'starts', 'taken out of service')
 _OUT = ('unknown', 'quarantined')

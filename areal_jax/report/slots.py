@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from areal_jax.events import DecodeEvent, EvaluationDecodeEvent, Event
-from areal_jax.report.lanes import LaneInterval, event_intervals
+from areal_jax.events.schema import DecodeEvent, EvaluationDecodeEvent, Event
+from areal_jax.report.lane_intervals import LaneInterval, event_intervals
 
 DecodeKind = Literal['decode', 'evaluation_decode']
 

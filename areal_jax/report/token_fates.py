@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areal_jax.events import Event
-from areal_jax.report import contents
+from areal_jax.events.schema import Event
+from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
 from areal_jax.telemetry.numerals import format_number, format_percent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from areal_jax.events import Event
+from areal_jax.events.schema import Event
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ of training shares a dispatch with one of an evaluation; new weights of training
 
 from __future__ import annotations
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend

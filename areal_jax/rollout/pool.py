@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Generation, RolloutEngine
-from areal_jax.rollout.ledger import Entry, Ledger
+from areal_jax.rollout.load_ledger import Entry, Ledger
 from areal_jax.rollout.requirements import Requirement, require_capabilities
 from areal_jax.types import EngineFinish, GenerationRequest, PublishedWeights, Segment
 

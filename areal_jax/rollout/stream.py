@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.columns import cut
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, Span, State

@@ -1,4 +1,4 @@
-"""Prompts with the answers to imitate, in a resumable stream: the data of supervised training (app/sft.py)."""
+"""Prompts with the answers to imitate, in a resumable stream: the data of supervised training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.chat_template import ConversationError, Messages, TokenizerError
-from areal_jax.tasks.json_lines import read_objects, require_text
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
-from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
+from areal_jax.tasks.user_lines import read_objects, require_text
+from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError
+from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 _NAME = 'demonstrations'  # what the prompts give as their task

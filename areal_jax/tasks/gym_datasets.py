@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
 from areal_jax.tasks import gym_items
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 from areal_jax.tasks.task import Problem, TaskError
 
 if TYPE_CHECKING:

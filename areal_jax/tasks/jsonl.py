@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
-from areal_jax.tasks.answers import exact, golds, mathematics, normalised, number
+from areal_jax.tasks.answers import exact, mathematics, normalised, number
+from areal_jax.tasks.answers import gold_answers as golds
 from areal_jax.tasks.answers.extraction import MARK, last_boxed, marked_answers
 from areal_jax.tasks.integers import has_number, last_integer
-from areal_jax.tasks.json_lines import read_objects, require_text
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, TaskError, hash_fraction, integer_or_text
-from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
+from areal_jax.tasks.user_lines import read_objects, require_text
+from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
 _QUESTION = ('question', 'problem')  # names of the prompt; the first that a line has counts

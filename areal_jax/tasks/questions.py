@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 
 from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, TaskError, hash_fraction, require_json
-from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
+from areal_jax.text.tokenizer import Tokenizer, chat_messages
 
 
 def question_task(

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from areal_jax.tasks import gym_datasets
 from areal_jax.tasks.gym_datasets import import_package
 from areal_jax.tasks.integers import has_number, last_integer
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction, integer_or_text
-from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
+from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
 _ONE_DIGIT: dict[str, object] = {

@@ -13,7 +13,7 @@ from typing import cast
 from areal_jax.errors import suggest
 from areal_jax.plugins import is_own, load_function, raising_user_error
 from areal_jax.tasks.task import ListedTask, Task, TaskError, require_json
-from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.text.tokenizer import Tokenizer
 
 # Each module has build(tokenizer, **values) -> Task and score(problem, answer_text, finish_reason) -> reward.
 TASKS = {

@@ -15,9 +15,9 @@ import random
 import re
 from collections.abc import Sequence
 
-from areal_jax.tasks.chat_template import Messages
 from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
-from areal_jax.tasks.tokenizer import Tokenizer, chat_messages
+from areal_jax.text.chat_template import Messages
+from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
 EXAMPLE = (7, 5, 8, 2, 9, 4, 3, 8, 1, 6, 5, 9, 2, 7, 4, 8)  # as many of these as a question has numbers

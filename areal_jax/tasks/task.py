@@ -16,9 +16,9 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.plugins import spec_of
 from areal_jax.protocols import PromptStream
-from areal_jax.tasks.chat_template import ConversationError, Messages
 from areal_jax.tasks.integers import last_integer
-from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.text.chat_template import ConversationError, Messages
+from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import FinishReason, Prompt
 
 Split = Literal['train', 'held_out']

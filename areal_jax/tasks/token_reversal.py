@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from areal_jax.tasks.task import ListedTask, Problem, TaskError, hash_fraction
-from areal_jax.tasks.tokenizer import CharacterTokenizer, Tokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import FinishReason
 
 ALPHABET = 'abcdefgh'

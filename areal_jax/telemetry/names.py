@@ -126,7 +126,7 @@ UPDATE_FILTERED = Metric('update/filtered_equal_rewards', 'groups', 'groups of t
 UPDATE_TRAJECTORIES = Metric('update/trained_trajectories', 'trajectories', 'trajectories with a trained token')
 UPDATE_TOKENS = Metric('update/trained_tokens', 'tokens', 'trained tokens: generated, neither filtered nor masked')
 READ_TOKENS = Metric('train/read_tokens', 'tokens', 'prompts and answers that passes of the update read, no padding')
-MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see learning/flops.py')
+MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see diagnostics/flops.py')
 OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
 SKIPPED_STEPS = Metric('update/skipped_steps', 'steps', 'optimizer steps left out: their gradient was not finite')
 
@@ -147,7 +147,7 @@ MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
-# with rollout.weights='int8' only, of the same tokens: learning/quantized_policy.py
+# with rollout.weights='int8' only, of the same tokens: learning/diagnostics/quantized_policy.py
 MISMATCH_KL = Metric('mismatch/kl', 'nats', 'KL of the quantized from the published policy, estimated as k - 1 - ln k')
 MISMATCH_SAMPLE_SIZE = Metric(
     'mismatch/effective_sample_size', 'share', '(Σw)²/(nΣw²) of w = published by quantized probability'
@@ -161,7 +161,7 @@ MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean
 # the metrics loss/... of these names, of the trained tokens of these ages
 BY_AGE = 'by_age/'
 
-RATIO = 'ratio/'  # prefix of the split of the importance ratio, learning/ratio_split.py; nats
+RATIO = 'ratio/'  # prefix of the split of the importance ratio, learning/diagnostics/ratio_split.py; nats
 RATIO_TOKENS = Metric('ratio/tokens', 'tokens', 'trained tokens whose importance ratio was split')
 RATIO_LEFT_RING = Metric(
     'ratio/left_ring_tokens', 'tokens', 'trained tokens of sampled answers whose version is not in the ring any more'

@@ -1,8 +1,8 @@
 """The token ledger: every token that an engine generated for training has exactly one fate.
 
 Fed by the event log (what was generated, what became of each draw) and by the learner's metrics of each update (what
-became of the tokens of its batch). app/observer.py keeps one while the run runs, report/ makes one from the files. Work
-is per event, and per version of an answer: never per token.
+became of the tokens of its batch). app/run/observer.py keeps one while the run runs, report/ makes one from the files.
+Work is per event, and per version of an answer: never per token.
 
     generated = trained + filtered + masked + unused + Σ dropped(reason) + unfinished
 
@@ -24,7 +24,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from areal_jax.events import Event, FinishEvent, RewardEvent
+from areal_jax.events.schema import Event, FinishEvent, RewardEvent
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, Value, counts
 from areal_jax.types import NOT_GENERATED

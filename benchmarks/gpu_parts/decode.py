@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_parts.decode SLOTS CONTEXT [--tiny] OUT
 
-The programs are the ones that a run uses (rollout/decode/backend.py), with weights and cache in bfloat16.
+The programs are the ones that a run uses (rollout/decode/jax_backend.py), with weights and cache in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.learning import trees
 from areal_jax.learning.forward import forward
+from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.device import DeviceChannel
+from areal_jax.publication.device_channel import DeviceChannel
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece, Span
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.gpu_parts.cells import Cells, run_part, summarize
 from benchmarks.gpu_parts.shapes import DecodeCase, decode_bytes, decode_case, find_peak, key_bytes, mean_positions

@@ -17,18 +17,18 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from areal_jax.app.loop_run import Loop, build_loop
-from areal_jax.app.model import Model
-from areal_jax.app.own_learner import OwnSite, require_here
-from areal_jax.app.run import Run, RunKind
-from areal_jax.app.run_context import RunContext
-from areal_jax.app.start_warnings import print_warnings
+from areal_jax.app.model.model import Model
+from areal_jax.app.run.loop import Loop, build_loop
+from areal_jax.app.run.own_site import OwnSite, require_here
+from areal_jax.app.run.run import Run, RunKind
+from areal_jax.app.run.run_context import RunContext
+from areal_jax.app.run.start_warnings import print_warnings
 from areal_jax.config import default_config
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.tasks.token_reversal import characters
-from areal_jax.tasks.tokenizer import CharacterTokenizer
 from areal_jax.telemetry.facts import RunFacts
+from areal_jax.text.tokenizer import CharacterTokenizer
 from benchmarks.gpu_parts.cells import Cells, run_part
 from benchmarks.gpu_parts.shapes import SHAPES, TINY
 

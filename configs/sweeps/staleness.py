@@ -11,7 +11,7 @@ import dataclasses
 from ml_collections import config_dict
 
 from areal_jax import config as schema
-from areal_jax.study.plan import Bounds, Controls, LockStep, Margins, Natural, Plan
+from areal_jax.studies.plan import Bounds, Controls, LockStep, Margins, Natural, Plan
 
 INFINITE = float('inf')
 SYMBOLS = 4  # of a prompt, and of an answer
@@ -85,7 +85,7 @@ CONTROLS = Controls(
     known_window=(250, 300),
     same_lag=4,
     same_eta=4.0,
-    shuffled={'loss.advantage': 'areal_jax.study.controls:shuffled_advantages'},
+    shuffled={'loss.advantage': 'areal_jax.studies.controls:shuffled_advantages'},
     shuffled_below=0.55,  # chance among the two symbols is 0.5
 )  # fmt: skip
 

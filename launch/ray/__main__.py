@@ -2,7 +2,7 @@
 
 import sys
 
-from areal_jax.app.ending import RESUME, end_command
+from areal_jax.app.process.ending import RESUME, end_command
 
 from .main import main
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax import config as schema
 from areal_jax.app.training import LoopRun, build_run
-from areal_jax.control.events import check_types
+from areal_jax.control.event_writer import check_types
 
 
 def small_config(**fields):

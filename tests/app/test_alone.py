@@ -1,5 +1,5 @@
-from areal_jax.app.alone import alone_seconds
-from areal_jax.report.lanes import LaneInterval
+from areal_jax.app.run.overlap import alone_seconds
+from areal_jax.report.lane_intervals import LaneInterval
 from areal_jax.report.window import Window
 
 

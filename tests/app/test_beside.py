@@ -149,7 +149,7 @@ def test_a_resumed_run_has_every_row_once(tmp_path, rows, whole, capsys):
 
 
 def test_rows_of_versions_after_the_checkpoint_are_made_again(tmp_path):
-    from areal_jax.app.scores import Scores
+    from areal_jax.app.run.scores import Scores
     from areal_jax.telemetry.facts import EvaluationScores, VersionScores, read_curve
 
     scores = Scores(tmp_path, resume=False)

@@ -6,21 +6,21 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.build import build_ring, build_sampling
-from areal_jax.app.learner import build_learner
-from areal_jax.app.model import build_model
-from areal_jax.app.task import build_task
+from areal_jax.app.build.learner_builder import build_learner
+from areal_jax.app.build.part_settings import build_ring, build_sampling
+from areal_jax.app.build.task_builder import build_task
+from areal_jax.app.model.model import build_model
 from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_config import HfError
-from areal_jax.learning.rows import BatchError
+from areal_jax.learning.packing.rows import BatchError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.tasks.registry import make_task
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.app.small import SmallRun, small_config
 from tests.tasks import hf_directory
 

@@ -175,7 +175,7 @@ def scalars():
 
 def test_a_mistake_is_answered_without_importing_jax():
     program = (
-        'import sys\nfrom areal_jax import main_train\nfrom areal_jax.app.ending import end_command\n'
+        'import sys\nfrom areal_jax import main_train\nfrom areal_jax.app.process.ending import end_command\n'
         'print(end_command(lambda: main_train.main(sys.argv, None), ""), "jax" in sys.modules)'
     )
     done = subprocess.run(

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.build import build_allocation, build_device_rates
+from areal_jax.app.build.part_settings import build_allocation, build_device_rates
 from areal_jax.config import TrackedConfig
-from areal_jax.report.lanes import lane_intervals
+from areal_jax.report.lane_intervals import lane_intervals
 from areal_jax.telemetry import devices
 from areal_jax.telemetry.devices import Peak
 from areal_jax.telemetry.metrics import read_metrics

@@ -5,7 +5,7 @@ import shutil
 import jax
 import pytest
 
-from areal_jax.app.model import build_model
+from areal_jax.app.model.model import build_model
 from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig, validate

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from areal_jax.app.ending import RESUME, end_command
+from areal_jax.app.process.ending import RESUME, end_command
 from tests.app.test_main_train import QUICK, ROOT, command, environment, train
 
 FEW = [*QUICK, '--config.run.steps=3']
@@ -98,7 +98,7 @@ def test_a_signal_while_it_builds_ends_it_with_75(tmp_path, after_s):
 
 
 def test_a_process_whose_output_was_closed_keeps_its_exit_code():
-    program = 'import sys; from areal_jax.app.ending import ProcessEnd; sys.exit(ProcessEnd().note(3))'
+    program = 'import sys; from areal_jax.app.process.ending import ProcessEnd; sys.exit(ProcessEnd().note(3))'
     done = subprocess.run(
         ['sh', '-c', 'exec "$@" >&-', 'sh', sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True
     )

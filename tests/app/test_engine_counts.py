@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from areal_jax.app.engine_counts import EngineCounts
+from areal_jax.app.run.engine_counts import EngineCounts
 from areal_jax.telemetry import names
 from tests.telemetry.logs import event_log
 

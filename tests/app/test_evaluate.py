@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.evaluate import evaluate_model
+from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.evaluation.answers import AnswerFile

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.app.evaluation_config import adapt_config, set_benchmark
+from areal_jax.app.evaluate.evaluation_config import adapt_config, set_benchmark
 from areal_jax.config import validate_evaluation
 from areal_jax.config.ranges import ConfigError
 from tests.app.small import small_config

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from areal_jax import main_export
-from areal_jax.app.export import export_run, separates_head, write_export
-from areal_jax.app.model import Model
+from areal_jax.app.export.run_export import export_run, separates_head, write_export
+from areal_jax.app.model.model import Model
 from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.errors import UserError
@@ -20,7 +20,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.publication import export as publication_export
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.tasks.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
+from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
 from tests.app.small import SmallRun, equal, to_host
 from tests.app.test_sft import sft_config
 from tests.publication.tiny import CONFIG, host_params

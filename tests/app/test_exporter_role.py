@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from areal_jax.app import exporter_role
-from areal_jax.app.exporter_role import EXPORTS, Exporter, serve_exports
-from areal_jax.app.interrupt import Interrupts
-from areal_jax.app.roles import RoleProcess, keep_name
+from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.roles import exporter_role
+from areal_jax.app.roles.exporter_role import EXPORTS, Exporter, serve_exports
+from areal_jax.app.roles.roles import RoleProcess, keep_name
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_directory import load_hf
 from tests.app.small import SmallRun, equal, small_config, to_host

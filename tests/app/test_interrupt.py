@@ -7,18 +7,18 @@ import time
 
 import pytest
 
-from areal_jax.app.interrupt import SIGNALS, Interrupts
+from areal_jax.app.process.interrupt import SIGNALS, Interrupts
 
 # `busy` is one call into C without the GIL, as a compilation is: Python's own handlers do not run before it returns
 RESET = """
 import signal
-from areal_jax.app.interrupt import SIGNALS
+from areal_jax.app.process.interrupt import SIGNALS
 for number in SIGNALS:  # a shell has what it starts in the background ignore some
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 """
 PROGRAM = """
 import hashlib, signal, sys, threading, time
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.interrupt import Interrupts
 
 def busy():
     print('busy', flush=True)

@@ -20,13 +20,13 @@ import pytest
 
 import areal_jax
 from areal_jax.app import library
-from areal_jax.app.own_learner import OwnSite
-from areal_jax.app.run_thread import CallerInterrupts
+from areal_jax.app.process.run_thread import CallerInterrupts
+from areal_jax.app.run.own_site import OwnSite
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.tasks.verifier import InlineVerifier
+from areal_jax.tasks.scoring.verifier import InlineVerifier
 from tests.app.small import small_config
 from tests.app.test_run_thread import interruptible, press_ctrl_c
 from tests.app.test_sft import sft_config
@@ -208,8 +208,9 @@ import bokeh.plotting, scipy.special
 jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
-from areal_jax.app import garbage, memory
-from areal_jax.native import blocks
+from areal_jax.app.process import garbage
+from areal_jax.app.process import memory
+from areal_jax.native import kept_blocks as blocks
 from tests.app.small import small_config
 
 def allocator(*_):
@@ -355,7 +356,9 @@ def test_evaluate_passes_its_arguments_on(tmp_path, monkeypatch):
         with interrupts.deferred(print, 'stopping'):
             return {'accuracy': 0.5}
 
-    monkeypatch.setitem(sys.modules, 'areal_jax.app.evaluate', types.SimpleNamespace(evaluate_model=evaluate_model))
+    monkeypatch.setitem(
+        sys.modules, 'areal_jax.app.evaluate.evaluate', types.SimpleNamespace(evaluate_model=evaluate_model)
+    )
     config = small_config(run__steps=7)
     assert areal_jax.evaluate(config, str(tmp_path), model=pathlib.Path('runs/a'), resume=True) == {'accuracy': 0.5}
     assert calls == [(7, tmp_path, 'runs/a', True, '', False)]
@@ -363,7 +366,7 @@ def test_evaluate_passes_its_arguments_on(tmp_path, monkeypatch):
 
 def test_export_passes_its_arguments_on(monkeypatch):
     export_run = lambda workdir, out, *, step, dtype: (workdir, out, step, dtype)
-    monkeypatch.setitem(sys.modules, 'areal_jax.app.export', types.SimpleNamespace(export_run=export_run))
+    monkeypatch.setitem(sys.modules, 'areal_jax.app.export.run_export', types.SimpleNamespace(export_run=export_run))
     found = areal_jax.export('runs/a', 'out', step=3, dtype='bfloat16')
     assert found == (pathlib.Path('runs/a'), pathlib.Path('out'), 3, 'bfloat16')
 

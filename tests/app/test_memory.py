@@ -7,7 +7,7 @@ import pytest
 # 400 blocks of 4 MB, freed in an order that leaves a heap full of holes: the last one keeps it from shrinking
 PROGRAM = """
 import psutil, numpy as np
-from areal_jax.app.memory import return_freed_memory
+from areal_jax.app.process.memory import return_freed_memory
 {call}
 np.ones(3_000_000).sum()  # freeing 24 MB makes glibc raise its threshold for mapped blocks to that
 blocks = [np.ones(500_000) for _ in range(400)]

@@ -8,19 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app import build
-from areal_jax.app.model import build_model
+from areal_jax.app.build import part_settings as build
+from areal_jax.app.model.model import build_model
 from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import HfError
-from areal_jax.learning.finiteness import NonFiniteError
+from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf
+from areal_jax.publication.failures import PublicationError
 from areal_jax.rollout.stream import LogprobError
 from tests.app.small import SmallRun, small_config
 from tests.app.test_session import logprob_gaps
@@ -76,7 +76,7 @@ def test_a_run_from_broken_weights_does_not_begin(tmp_path, monkeypatch, config)
         model.params['final_norm'] = model.params['final_norm'].at[1].set(np.nan)
         return model
 
-    monkeypatch.setattr('areal_jax.app.own_learner.build_model', broken_model)
+    monkeypatch.setattr('areal_jax.app.run.own_site.build_model', broken_model)
     expected = r"weights drawn with model\.init_scale=1: 1 of the \d+ values of 'final_norm' are NaN or infinite; lower"
     with pytest.raises(UserError, match=expected):
         build_run(config(), tmp_path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_jax.app.origin import choose_source, read_version
+from areal_jax.app.model.model_origin import choose_source, read_version
 from areal_jax.config.ranges import ConfigError
 
 RUN_CONFIG = {'run': {'steps': 2}, 'model': {'source': 'random'}}

@@ -7,16 +7,16 @@ import pathlib
 import numpy as np
 import pytest
 
+from areal_jax.app.build.own_code import load_own_code
 from areal_jax.app.command_line import load_config
-from areal_jax.app.own_code import load_own_code
-from areal_jax.app.text_model import describe_text_model
+from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.training import build_run
 from areal_jax.config import validate
 from areal_jax.errors import UserError
 from areal_jax.plugins import load_module
 from areal_jax.tasks.registry import make_task
-from areal_jax.tasks.tokenizer import CharacterTokenizer
 from areal_jax.telemetry.facts import RunFacts
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.app.own_files import COPIES
 from tests.app.small import SmallRun, equal, small_config
 from tests.app.test_sft import sft_config

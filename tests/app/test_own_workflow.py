@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from areal_jax.tasks.verifier import InlineVerifier
+from areal_jax.tasks.scoring.verifier import InlineVerifier
 from areal_jax.types import NOT_GENERATED
 from tests.app.small import SmallRun, equal
 from tests.app.test_session import lines_of, logprob_gaps, tokens_of

@@ -9,7 +9,7 @@ import pathlib
 import jax
 import pytest
 
-from areal_jax.app.profile import TracedLearner
+from areal_jax.app.run.profile import TracedLearner
 from areal_jax.app.training import build_run
 from tests.app.small import SmallRun
 from tests.app.test_sft import sft_config

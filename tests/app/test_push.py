@@ -10,7 +10,7 @@ import pytest
 
 import areal_jax
 from areal_jax import main_export
-from areal_jax.app.push import PushError, open_destination, push_export
+from areal_jax.app.export.push import PushError, open_destination, push_export
 from tests.app.hub import TOKEN, Hub, serving_hub
 
 huggingface_hub = pytest.importorskip('huggingface_hub')

@@ -12,15 +12,15 @@ import sys
 import pytest
 
 from areal_jax import main_check_log, main_replay
-from areal_jax.app import environment
-from areal_jax.app.environment import describe_differences, read_environment
-from areal_jax.app.recorded_run import pack, read_packed, read_workdir
-from areal_jax.app.replay import describe_environment
-from areal_jax.app.starts import note_start, read_starts, restore_config
+from areal_jax.app.run.recorded_run import pack, read_packed, read_workdir
+from areal_jax.app.run.replay import describe_environment
+from areal_jax.app.run.start_records import note_start, read_starts, restore_config
+from areal_jax.app.workdir import environment
+from areal_jax.app.workdir.environment import describe_differences, read_environment
 from areal_jax.config import TrackedConfig, flatten
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import check_of
+from areal_jax.control.event_writer import check_of
 from areal_jax.errors import ExitCode
 from tests.app.small import SmallRun, small_config, train_until_killed
 from tests.toys import LONGEST, ToyRun

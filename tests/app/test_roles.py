@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_jax.app.roles import CONTROLLER, RoleProcess, await_controller, keep_name, parse_index
+from areal_jax.app.roles.roles import CONTROLLER, RoleProcess, await_controller, keep_name, parse_index
 from areal_jax.code_version import read_code_version
 from areal_jax.config import default_config
 from areal_jax.errors import LostPeerError, UserError
@@ -112,8 +112,8 @@ def test_a_directory_without_the_controller_is_told(tmp_path, quick):
 ALONE = """
 import sys
 sys.modules['jax'] = None  # importing it raises ImportError
-from areal_jax.app.ending import end_command
-from areal_jax.app.interrupt import Interrupts
+from areal_jax.app.process.ending import end_command
+from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.main_role import main
 with Interrupts() as interrupts:
     code = end_command(lambda: main(sys.argv, interrupts), doing='nothing')

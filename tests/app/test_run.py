@@ -11,13 +11,13 @@ import psutil
 import pytest
 from jax._src import monitoring
 
-from areal_jax.app.loop_run import Loop
-from areal_jax.app.sft import SftTraining
+from areal_jax.app.run.loop import Loop
+from areal_jax.app.run.supervised import SftTraining
 from areal_jax.app.training import build_run
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.tasks.verifier import InlineVerifier
+from areal_jax.tasks.scoring.verifier import InlineVerifier
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.resources import ResourceSampler
 from tests.app.small import small_config
@@ -28,8 +28,8 @@ RL = {'task__verifier': 'process', 'task__verifier_workers': 1, 'telemetry__prog
 SFT = {'telemetry__progress': True}
 
 # what building calls, in its order; by the module that calls it
-RUN, OWN = 'areal_jax.app.run_context', 'areal_jax.app.own_learner'
-LOOP, STORE = 'areal_jax.app.loop_parts', 'areal_jax.checkpoint.store.CheckpointStore'
+RUN, OWN = 'areal_jax.app.run.run_context', 'areal_jax.app.run.own_site'
+LOOP, STORE = 'areal_jax.app.run.loop_parts', 'areal_jax.checkpoint.store.CheckpointStore'
 OF_EVERY_RUN = [
     f'{RUN}.prepare_workdir',
     f'{STORE}.remove_unfinished',
@@ -61,10 +61,10 @@ OF_SESSION = [
         )
     ),
     *(f'{OWN}.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'Pool')),
-    'areal_jax.tasks.process.WorkerProcess.wait_until_ready',
+    'areal_jax.workers.worker_process.WorkerProcess.wait_until_ready',
 ]
 OF_SFT = [
-    'areal_jax.app.sft.build_demonstrations',
+    'areal_jax.app.run.supervised.build_demonstrations',
     'areal_jax.tasks.demonstrations.Demonstrations.stream',
     'areal_jax.tasks.demonstrations.Demonstrations.held_out_groups',
 ]
@@ -210,7 +210,7 @@ def test_all_parts_are_freed_in_reverse_order_even_if_each_fails(tmp_path, freed
     assert freed == REVERSE
 
 
-@pytest.mark.parametrize('step', [f'{LOOP}.Controller', 'areal_jax.app.loop_run.Loop.warm_up'])
+@pytest.mark.parametrize('step', [f'{LOOP}.Controller', 'areal_jax.app.run.loop.Loop.warm_up'])
 def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, freed, step):
     inject(monkeypatch, step)  # while it builds; when it runs
     with pytest.raises(InjectedError):

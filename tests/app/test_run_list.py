@@ -11,9 +11,9 @@ import time
 import pytest
 
 from areal_jax import main_runs
-from areal_jax.app import run_list
-from areal_jax.app.run_list import RunEntry, Score, list_runs
-from areal_jax.app.run_table import as_json, find_differences, render_runs, select_runs
+from areal_jax.app.workdir import run_list
+from areal_jax.app.workdir.run_list import RunEntry, Score, list_runs
+from areal_jax.app.workdir.run_table import as_json, find_differences, render_runs, select_runs
 from areal_jax.config import default_config, flatten
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from areal_jax.app.run_thread import call_in_thread
+from areal_jax.app.process.run_thread import call_in_thread
 from areal_jax.errors import UserError
 
 

@@ -10,17 +10,17 @@ import urllib.request
 import numpy as np
 import pytest
 
-from areal_jax.app.evaluate import evaluate_model
-from areal_jax.app.model import describe_model
-from areal_jax.app.run_thread import CallerInterrupts
-from areal_jax.app.serve import serve_model
+from areal_jax.app.evaluate.evaluate import evaluate_model
+from areal_jax.app.model.model import describe_model
+from areal_jax.app.process.run_thread import CallerInterrupts
+from areal_jax.app.roles.serve import serve_model
 from areal_jax.config import TrackedConfig
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.http.server.thread import bind, describe_url
-from areal_jax.tasks.tokenizer import GgufTokenizer
+from areal_jax.text.tokenizer import GgufTokenizer
 from tests.app.small import SmallRun, small_config
 from tests.app.test_main_serve import plain_logprobs
 from tests.formats.test_gguf import file_tensors, write

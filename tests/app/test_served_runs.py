@@ -9,21 +9,21 @@ import re
 
 import pytest
 
-from areal_jax.app.ending import end_command
-from areal_jax.app.loop_run import build_loop
-from areal_jax.app.own_learner import OwnSite, require_here
-from areal_jax.app.run import Run, RunKind
-from areal_jax.app.served import EndedBy, Servers
-from areal_jax.app.servers import build_server_settings, find_max_mismatch
-from areal_jax.app.site import LocalRollout
-from areal_jax.app.start_warnings import print_warnings
-from areal_jax.app.task import build_task
-from areal_jax.app.workdir import CHECKPOINTS
+from areal_jax.app.build.server_builder import build_server_settings, find_max_mismatch
+from areal_jax.app.build.server_parts import EndedBy, Servers
+from areal_jax.app.build.task_builder import build_task
+from areal_jax.app.process.ending import end_command
+from areal_jax.app.run.loop import build_loop
+from areal_jax.app.run.own_site import OwnSite, require_here
+from areal_jax.app.run.run import Run, RunKind
+from areal_jax.app.run.site import LocalRollout
+from areal_jax.app.run.start_warnings import print_warnings
+from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.errors import ExitCode
 from areal_jax.lanes import LEARNER
-from areal_jax.report.ledger import conservation
+from areal_jax.report.draw_ledger import conservation
 from areal_jax.rollout.servers.mismatch import MismatchWatch
-from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.types import Work
 from tests.app import small
 from tests.rollout.servers.local_server import LocalServer

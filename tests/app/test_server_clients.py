@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from areal_jax.app.clock import SERVERS_S, build_clock
-from areal_jax.app.servers import ClientMaker, build_server_settings, find_needs
+from areal_jax.app.build.clock import SERVERS_S, build_clock
+from areal_jax.app.build.server_builder import ClientMaker, build_server_settings, find_needs
 from areal_jax.config import TrackedConfig
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.clients.own import OwnEngine
-from areal_jax.rollout.servers.fit import ServerFacts
-from areal_jax.rollout.servers.registry import ServerEntry
+from areal_jax.rollout.servers.server_entries import ServerEntry
+from areal_jax.rollout.servers.server_fit import ServerFacts
 from tests.app.small import small_config
 
 

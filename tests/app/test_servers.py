@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from areal_jax.report.ledger import conservation
-from areal_jax.rollout.servers.registry import read_registry
+from areal_jax.report.draw_ledger import conservation
+from areal_jax.rollout.servers.server_entries import read_registry
 from tests.app.test_main_train import ROOT, environment
 
 STEPS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
-from areal_jax.app.sft_report import SftFacts, write_sft_report
+from areal_jax.app.run.sft_report import SftFacts, write_sft_report
 
 FACTS = SftFacts(
     config='configs/x.py', seed=0, steps=2, epochs=1.0, demonstrations={'train': 2, 'held_out': 0, 'dropped': 0},

@@ -5,11 +5,13 @@ import re
 import jax
 import pytest
 
-from areal_jax.app import build, memory, sizes
-from areal_jax.app.engines import build_backend, build_evaluation_backends
-from areal_jax.app.learner import build_learner
-from areal_jax.app.model import build_model
-from areal_jax.app.text_model import read_shape
+from areal_jax.app.build import part_settings as build
+from areal_jax.app.build import sizes
+from areal_jax.app.build.engines import build_backend, build_evaluation_backends
+from areal_jax.app.build.learner_builder import build_learner
+from areal_jax.app.model.model import build_model
+from areal_jax.app.model.text_model import read_shape
+from areal_jax.app.process import memory
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError

@@ -1,8 +1,8 @@
 """What stderr shows before the first update."""
 
-from areal_jax.app.start_warnings import find_device_warnings, find_warnings, print_passed_over, print_warnings
+from areal_jax.app.run.start_warnings import find_device_warnings, find_warnings, print_passed_over, print_warnings
 from areal_jax.config import default_config
-from areal_jax.learning import layout
+from areal_jax.learning import row_layout as layout
 from areal_jax.rollout.decode import parallel
 from areal_jax.rollout.decode.attention.loops import LoopAttention
 from tests.app.small import SmallRun

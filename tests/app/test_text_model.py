@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from areal_jax.app.text_model import random_shape
+from areal_jax.app.model.text_model import random_shape
 from areal_jax.config import default_config
 from areal_jax.models.decoder import Decoder
 

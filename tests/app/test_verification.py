@@ -5,13 +5,13 @@ import json
 import psutil
 import pytest
 
-from areal_jax.app import task as task_builder
-from areal_jax.app.text_model import describe_text_model
+from areal_jax.app.build import task_builder
+from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.tasks import token_reversal
 from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.audit import Audit
-from areal_jax.tasks.scoring import UNPARSED, score_answer
+from areal_jax.tasks.scoring.audit import Audit
+from areal_jax.tasks.scoring.score_call import UNPARSED, score_answer
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, call_after, equal
 from tests.tasks import hostile_scorers
@@ -38,7 +38,9 @@ def test_a_scorer_that_always_exits_ends_the_training(tmp_path, monkeypatch):
 def test_a_run_whose_scorer_forks_and_leaves_daemons_ends_with_the_rewards_of_its_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(token_reversal, 'score', hostile_scorers.forks_leaves_a_daemon_and_returns_the_length)
     run = SmallRun(tmp_path, task__verifier='process', task__verifier_memory_mb=512, run__steps=2)
-    workers = [process for process in psutil.Process().children() if 'areal_jax.tasks.worker' in process.cmdline()]
+    workers = [
+        process for process in psutil.Process().children() if 'areal_jax.tasks.scoring.worker' in process.cmdline()
+    ]
     assert {process.cmdline()[-1] for process in workers} == {'512'}  # its memory
     run.train()
     decode = describe_text_model(run.session.context.config).tokenizer.decode

@@ -1,12 +1,12 @@
-"""areal_jax.app.vllm_server: what its command line cannot be, and how it ends before it has a server."""
+"""areal_jax.app.roles.vllm_server: what its command line cannot be, and how it ends before it has a server."""
 
 import pytest
 
-from areal_jax.app import vllm_server
-from areal_jax.app.ending import STOPPED_CODE, code_of_stopped_server
+from areal_jax.app.process.ending import STOPPED_CODE, code_of_stopped_server
+from areal_jax.app.roles import vllm_server
 from areal_jax.errors import UserError
 
-FLAGS = ['areal_jax.app.vllm_server', '--workdir=run', '--name=0', '--publication=run/publication']
+FLAGS = ['areal_jax.app.roles.vllm_server', '--workdir=run', '--name=0', '--publication=run/publication']
 
 
 @pytest.mark.parametrize(

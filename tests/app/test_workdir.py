@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_jax.app.workdir import (
+from areal_jax.app.workdir.run_directory import (
     continue_run,
     note_weights,
     prepare_workdir,

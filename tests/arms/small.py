@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from areal_jax.arms.arm import Arm
-from areal_jax.arms.training import ArmsProgram
+from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.arms.arm_training import ArmsProgram
 from tests.app.small import small_config
 
 _SMALL = {'rollout__ignore_eos': True, 'rollout__max_new_tokens': 4, 'staleness__schedule': 'fixed(0)'}

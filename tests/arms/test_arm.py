@@ -2,9 +2,9 @@
 
 import pytest
 
-from areal_jax.arms.arm import VARIES, partition, require_one_program
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.ranges import ConfigError
+from areal_jax.studies.arms.arm import VARIES, partition, require_one_program
 from tests.arms.small import make_arm
 
 

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.arms import program
-from areal_jax.arms.program import plan
+from areal_jax.studies.arms import program
+from areal_jax.studies.arms.program import plan
 from tests.arms.small import Compiled, are_equal, largest_difference, make_arm, of_arm
 
 EPS = {'optimizer__eps': 1e-4}  # see test_single_run.py

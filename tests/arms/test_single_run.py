@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.arms.arm import Arm
-from areal_jax.arms.training import ArmsProgram, train_arms
+from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.arms.arm_training import ArmsProgram, train_arms
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun
 from tests.arms.small import arm_config, largest_difference

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.arms.update import advantages, split_groups
-from areal_jax.learning.advantages import ESTIMATORS, group_advantages
-from areal_jax.learning.packing import split_minibatches
+from areal_jax.learning.objective.advantages import ESTIMATORS, group_advantages
+from areal_jax.learning.packing.packing import split_minibatches
+from areal_jax.studies.arms.arm_update import advantages, split_groups
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from areal_jax.arms.arm import Arm, require_one_program
 from areal_jax.errors import UserError
+from areal_jax.studies.arms.arm import Arm, require_one_program
 from benchmarks import arms
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGED_CASES = (

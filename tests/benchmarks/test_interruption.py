@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from benchmarks import interruption
 from benchmarks.host_toys import FastBackend

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.app.model import Model
+from areal_jax.app.model.model import Model
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.quantized import Int8Rows
 from benchmarks.quantized import quartile, read_options

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from areal_jax.app.finished_export import holds_export
+from areal_jax.app.export.finished_export import holds_export
 from tests.chaos import logs
 from tests.chaos.processes import ROOT, python
 from tests.chaos_roles import recovery

@@ -13,7 +13,7 @@ import pytest
 
 from areal_jax import __main__ as program
 from areal_jax.app.command_line import parse_command
-from areal_jax.app.evaluation_config import adapt_config
+from areal_jax.app.evaluate.evaluation_config import adapt_config
 from areal_jax.commands.catalogue import find_commands, list_words
 from areal_jax.commands.command import Command, Example, Parser, list_flags
 from areal_jax.commands.help import answer, describe_version, render_help

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CLIENTS = {client.name: client for kind in SERVERS.values() for client in kind.clients}
 NAMES = {*SERVERS, *CHANNELS, *CLIENTS}
 # 'files' of a dictionary of results, and 'device' of an axis of places, are other words
-OTHER_WORDS = {'areal_jax/app/evaluate.py': {'files'}, 'areal_jax/sharding/shares.py': {'device'}}
+OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/shares.py': {'device'}}
 
 
 def compared(source: str) -> list[str]:

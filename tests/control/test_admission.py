@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_jax.report.ledger import conservation
+from areal_jax.report.draw_ledger import conservation
 from tests.toys import PRICES, ToyRun
 
 SLOW_DECODING = PRICES | {'train': 0.0005}

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog, check_types, truncate_events
-from areal_jax.events import KINDS, VERSION
+from areal_jax.control.event_writer import EventLog, check_types, truncate_events
+from areal_jax.events.schema import KINDS, VERSION
 from areal_jax.files import FileError
 
 

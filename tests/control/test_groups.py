@@ -4,7 +4,7 @@ import numpy as np
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode, RunningGroup
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.groups import RunningGroups
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.types import Prompt, Segment, Verdict

@@ -19,7 +19,7 @@ from areal_jax.control.clocks import io, virtual
 from areal_jax.control.clocks.loop import CallDeadlineError, StallError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.types import Work
 

@@ -13,7 +13,7 @@ import pytest
 
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
-from areal_jax.control.events import EventLog, check_of
+from areal_jax.control.event_writer import EventLog, check_of
 from areal_jax.control.recording import COMPLETIONS, Recording, ReplayError, find_starts, require_whole
 from areal_jax.types import Work
 from tests.toys import ToyRun

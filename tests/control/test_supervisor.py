@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.types import Work
 

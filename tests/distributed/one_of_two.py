@@ -48,7 +48,7 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
         follow(learner, accept_invitation('', DEADLINE_S))
         return
     from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-    from areal_jax.learning.finiteness import NonFiniteError
+    from areal_jax.learning.weights.finiteness import NonFiniteError
 
     followers = invite('127.0.0.1', directory, '', DEADLINE_S)
     deadline_s = SHORT_DEADLINE_S if what == 'follower hangs' else DEADLINE_S
@@ -88,7 +88,7 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
 def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     """Two versions, before and after an update; each process notes the bytes that it has fetched to its host."""
     from areal_jax.distributed.follower import follow
-    from areal_jax.publication.parts import PartWriter
+    from areal_jax.publication.part_writer import PartWriter
     from areal_jax.sharding import placement
     from areal_jax.sharding.shares import SharedLeaf
     from tests.learning.test_meshes import CONFIG
@@ -124,7 +124,7 @@ def _lead_publication(directory: pathlib.Path, learner) -> None:
     from areal_jax.distributed.invitation import invite
     from areal_jax.distributed.leader import CommandLeader
     from areal_jax.distributed.peers import Peers
-    from areal_jax.publication.files import FilesChannel
+    from areal_jax.publication.files_channel import FilesChannel
     from tests.learning.test_meshes import CONFIG, GROUPS
 
     leader = CommandLeader(learner, Peers(invite('127.0.0.1', directory, '', DEADLINE_S), deadline_s=DEADLINE_S))

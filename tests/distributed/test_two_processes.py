@@ -23,7 +23,7 @@ from areal_jax.distributed.handshake import Hello, connect
 from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
-from areal_jax.publication.files import FilesChannel, find_version, load_version
+from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
 from tests.learning.test_meshes import ADAM, CONFIG, GROUPS, PARAMS, make_learner, update_once
 
 

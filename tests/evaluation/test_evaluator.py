@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.rollout.decode.attention.check import choose_checked
+from areal_jax.rollout.decode.attention.cache_check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention

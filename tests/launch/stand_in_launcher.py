@@ -3,8 +3,8 @@
 import os
 import sys
 
-from areal_jax.app import own_server
-from areal_jax.tasks.descendants import list_descendants
+from areal_jax.app.roles import own_server
+from areal_jax.workers.descendants import list_descendants
 from launch import heartbeats, local, programs, roles, supervisor
 
 local.TRAINER, own_server.PROGRAM = 'tests.launch.stand_in_trainer', 'tests.launch.stand_in_server'

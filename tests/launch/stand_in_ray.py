@@ -2,7 +2,7 @@
 
 import sys
 
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from launch import cluster_run
 from launch.ray.main import main
 

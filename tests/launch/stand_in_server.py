@@ -4,7 +4,7 @@ import os
 import sys
 
 from areal_jax.registry.entries import Registration
-from areal_jax.rollout.servers.registry import describe_server
+from areal_jax.rollout.servers.server_entries import describe_server
 from tests.launch.stand_in import StandIn
 
 server = StandIn('server')

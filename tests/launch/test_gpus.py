@@ -3,7 +3,7 @@
 import pytest
 
 from areal_jax.app.command_line import load_config
-from areal_jax.app.vllm_server import build_command, describe_command, parse_flags
+from areal_jax.app.roles.vllm_server import build_command, describe_command, parse_flags
 from areal_jax.config.ranges import ConfigError
 from launch import gpus
 from launch.gpus import VISIBLE, find_gpus, share_gpus

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.app.build import build_learner_settings, build_optimizer_settings
+from areal_jax.app.build.part_settings import build_learner_settings, build_optimizer_settings
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.learning.optimizer import Optimizer
-from areal_jax.learning.optimizer import make_optimizer as make
+from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.optimizer.optimizer import make_optimizer as make
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.learning.advantages import group_advantages, has_signal, own_advantages
+from areal_jax.learning.objective.advantages import group_advantages, has_signal, own_advantages
 from tests.learning.examples import group
 
 _ESTIMATORS = ('group', 'group_mean', 'rloo')

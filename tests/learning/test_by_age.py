@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.learning.by_age import metrics_by_age
-from areal_jax.learning.diagnostics import fate_metrics, inside_metrics
+from areal_jax.learning.diagnostics.data_metrics import fate_metrics, inside_metrics
+from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.packing import pack
+from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.train_step import KnownLogprobs
 from areal_jax.sharding.mesh import make_mesh

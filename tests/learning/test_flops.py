@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning import trees
-from areal_jax.learning.flops import attention_flops, matrix_flops, work_metrics
+from areal_jax.learning.diagnostics.flops import attention_flops, matrix_flops, work_metrics
+from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, is_adapter
 from areal_jax.models.shape import ModelConfig

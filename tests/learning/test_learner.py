@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning import layout
+from areal_jax.learning import row_layout as layout
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.sharding.mesh import make_mesh

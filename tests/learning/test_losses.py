@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.losses import (
+from areal_jax.learning.objective.losses import (
     decoupled_ppo_loss,
     entropy_bonus,
     finalize_metrics,

@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.learning.directions import DIRECTIONS
+from areal_jax.learning.optimizer.directions import DIRECTIONS
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.balance import CostCoefficients
-from areal_jax.learning.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
-from areal_jax.learning.denominators import denominator_weights
-from areal_jax.learning.examples import next_token_form
-from areal_jax.learning.packing import FILLS, count_tokens, empty_batch, pack, split_minibatches
-from areal_jax.learning.rows import BatchError
+from areal_jax.learning.objective.denominators import denominator_weights
+from areal_jax.learning.packing.balance import CostCoefficients
+from areal_jax.learning.packing.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
+from areal_jax.learning.packing.examples import next_token_form
+from areal_jax.learning.packing.packing import FILLS, count_tokens, empty_batch, pack, split_minibatches
+from areal_jax.learning.packing.rows import BatchError
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.app.compilations import CompilationCounter
+from areal_jax.app.build.compilations import CompilationCounter
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.learner_state import describe_state, place_state
 from areal_jax.learning.programs import CompiledPrograms
-from areal_jax.learning.state import describe_state, place_state
 from areal_jax.learning.train_step import Programs
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora

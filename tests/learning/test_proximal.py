@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.proximal import loglinear_logprobs, proximal_logprobs
+from areal_jax.learning.objective.proximal import loglinear_logprobs, proximal_logprobs
 
 _POLICY = jnp.array([-2.0, -2.0, -2.0, -2.0])
 _BEHAVIOR = jnp.array([-1.0, -1.0, -1.0, -1.0])

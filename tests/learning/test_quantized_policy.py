@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from areal_jax.learning.quantized_policy import quantization_metrics
-from areal_jax.learning.rows import PADDING
+from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
+from areal_jax.learning.packing.rows import PADDING
 from areal_jax.telemetry import names
 from areal_jax.types import PackedBatch
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.layout import RowLayout
+from areal_jax.learning.diagnostics.ratio_split import Tokens, is_sampled, split_ratio
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.ratio_split import Tokens, is_sampled, split_ratio
+from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.mesh import make_mesh

@@ -9,9 +9,9 @@ import pytest
 
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice
-from areal_jax.learning import advantages
-from areal_jax.learning.directions import DIRECTIONS
-from areal_jax.learning.optimizer import Schedule
+from areal_jax.learning.objective import advantages
+from areal_jax.learning.optimizer.directions import DIRECTIONS
+from areal_jax.learning.optimizer.optimizer import Schedule
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
 from areal_jax.models import decoder, lora
 from areal_jax.models.attention import backends

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.denominators import denominator_weights
 from areal_jax.learning.forward import forward
-from areal_jax.learning.losses import decoupled_ppo_loss
-from areal_jax.learning.packing import pack
+from areal_jax.learning.objective.denominators import denominator_weights
+from areal_jax.learning.objective.losses import decoupled_ppo_loss
+from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder
 from tests.learning.examples import random_groups, tiny_decoder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.truncation import kept_mass_metrics
+from areal_jax.learning.objective.truncation import kept_mass_metrics
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, segment, trajectory
 from tests.learning.test_learner import make_learner, make_weights

@@ -20,7 +20,7 @@ from areal_jax.models.decoder import REMAT, Decoder, rms_norm
 from areal_jax.models.layers import stack_layers, unstack_layers
 from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from tests.models import reference
 
 CONFIG = ModelConfig(

@@ -15,7 +15,7 @@ from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.models import parity
 from tests.rollout.decode.examples import Decoding

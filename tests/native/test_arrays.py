@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.activations import NativeColumns
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import empty_aligned, host_view, pack_panels, sum_words
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 
 pytestmark = [
     pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler'),
@@ -17,8 +17,9 @@ pytestmark = [
 START = """
 import gc, json, resource, sys
 import jax, jax.numpy as jnp, numpy as np
-from areal_jax.app.memory import return_freed_memory
-from areal_jax.native import arrays, blocks
+from areal_jax.app.process.memory import return_freed_memory
+from areal_jax.native import kept_blocks as blocks
+from areal_jax.native import arrays
 return_freed_memory()
 keeps = sys.argv[1] == 'keep'
 assert not keeps or blocks.keep_blocks()

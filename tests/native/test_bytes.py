@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.models import quantized
 from areal_jax.models.quantized import Int8Rows, NativeInt8Rows, quantize
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import pack_bytes
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')

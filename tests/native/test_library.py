@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.activations import NativeColumns
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.native.preference import preferred
 from tests.native.test_kernels import multiply, normal
 from tests.rollout.decode.examples import Decoding, backend, request

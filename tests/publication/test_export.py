@@ -15,8 +15,8 @@ from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.formats.hf_export import HfCompanions
 from areal_jax.models.shape import Llama3Scaling
-from areal_jax.publication.errors import PublicationError
 from areal_jax.publication.export import export_hf
+from areal_jax.publication.failures import PublicationError
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
 SHAPES = {

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.publication import manifest
-from areal_jax.publication.errors import PublicationError
+from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,
     device_manifest,

@@ -15,8 +15,8 @@ import pathlib
 from typing import Any
 
 from areal_jax.config import CONFIG, default_config
-from areal_jax.events import FILE as EVENTS
-from areal_jax.events import VERSION
+from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.events.schema import VERSION
 from areal_jax.telemetry.metrics import FILE as METRICS
 from tests.telemetry.logs import event_log, two_facts, work
 

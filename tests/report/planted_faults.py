@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_jax.control.events import check_of
+from areal_jax.control.event_writer import check_of
 
 Events = list[dict[str, Any]]
 Planter = Callable[[Events, random.Random], Events | None]

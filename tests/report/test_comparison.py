@@ -11,13 +11,13 @@ import re
 import pytest
 
 from areal_jax import main_report
-from areal_jax.app.rebuild import read_run
+from areal_jax.app.run.rebuild import read_run
 from areal_jax.errors import ExitCode, UserError
-from areal_jax.events import VERSION
-from areal_jax.report.colors import order_shades
-from areal_jax.report.comparison import compare, join_tables, name_runs, render_comparison
-from areal_jax.report.comparison_page import render_comparison_page
-from areal_jax.report.parts import Table, Text
+from areal_jax.events.schema import VERSION
+from areal_jax.report.pages.colors import order_shades
+from areal_jax.report.pages.comparison import compare, join_tables, name_runs, render_comparison
+from areal_jax.report.pages.comparison_page import render_comparison_page
+from areal_jax.report.pages.report_texts import Table, Text
 from launch.page_check import SECTIONS
 from tests.app.test_sft import sft_config
 from tests.report.busy_run import write_busy_run
@@ -127,7 +127,7 @@ def test_the_command_prints_the_tables_and_only_reads_the_runs(runs: list[pathli
 
 
 def test_without_the_library_the_tables_are_printed(runs: list[pathlib.Path], tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('areal_jax.report.web_page.describe_missing_library', lambda file: f'{file} needs bokeh')
+    monkeypatch.setattr('areal_jax.report.pages.web_page.describe_missing_library', lambda file: f'{file} needs bokeh')
     assert main_report.main(['--compare', *map(str, runs), f'--out={tmp_path}/none.html']) == ExitCode.FINISHED
     printed = capsys.readouterr()
     assert printed.err == f'{tmp_path}/none.html needs bokeh\n'

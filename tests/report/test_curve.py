@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from areal_jax.app.alone import alone_seconds
+from areal_jax.app.run.overlap import alone_seconds
 from areal_jax.report import curve
-from areal_jax.report.lanes import lane_intervals, lane_seconds, of_training
+from areal_jax.report.lane_intervals import lane_intervals, lane_seconds, of_training
 from areal_jax.report.limit import busy_shares
 from areal_jax.report.slots import slot_spans
 from areal_jax.report.timeline import build_timeline

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.events import VERSION
+from areal_jax.events.schema import VERSION
 from areal_jax.files import FileError
 from areal_jax.report.event_log import load_events, outside_evaluation
 from tests.telemetry.logs import event_log, two_updates

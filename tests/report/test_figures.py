@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from areal_jax.report import figures
-from areal_jax.report.colors import PALETTE
-from areal_jax.report.contents import TokenFates
-from areal_jax.report.metric_curves import Curve, moving_mean
+from areal_jax.report.pages import charts as figures
+from areal_jax.report.pages.colors import PALETTE
+from areal_jax.report.pages.metric_curves import Curve, moving_mean
+from areal_jax.report.report_keys import TokenFates
 
 
 def data(figure: Any, index: int = 0) -> dict[str, list[float]]:

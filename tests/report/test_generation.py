@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report import generation
-from areal_jax.report.page import render_page
+from areal_jax.report import engine_work as generation
+from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import dispatch, event_log, two_facts, two_metrics, two_updates, work
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from areal_jax.report.contents import Report
-from areal_jax.report.headline import Tile, describe_state, headline_table, tell_headline
+from areal_jax.report.pages.headline import Tile, describe_state, headline_table, tell_headline
 from areal_jax.report.report import build_report
+from areal_jax.report.report_keys import Report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.lanes import busy_share, lane_intervals, lane_seconds
+from areal_jax.report.lane_intervals import busy_share, lane_intervals, lane_seconds
 from areal_jax.report.window import Window, window
 from tests.telemetry.logs import event_log, two_updates, work
 

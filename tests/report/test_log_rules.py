@@ -9,7 +9,7 @@ import json
 import pytest
 
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.report.log_rules import Limits, find_violation
+from areal_jax.report.rules.log_rules import Limits, find_violation
 from tests.report.planted_faults import faults, plant
 from tests.toys import LONGEST, ToyRun
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.report.plots import MAX_VERSIONS, shown_span, write_plots
+from areal_jax.report.pages.run_plots import MAX_VERSIONS, shown_span, write_plots
 from areal_jax.report.report import build_report
 from areal_jax.report.slots import slot_spans
 from tests.telemetry.logs import dispatch, event_log, publish, two_facts, two_metrics, two_updates

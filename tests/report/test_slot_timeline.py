@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.report.slot_figure import first_view, widest_view
-from areal_jax.report.slot_overview import SHADES, paint
-from areal_jax.report.slot_timeline import Interval, Mark, SlotTimeline, build_slot_timeline
+from areal_jax.report.pages.slot_figure import first_view, widest_view
+from areal_jax.report.pages.slot_overview import SHADES, paint
+from areal_jax.report.pages.slot_timeline import Interval, Mark, SlotTimeline, build_slot_timeline
 from tests.report.busy_run import BusyRun
 from tests.telemetry.logs import dispatch, event_log, load, publish, two_updates, work
 

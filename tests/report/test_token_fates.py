@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal_jax.events import VERSION
-from areal_jax.report.page import render_page
+from areal_jax.events.schema import VERSION
+from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.report import build_report
 from areal_jax.report.token_fates import fate_rows, token_fates
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates

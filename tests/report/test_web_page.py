@@ -7,11 +7,11 @@ import re
 import pytest
 
 from areal_jax.installation import describe_install
-from areal_jax.report.colors import BLUE, dark_colors
-from areal_jax.report.figures import new_figure, plain_text
-from areal_jax.report.headline import Tile
-from areal_jax.report.parts import Items, Table, Text
-from areal_jax.report.web_page import (
+from areal_jax.report.pages.charts import new_figure, plain_text
+from areal_jax.report.pages.colors import BLUE, dark_colors
+from areal_jax.report.pages.headline import Tile
+from areal_jax.report.pages.report_texts import Items, Table, Text
+from areal_jax.report.pages.web_page import (
     Absent,
     Chart,
     Folded,

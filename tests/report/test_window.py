@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_jax.report.lanes import busy_share
+from areal_jax.report.lane_intervals import busy_share
 from areal_jax.report.window import Window, evaluation_spans, window
 from tests.telemetry.logs import event_log, publish, two_updates
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import RolloutEngine
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, PublishedWeights, SamplingParams, Work

@@ -3,7 +3,7 @@
 import numpy as np
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import IN_TRAINING

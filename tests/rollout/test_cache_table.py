@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.rollout.cache_table import CacheBudgetError, CacheTable
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.types import GenerationRequest, SamplingParams, Segment

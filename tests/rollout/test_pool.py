@@ -10,11 +10,11 @@ import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.rollout import requirements
-from areal_jax.rollout.ledger import Ledger
+from areal_jax.rollout.load_ledger import Ledger
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, Segment, Work

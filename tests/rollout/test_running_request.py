@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax import columns
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.rollout.running_request import GrowingArray, RunningRequest
 from areal_jax.types import GenerationRequest, SamplingParams, Segment
 from tests.rollout.engine_rig import collect

@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
 from areal_jax.registry.entries import Registration
-from areal_jax.rollout.servers.registry import describe_server
+from areal_jax.rollout.servers.server_entries import describe_server
 from tests.soak import abuse
 from tests.soak.checks import (
     AnswerCheck,

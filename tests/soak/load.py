@@ -10,18 +10,18 @@ import random
 import numpy as np
 
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane, server_lanes
-from areal_jax.publication.files import FilesChannel
+from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.servers.pool import ServerPool
-from areal_jax.rollout.servers.registry import ServerEntry, read_registry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
-from areal_jax.rollout.servers.settings import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.server_entries import ServerEntry, read_registry
+from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.soak.scores import Scores
 from tests.soak.servers import API_KEY, CONTEXT

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.command_line import load_config
-from areal_jax.app.model import describe_model
+from areal_jax.app.model.model import describe_model
 from areal_jax.config import TrackedConfig
 from areal_jax.types import Segment, concatenate
 from tests.chaos.processes import ROOT

@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from areal_jax.app.sweep.directory import ArmState
-from areal_jax.study import findings
-from areal_jax.study.records import Record
-from areal_jax.study.stages import CONTROLS, KNEE, KNOWN, LOCK_STEP, NATURAL, PILOT, SAME_A, SAME_B, ZERO_RATE, Factors
-from areal_jax.study.statements import check_controls, decide_statements
+from areal_jax.app.sweep.sweep_directory import ArmState
+from areal_jax.studies import findings
+from areal_jax.studies.arm_records import Record
+from areal_jax.studies.stages import (
+    CONTROLS,
+    KNEE,
+    KNOWN,
+    LOCK_STEP,
+    NATURAL,
+    PILOT,
+    SAME_A,
+    SAME_B,
+    ZERO_RATE,
+    Factors,
+)
+from areal_jax.studies.statements import check_controls, decide_statements
 from tests.study.toy_study import change, read_study
 
 DONE = ArmState(300, True, True, True, '')

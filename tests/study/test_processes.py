@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from areal_jax.app.earlier_run import EarlierRun
-from areal_jax.study.programs import LIST, SCORE
-from areal_jax.study.records import read_records
-from areal_jax.study.score_runs import score_runs
-from areal_jax.study.stages import CONTROLS, Factors
-from areal_jax.study.train_program import train
+from areal_jax.app.model.earlier_run import EarlierRun
+from areal_jax.studies.arm_programs import LIST, SCORE
+from areal_jax.studies.arm_records import read_records
+from areal_jax.studies.score_runs import score_runs
+from areal_jax.studies.stages import CONTROLS, Factors
+from areal_jax.studies.train_program import train
 from tests.study.toy_study import read_study
 
 STEPS = 3

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.model import build_model
-from areal_jax.app.task import build_task
-from areal_jax.arms.arm import Arm
+from areal_jax.app.build.task_builder import build_task
+from areal_jax.app.model.model import build_model
 from areal_jax.config import TrackedConfig
-from areal_jax.study.controls import shuffled_advantages
-from areal_jax.study.score import make_scorer, share_right
+from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.controls import shuffled_advantages
+from areal_jax.studies.score import make_scorer, share_right
 from tests.app.small import small_config
 
 
@@ -35,7 +35,7 @@ def test_a_scorer_gives_equal_weights_one_score_whatever_the_seed_of_the_run():
 
 
 @pytest.mark.parametrize('field', [
-    {'loss__advantage': 'areal_jax.study.controls:shuffled_advantages'}, {'rollout__kv_policy': 'wait'},
+    {'loss__advantage': 'areal_jax.studies.controls:shuffled_advantages'}, {'rollout__kv_policy': 'wait'},
     {'rollout__kv_policy': 'keep'}, {'learner__n_minibatches': 4}, {'staleness__eta': float('inf')},
 ])  # fmt: skip
 def test_a_score_depends_on_no_field_of_training(field):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.study.stages import CONTROLS, KNEE, LOCK_STEP, NATURAL, PILOT, RATE
+from areal_jax.studies.stages import CONTROLS, KNEE, LOCK_STEP, NATURAL, PILOT, RATE
 from tests.study.toy_study import read_study
 
 RATES = {'plain': 0.003, 'decoupled': 0.003, 'weighted_pg': 0.001}

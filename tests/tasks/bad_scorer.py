@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 
 
 def score(problem: Mapping[str, Any], answer_text: str, finish_reason: str) -> float:

@@ -108,7 +108,7 @@ def _find_id() -> str:
 
 
 def _replace_the_reply(reward: str, number: str = '') -> None:
-    from areal_jax.tasks import scorer_process
+    from areal_jax.tasks.scoring import scorer_process
 
     write = scorer_process.write_whole
 

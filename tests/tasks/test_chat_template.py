@@ -6,8 +6,8 @@ import resource
 
 import pytest
 
-from areal_jax.tasks.chat_template import ChatTemplate, ConversationError, TokenizerError
-from areal_jax.tasks.tokenizer import chat_messages
+from areal_jax.text.chat_template import ChatTemplate, ConversationError, TokenizerError
+from areal_jax.text.tokenizer import chat_messages
 
 PLAIN = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 

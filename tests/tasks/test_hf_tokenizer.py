@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from areal_jax.tasks.tokenizer import HfTokenizer, TokenizerError, chat_messages
+from areal_jax.text.tokenizer import HfTokenizer, TokenizerError, chat_messages
 from tests.tasks import hf_directory
 
 

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.tasks.descendants import list_marked
-from areal_jax.tasks.process import WorkerProcess
-from areal_jax.tasks.verifier import ProcessVerifier
+from areal_jax.tasks.scoring.verifier import ProcessVerifier
 from areal_jax.types import Prompt, Verdict
+from areal_jax.workers.descendants import list_marked
+from areal_jax.workers.worker_process import WorkerProcess
 from tests.tasks.fake_clock import FakeClock
 from tests.tasks.hostile_scorers import HOSTILE_SCORERS
 from tests.tasks.process_table import all_end

@@ -6,9 +6,9 @@ import pytest
 
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.demonstrations import read_demonstrations
-from areal_jax.tasks.json_lines import read_objects
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.tasks.user_lines import read_objects
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
 
 GOOD = b'{"question": "q", "answer": "1"}'

@@ -10,9 +10,9 @@ from areal_jax.config.declarations import choices
 from areal_jax.installation import describe_install
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.scoring import score_answer
+from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 
 ROWS = [
     {'question': 'Ann has 3 bags of 12 nuts. How many nuts?', 'answer': '3 bags of 12 are 3*12=36.\n#### 36'},

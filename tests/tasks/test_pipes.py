@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from areal_jax.tasks.pipes import WorkerDiedError, WorkerPipes
+from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
 
 
 class Ends(NamedTuple):

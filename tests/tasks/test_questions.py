@@ -6,9 +6,9 @@ from areal_jax.errors import UserError
 from areal_jax.plugins import load_function
 from areal_jax.tasks import registry
 from areal_jax.tasks.questions import question_task
-from areal_jax.tasks.scorer_process import load_scorer
+from areal_jax.tasks.scoring.scorer_process import load_scorer
 from areal_jax.tasks.task import TaskError, hash_fraction
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer('0123456789+=')
 TASK = """from areal_jax.tasks.questions import question_task

@@ -8,9 +8,9 @@ import pytest
 
 from areal_jax.installation import describe_install
 from areal_jax.tasks import gym_datasets, reasoning_gym
-from areal_jax.tasks.scoring import score_answer
+from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import ListedTask, TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
 
 MIX = ('basic_arithmetic', 'chain_sum', 'products')

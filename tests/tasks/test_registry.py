@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.tasks import registry, token_reversal
-from areal_jax.tasks.scorer_process import load_scorer
+from areal_jax.tasks.scoring.scorer_process import load_scorer
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 
 
 def test_task_is_built_from_its_values():

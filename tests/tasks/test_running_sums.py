@@ -3,7 +3,7 @@ import pytest
 from areal_jax.tasks import running_sums
 from areal_jax.tasks.running_sums import score, write_steps
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 
 PROBLEM = {'question': '7 + 5 + 8', 'answer': '7 + 5 = 12\n12 + 8 = 20'}
 

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.tasks.scorer_process import reply_to
-from areal_jax.tasks.scoring import UNPARSED, Score, ScoringError, describe_error, score_answer, to_reward
-from areal_jax.tasks.verifier import InlineVerifier
+from areal_jax.tasks.scoring.score_call import UNPARSED, Score, ScoringError, describe_error, score_answer, to_reward
+from areal_jax.tasks.scoring.scorer_process import reply_to
+from areal_jax.tasks.scoring.verifier import InlineVerifier
 from areal_jax.types import Prompt, Verdict
 from tests.tasks import hostile_scorers
 from tests.tasks.hostile_scorers import HOSTILE_SCORERS

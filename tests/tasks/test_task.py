@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.tasks.task import ListedTask, TaskError, hash_fraction, shuffle
-from areal_jax.tasks.tokenizer import CharacterTokenizer, chat_messages
+from areal_jax.text.tokenizer import CharacterTokenizer, chat_messages
 
 
 def no_reward(problem, answer_text, finish_reason):

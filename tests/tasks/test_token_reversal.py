@@ -4,7 +4,7 @@ import pytest
 
 from areal_jax.tasks import token_reversal
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 
 
 def build(symbols=2, length=4, held_out_fraction=0.25):

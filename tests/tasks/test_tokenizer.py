@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.tasks import tokenizer as module
-from areal_jax.tasks.chat_template import ConversationError
-from areal_jax.tasks.tokenizer import CharacterTokenizer, GgufTokenizer, TokenizerError, chat_messages
+from areal_jax.text import tokenizer as module
+from areal_jax.text.chat_template import ConversationError
+from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer, TokenizerError, chat_messages
 
 # 'What is 12 + 7?' as the user's message under the model's own system message, as other programs encode it.
 CHECK_IDS = (

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from areal_jax.tasks.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
+from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
 from tests.tasks.test_tokenizer import MINIMAL
 from tests.tasks.texts import CHATS, TEXTS
 

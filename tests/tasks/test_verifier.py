@@ -13,12 +13,13 @@ import pytest
 from areal_jax.control.clocks.loop import CallDeadlineError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog
-from areal_jax.tasks import process, verifier
-from areal_jax.tasks.process import WorkerProcess
+from areal_jax.control.event_writer import EventLog
+from areal_jax.tasks.scoring import verifier
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, VerifierError
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.verifier import InlineVerifier, ProcessVerifier, VerifierError
 from areal_jax.types import Prompt, Verdict
+from areal_jax.workers import worker_process as process
+from areal_jax.workers.worker_process import WorkerProcess
 from tests.tasks import bad_scorer
 from tests.tasks.fake_clock import FakeClock
 from tests.tasks.process_table import all_end, is_alive, read_pids

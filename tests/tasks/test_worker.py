@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from areal_jax.tasks.scorer_process import reply_to
+from areal_jax.tasks.scoring.scorer_process import reply_to
 from tests.tasks.process_table import all_end, is_alive, read_pids
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def run_worker(scorer: str, lines: list[str], *limit_mb: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, '-m', 'areal_jax.tasks.worker', scorer, *limit_mb],
+        [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, *limit_mb],
         input=''.join(line + '\n' for line in lines), capture_output=True, text=True, cwd=ROOT, timeout=20,
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_of_what_a_scorer_prints_two_kilobytes_are_shown_and_the_rest_is_counted
 
 ANSWER_ONE_BY_ONE = """
 import asyncio, json, sys
-from areal_jax.tasks.process import WorkerProcess
+from areal_jax.workers.worker_process import WorkerProcess
 worker = WorkerProcess(sys.argv[1], 0)
 async def main():
     await worker.become_ready()
@@ -95,7 +95,8 @@ def test_the_memory_limit_is_the_one_given(limit_mb, reply, tmp_path):
         'import mmap\ndef score(*_):\n    return len(mmap.mmap(-1, 600 * 2**20, mmap.MAP_PRIVATE)) / 2**30\n'
     )
     done = subprocess.run(
-        [sys.executable, '-m', 'areal_jax.tasks.worker', 'large:score', limit_mb], input=request() + '\n', text=True,
+        [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', 'large:score', limit_mb],
+        input=request() + '\n', text=True,
         capture_output=True, cwd=ROOT, env=os.environ | {'PYTHONPATH': str(tmp_path)}, timeout=20,
     )  # fmt: skip
     assert reply in json.loads(done.stdout.splitlines()[1])
@@ -110,7 +111,7 @@ def test_scorer_that_cannot_be_loaded_ends_it_before_the_ready_line():
 
 def modules_of_a_worker(scorer: str, line: str) -> tuple[dict[str, float], set[str]]:
     program = (
-        f'import json, sys; from areal_jax.tasks.scorer_process import load_scorer, reply_to; '
+        f'import json, sys; from areal_jax.tasks.scoring.scorer_process import load_scorer, reply_to; '
         f'score = load_scorer({scorer!r}); modules = sorted(sys.modules); '
         f'print(json.dumps([reply_to(score, {line.encode()!r}), modules]))'
     )
@@ -140,7 +141,7 @@ def test_reply_names_the_error():
 
 PARENT = """
 import asyncio, json, sys
-from areal_jax.tasks.process import WorkerProcess
+from areal_jax.workers.worker_process import WorkerProcess
 worker = WorkerProcess('tests.tasks.bad_scorer:score', 0)
 async def main():
     await worker.become_ready()
@@ -169,7 +170,7 @@ def test_worker_dies_with_a_parent_that_is_killed(state, tmp_path):
 CLOSING_PARENT = """
 import asyncio, sys, time
 import numpy as np
-from areal_jax.tasks.verifier import ProcessVerifier
+from areal_jax.tasks.scoring.verifier import ProcessVerifier
 from areal_jax.types import Prompt
 from tests.tasks.fake_clock import FakeClock
 judge = ProcessVerifier(

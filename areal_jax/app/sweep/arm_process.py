@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.errors import ExitCode
-from areal_jax.tasks.descendants import die_with_parent
+from areal_jax.workers.descendants import die_with_parent
 
 
 def become(parent: int, command: Sequence[str]) -> int:

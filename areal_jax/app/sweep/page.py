@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from areal_jax.app.sweep.paired import LEAST_R, Bounds, PairedDifference, Pairing, describe_pairing
-from areal_jax.app.sweep.results import ArmResult, Comparison, GroupResult, Results
+from areal_jax.app.sweep.sweep_results import ArmResult, Comparison, GroupResult, Results
 from areal_jax.report.statistics import Interval
 from areal_jax.telemetry.numerals import format_number
 

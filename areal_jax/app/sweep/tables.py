@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from areal_jax import files
-from areal_jax.app.sweep.results import GroupResult, Results
+from areal_jax.app.sweep.sweep_results import GroupResult, Results
 
 RESULTS, DIFFERENCES = 'results.csv', 'differences.csv'
 _HEAD = ('row', 'group', 'arm', 'seed', 'seeds', 'state', 'updates', 'planned_updates', 'reason')

@@ -24,7 +24,7 @@ from areal_jax import protocols
 from areal_jax.control.clocks.inbox import Inbox
 from areal_jax.control.clocks.io import IoLoop
 from areal_jax.control.clocks.lanes import Interval, Lane
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.types import Work
 

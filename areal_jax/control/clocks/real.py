@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
-from areal_jax.control.events import EventLog, check_of
+from areal_jax.control.event_writer import EventLog, check_of
 from areal_jax.lanes import is_upkeep_lane
 from areal_jax.protocols import Event
 

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.recording import Recording
-from areal_jax.events import DeadlineEvent, RunDoneEvent, SignalEvent
+from areal_jax.events.schema import DeadlineEvent, RunDoneEvent, SignalEvent
 from areal_jax.protocols import Event
 
 _TAKEN = ('reply', 'failure', 'check')  # fields that the log alone has

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from areal_jax.control.clocks.lanes import Interval, Lane
 from areal_jax.control.clocks.loop import Block, CallDeadlineError, DeadlockError, LoopClock, Ready
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.protocols import Event
 from areal_jax.types import Work
 

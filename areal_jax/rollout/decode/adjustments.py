@@ -1,9 +1,9 @@
 """What changes logits before they are tempered: biases, least lengths of answers, and penalties for repetition.
 
-rows.py fills the arrays on the host, generate.py calls the traced functions. A penalty depends on the tokens that a
-sequence has so far. They come from the host with each dispatch, because rows are given anew at every one and no state
-but the KV cache outlives it; what a dispatch generates is counted from its own outputs. Shapes: B rows, C tokens of the
-longest sequence, S declared steps, V vocabulary.
+decode_rows.py fills the arrays on the host, generate.py calls the traced functions. A penalty depends on the tokens
+that a sequence has so far. They come from the host with each dispatch, because rows are given anew at every one and no
+state but the KV cache outlives it; what a dispatch generates is counted from its own outputs. Shapes: B rows, C tokens
+of the longest sequence, S declared steps, V vocabulary.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.cache import CacheSizes
-from areal_jax.rollout.decode.rows import Batch
+from areal_jax.rollout.decode.decode_rows import Batch
 
 
 @jax.tree_util.register_dataclass

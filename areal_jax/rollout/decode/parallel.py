@@ -20,8 +20,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import logical_axes
-from areal_jax.native import library
-from areal_jax.rollout.decode.attention.check import choose_checked
+from areal_jax.native import compiled_library as library
+from areal_jax.rollout.decode.attention.cache_check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.cache import CacheSizes, empty_cache

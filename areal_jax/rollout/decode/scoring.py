@@ -20,10 +20,10 @@ import numpy as np
 from areal_jax.models.logprobs import Ranking
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
 from areal_jax.rollout.decode.cache import CacheSizes
+from areal_jax.rollout.decode.decode_weights import PreparedWeights
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.decode.prefill import PackedPieces
-from areal_jax.rollout.decode.weights import PreparedWeights
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
 

@@ -1,7 +1,7 @@
 """A pool with servers of its own for the evaluation beside training, which hold an earlier version meanwhile.
 
-app/servers.py puts it in the place of a ServerPool where evaluation.engines sets servers aside. While nothing is
-evaluated they follow training from version to version, so that a probe can compare them with the learner.
+app/build/server_builder.py puts it in the place of a ServerPool where evaluation.engines sets servers aside. While
+nothing is evaluated they follow training from version to version, so that a probe can compare them with the learner.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Generation
-from areal_jax.rollout.servers.pool import ServerPool
+from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 PATIENCE_S = 60.0  # without a server that holds the version, before its evaluation is given up

@@ -1,8 +1,8 @@
 """Keeps one engine in another process at the newest version: brings it into service and back after it failed.
 
-pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights while
-it decodes, swaps them in between two dispatches, and acknowledges with the version that it holds. If the outcome of a
-call is unknown, the keeper sends only one request: which version do you hold?
+server_pool.py starts one keeper for each engine. The commit of a version has three parts: the engine stages the weights
+while it decodes, swaps them in between two dispatches, and acknowledges with the version that it holds. If the outcome
+of a call is unknown, the keeper sends only one request: which version do you hold?
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.protocols import Clock
 from areal_jax.rollout.servers.member import Member
 from areal_jax.rollout.servers.probe import ProbeError, Score, answer_probe, compare, make_probe
 from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RemoteError
-from areal_jax.rollout.servers.settings import ServerSettings
+from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.types import PublishedWeights, concatenate
 
 Result = TypeVar('Result')

@@ -1,6 +1,6 @@
 """An engine in another process, as the pool knows it: its state, what it holds and how it has behaved.
 
-keeper.py drives it from state to state, pool.py sends it requests while it serves.
+keeper.py drives it from state to state, server_pool.py sends it requests while it serves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Literal, TypeVar
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.servers.moving_request import MovingRequest

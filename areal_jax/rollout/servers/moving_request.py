@@ -1,4 +1,4 @@
-"""A request that goes on elsewhere when its engine fails. placement.py moves and ends it; workflows iterate over it."""
+"""A request that goes on elsewhere when its engine fails. Workflows iterate over it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.protocols import Clock
 from areal_jax.rollout.answer import GrowingAnswer
-from areal_jax.rollout.ledger import Entry
+from areal_jax.rollout.load_ledger import Entry
 from areal_jax.types import LARGEST_LOGPROB, EngineFinish, GenerationRequest, Segment
 
 

@@ -1,6 +1,6 @@
 """What the pool asks of an engine in another process besides protocols.RolloutEngine, and how such an engine fails.
 
-The clients of rollout/http/ implement it, pool.py drives it. Every other exception is a bug and ends the run.
+The clients of rollout/http/ implement it, server_pool.py drives it. Every other exception is a bug and ends the run.
 """
 
 from __future__ import annotations

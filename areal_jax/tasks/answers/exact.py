@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_jax.tasks.answers.extraction import final_text
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Problem

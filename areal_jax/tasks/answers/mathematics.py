@@ -2,8 +2,8 @@ r"""The kind 'math': final answers are equal as mathematics, by the package math
 
 `score` runs in a worker process alone: the package may compute without end ('9^{9^{9^9}}'), and its own timeouts are
 signals of the main thread that cannot stop C code. They are off here: the kill of the worker at
-task.verifier_deadline_s is the timeout. golds.py parses the gold answers of a file when it is loaded. Votes and the
-audit compare text only.
+task.verifier_deadline_s is the timeout. gold_answers.py parses the gold answers of a file when it is loaded. Votes and
+the audit compare text only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_jax.tasks.answers import latex, number
 from areal_jax.tasks.answers.extraction import final_text, last_boxed, marked_answers
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Problem

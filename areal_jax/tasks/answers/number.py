@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from areal_jax.tasks.answers.extraction import marked_answers
-from areal_jax.tasks.scoring import UNPARSED
+from areal_jax.tasks.scoring.score_call import UNPARSED
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Problem

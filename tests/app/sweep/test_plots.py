@@ -6,9 +6,9 @@ import numpy as np
 
 from areal_jax.app.sweep.endpoints import Curve, Endpoint
 from areal_jax.app.sweep.plots import band, draw_endpoint, write_plots
-from areal_jax.app.sweep.results import GroupResult, Results
-from areal_jax.report.colors import BLUE
-from areal_jax.report.plots import make_figure
+from areal_jax.app.sweep.sweep_results import GroupResult, Results
+from areal_jax.report.pages.colors import BLUE
+from areal_jax.report.pages.run_plots import make_figure
 
 
 def curve(values, tokens):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from areal_jax import main_sweep
 from areal_jax.app.command_line import parse_command
-from areal_jax.app.ending import end_command
+from areal_jax.app.process.ending import end_command
 from areal_jax.app.sweep import arms as arms_of
 from areal_jax.app.sweep.arms import Arm, read_arms
 from tests.app.sweep.toy_arm import STEPS

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from areal_jax.models.logprobs import sum_blocks
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
-from areal_jax.rollout.decode.backend import MOST_PROGRAMS
+from areal_jax.rollout.decode.jax_backend import MOST_PROGRAMS
 from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,

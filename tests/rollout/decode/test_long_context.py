@@ -14,7 +14,7 @@ from areal_jax.learning.forward import forward
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.rollout.decode.long_context import CONTEXT, POSITIONS, SLOTS, STEPS
 

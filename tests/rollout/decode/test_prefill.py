@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.events import EventLog, check_types
+from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.cache_table import CacheTable
-from areal_jax.rollout.decode.backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
 from tests.rollout.decode.plain_decoder import choose, next_logits

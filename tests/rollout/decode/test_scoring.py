@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.scoring import JaxScoring, Program
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES

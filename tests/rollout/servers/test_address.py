@@ -4,7 +4,7 @@ import pytest
 
 from areal_jax.config.kinds import EXTERNAL, OWN_CLIENT
 from areal_jax.errors import UserError
-from areal_jax.rollout.servers.registry import read_address
+from areal_jax.rollout.servers.server_entries import read_address
 
 
 @pytest.mark.parametrize(

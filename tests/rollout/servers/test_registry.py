@@ -10,9 +10,9 @@ import pytest
 from areal_jax.errors import UserError
 from areal_jax.registry.entries import Entry, Registration
 from areal_jax.rollout.requirements import needs_spans
-from areal_jax.rollout.servers.fit import SAYS_NOTHING, ServerFacts, require_fit
-from areal_jax.rollout.servers.registry import ServerEntry, describe_server, read_registry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.server_entries import ServerEntry, describe_server, read_registry
+from areal_jax.rollout.servers.server_fit import SAYS_NOTHING, ServerFacts, require_fit
 from tests.rollout.servers.rig import ServerRig, request
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.ledger import conservation, ledger
+from areal_jax.report.draw_ledger import conservation, ledger
 from areal_jax.report.report import lost_answers
-from areal_jax.rollout.servers.pool import ServerPool
-from areal_jax.rollout.servers.settings import ServerSettings
+from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.servers.server_settings import ServerSettings
 from tests.rollout.servers.local_server import LocalServer
 from tests.rollout.servers.rig import FAST
 from tests.toys import ToyRun, length

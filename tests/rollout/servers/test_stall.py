@@ -8,14 +8,14 @@ import pytest
 
 from areal_jax.control.clocks.loop import StallError
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.answer import GrowingAnswer
-from areal_jax.rollout.servers.pool import ServerPool
-from areal_jax.rollout.servers.registry import ServerEntry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError
-from areal_jax.rollout.servers.settings import ServerSettings
+from areal_jax.rollout.servers.server_entries import ServerEntry
+from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.types import EngineStatus, Work
 from tests.rollout.servers.rig import FAST, request, weights
 from tests.rollout.toy_engine import ToyEngine

@@ -6,9 +6,10 @@ import threading
 import math_verify
 import pytest
 
-from areal_jax.tasks.answers import golds, mathematics
-from areal_jax.tasks.batch_process import Finished
-from areal_jax.tasks.scoring import score_answer
+from areal_jax.tasks.answers import gold_answers as golds
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.scoring.score_call import score_answer
+from areal_jax.workers.batch_process import Finished
 
 
 def test_it_needs_no_main_thread_and_touches_no_signal():

@@ -4,7 +4,7 @@ import pytest
 
 from areal_jax.tasks.answers import number
 from areal_jax.tasks.answers.number import read_answer, read_whole
-from areal_jax.tasks.scoring import score_answer
+from areal_jax.tasks.scoring.score_call import score_answer
 
 
 @pytest.mark.parametrize(

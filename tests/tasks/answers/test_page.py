@@ -8,7 +8,7 @@ import pytest
 from areal_jax.config.declarations import choices
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.scoring import score_answer
+from areal_jax.tasks.scoring.score_call import score_answer
 
 PAGE = (pathlib.Path(__file__).parents[3] / 'docs' / 'answers.md').read_text()
 

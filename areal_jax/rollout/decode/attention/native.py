@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.attention import AttentionError
-from areal_jax.native import library
+from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.contract import LayerCache
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
@@ -22,8 +22,8 @@ from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
-from areal_jax.rollout.servers.registry import ServerEntry
 from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.rollout.servers.server_entries import ServerEntry
 from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own

@@ -19,9 +19,9 @@ from areal_jax.rollout.http.clients.dialect import UpdateError
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.engine import connect as connect_dialect
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.events import parse_event
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans
+from areal_jax.rollout.http.wire.sse import parse_event
 from areal_jax.types import concatenate
 
 TakeDelta = Callable[[vllm.Delta, JsonObject], None]  # what an event adds, and the event

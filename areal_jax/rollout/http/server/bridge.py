@@ -33,7 +33,7 @@ from areal_jax.rollout.http.wire.exchange import (
 )
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import LogprobError
-from areal_jax.tasks.chat_template import TokenizerError
+from areal_jax.text.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}

@@ -10,7 +10,7 @@ from areal_jax.rollout.http.server.replies import BRIDGE, read_body
 from areal_jax.rollout.http.service import ServerPause, UpdateError
 from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.fields import refuse
+from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.types import KvPolicy
 
 _VLLM_PAUSES = ('abort', 'wait', 'keep')

@@ -16,8 +16,8 @@ from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
 from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
-from areal_jax.rollout.http.wire.events import DONE, frame
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, ReplyInfo, RequestError
+from areal_jax.rollout.http.wire.sse import DONE, frame
 
 _LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events
 Pieces = AsyncIterator[tuple[Answer, Piece]]

@@ -17,7 +17,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
 from areal_jax.rollout.http.wire import chat, completions, control, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, name_answers
-from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
 from areal_jax.types import TokenScores
 

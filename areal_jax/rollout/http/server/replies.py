@@ -20,7 +20,7 @@ from areal_jax.rollout.http.server.complaints import NAME
 from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
 from areal_jax.rollout.http.wire import sglang, vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
-from areal_jax.rollout.http.wire.fields import Fields, parse_json
+from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,7 +11,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
 from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.rollout.http.wire.tools import require_shown
-from areal_jax.tasks.tokenizer import Tokenizer
+from areal_jax.text.tokenizer import Tokenizer
 
 
 class Texts:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
-from areal_jax.rollout.http.wire.fields import Fields, require_scored
+from areal_jax.rollout.http.wire.request_fields import Fields, require_scored
 from areal_jax.rollout.http.wire.tools import read_tools
 from areal_jax.rollout.http.wire.vllm import ranked_alternatives, render_prompt_logprobs
 from areal_jax.types import MOST_ALTERNATIVES

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
-from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_scored
+from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, Fields, read_token_ids, require_scored
 from areal_jax.rollout.http.wire.vllm import render_prompt_logprobs
 from areal_jax.types import MOST_ALTERNATIVES
 

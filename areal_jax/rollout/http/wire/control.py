@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.fields import Fields
+from areal_jax.rollout.http.wire.request_fields import Fields
 
 _SGLANG_PAUSES = ('abort', 'retract', 'in_place')
 _UPDATE_IGNORED = (

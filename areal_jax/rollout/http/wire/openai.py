@@ -9,8 +9,7 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import sglang, vllm
-from areal_jax.rollout.http.wire.columns import read_wanted, render_columns
-from areal_jax.rollout.http.wire.events import frame
+from areal_jax.rollout.http.wire.column_fields import read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -22,8 +21,9 @@ from areal_jax.rollout.http.wire.exchange import (
     ReplyInfo,
     count_usage,
 )
-from areal_jax.rollout.http.wire.fields import Fields
-from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling
+from areal_jax.rollout.http.wire.request_fields import Fields
+from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling
+from areal_jax.rollout.http.wire.sse import frame
 from areal_jax.rollout.http.wire.tools import read_calls
 from areal_jax.types import MOST_ALTERNATIVES
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, TOKEN_ID, Notes, WatchedObject
+from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, TOKEN_ID, Notes, WatchedObject
 from areal_jax.types import MOST_ALTERNATIVES
 
 Parser = Callable[[object], object]

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.columns import parse_columns, read_wanted, render_columns
-from areal_jax.rollout.http.wire.events import frame_text, write_json
+from areal_jax.rollout.http.wire.column_fields import parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -22,9 +21,16 @@ from areal_jax.rollout.http.wire.exchange import (
     RequestError,
     Written,
 )
-from areal_jax.rollout.http.wire.fields import MOST_PROMPTS, Fields, read_token_ids, require_same, require_scored
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
-from areal_jax.rollout.http.wire.sampling import SGLANG, read_sampling, render_sampling
+from areal_jax.rollout.http.wire.request_fields import (
+    MOST_PROMPTS,
+    Fields,
+    read_token_ids,
+    require_same,
+    require_scored,
+)
+from areal_jax.rollout.http.wire.sampling_fields import SGLANG, read_sampling, render_sampling
+from areal_jax.rollout.http.wire.sse import frame_text, write_json
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores
 
 _MODE, _COLUMN = '{}_mode', 'output_token_{}'  # of columns

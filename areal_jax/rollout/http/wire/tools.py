@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Message
-from areal_jax.rollout.http.wire.fields import Fields, refuse
+from areal_jax.rollout.http.wire.request_fields import Fields, refuse
 
 _MOST_TOOLS = 1024  # of a request, and calls in one turn
 

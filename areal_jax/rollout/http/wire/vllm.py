@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.columns import parse_columns, read_wanted, render_columns
-from areal_jax.rollout.http.wire.events import frame
+from areal_jax.rollout.http.wire.column_fields import parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
-from areal_jax.rollout.http.wire.fields import Fields, read_token_ids, require_scored
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
-from areal_jax.rollout.http.wire.sampling import OPENAI, read_sampling, render_sampling
+from areal_jax.rollout.http.wire.request_fields import Fields, read_token_ids, require_scored
+from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling, render_sampling
+from areal_jax.rollout.http.wire.sse import frame
 from areal_jax.types import MOST_ALTERNATIVES
 
 PATH = '/inference/v1/generate'  # at the root, not under /v1

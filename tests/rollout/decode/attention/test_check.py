@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 
 from areal_jax.models.attention import AttentionError
-from areal_jax.native import library
-from areal_jax.rollout.decode.attention import check
-from areal_jax.rollout.decode.attention.check import choose_checked, self_check
+from areal_jax.native import compiled_library as library
+from areal_jax.rollout.decode.attention import cache_check as check
+from areal_jax.rollout.decode.attention.cache_check import choose_checked, self_check
 from areal_jax.rollout.decode.attention.choose import Demand, choose_implementation
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention

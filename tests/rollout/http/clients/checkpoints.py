@@ -1,7 +1,7 @@
 """Two checkpoints of one small model, for servers of others: python -m tests.rollout.http.clients.checkpoints DIR.
 
 Writes DIR/v0 and DIR/v1: Hugging Face directories of equal shapes and different weights, without a tokenizer. The head
-is the embedding, written twice as a run does for vLLM on a CPU (app/export.py, `separates_head`).
+is the embedding, written twice as a run does for vLLM on a CPU (app/export/run_export.py, `separates_head`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.directory import write_hf_directory
+from areal_jax.publication.version_directory import write_hf_directory
 
 # heads of 64, which vllm has kernels for
 CONFIG = ModelConfig(

@@ -24,8 +24,8 @@ from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
-from areal_jax.rollout.servers.registry import read_address
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError
+from areal_jax.rollout.servers.server_entries import read_address
 from areal_jax.types import PublishedWeights
 from tests.rollout.decode.examples import whole_attention
 from tests.rollout.engine_contract import CHECKS, Bench, Setting, Subject

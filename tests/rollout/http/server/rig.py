@@ -13,7 +13,7 @@ import urllib.parse
 import aiohttp
 
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.events import EventLog
+from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
@@ -23,7 +23,7 @@ from areal_jax.rollout.http.service import GenerationService
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.stream import IN_A_SERVER
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.rollout.toy_scoring import ToyScoring
 from tests.toys import ToyBackend
 

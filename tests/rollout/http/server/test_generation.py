@@ -11,7 +11,7 @@ from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Delivery
 from areal_jax.rollout.http.wire import sglang
 from areal_jax.rollout.http.wire.exchange import Piece
-from areal_jax.tasks.tokenizer import CharacterTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.rollout.http.server.rig import PROMPT, ToyServer, body, until
 from tests.toys import token
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from areal_jax.rollout.http.wire.events import DONE, frame, parse_event
 from areal_jax.rollout.http.wire.exchange import ReplyError
+from areal_jax.rollout.http.wire.sse import DONE, frame, parse_event
 
 
 def test_an_event_is_read_as_it_was_written():

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.fields import Fields, parse_json, read_token_ids
+from areal_jax.rollout.http.wire.request_fields import Fields, parse_json, read_token_ids
 
 
 @pytest.mark.parametrize(

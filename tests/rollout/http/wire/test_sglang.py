@@ -8,7 +8,6 @@ import pytest
 
 from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.rollout.http.wire import sglang
-from areal_jax.rollout.http.wire.events import parse_event
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     CallSampling,
@@ -19,6 +18,7 @@ from areal_jax.rollout.http.wire.exchange import (
     Span,
     name_answers,
 )
+from areal_jax.rollout.http.wire.sse import parse_event
 from tests.rollout.http.wire.calls import INFO, PROMPT, answer, stream
 
 BODY = {

@@ -1,0 +1,51 @@
+"""Builds the learner of one process from a config and a model."""
+
+from __future__ import annotations
+
+from areal_jax.app.build.part_settings import build_learner_settings, build_lora, build_mesh, build_optimizer
+from areal_jax.app.model.model import Model
+from areal_jax.app.model.text_model import describe_source
+from areal_jax.config import TrackedConfig
+from areal_jax.config.ranges import ConfigError
+from areal_jax.distributed.leader import CommandLeader
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.weights import Params
+
+
+def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = False) -> SpmdLearner:
+    """The learner of this process. It copies `model.params`; for `compile_ahead` see SpmdLearner."""
+    mesh = build_mesh(config)
+    decoder, params = build_training_decoder(config, model)
+    optimizer = build_optimizer(config)
+    settings = build_learner_settings(config)
+    return SpmdLearner(
+        decoder,
+        params,
+        mesh,
+        optimizer=optimizer,
+        learning_rate=config.optimizer.learning_rate,
+        settings=settings,
+        compile_ahead=compile_ahead,
+    )
+
+
+def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:
+    """Raises NonFiniteError if a weight is NaN or infinite; the message names the source of the weights.
+
+    All processes take part: `learner` is the one that processes.lead returns.
+    """
+    learner.require_finite(*describe_source(config, model.source))
+
+
+def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
+    """The decoder in its trained form, and its weights: the model's, and new adapters if lora.rank is set."""
+    if config.lora.rank > model.decoder.config.d_model:
+        raise ConfigError(
+            f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
+            'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
+        )
+    form = {'layers': config.learner.layers, 'remat': config.learner.remat}
+    decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
+    assert model.params is not None, 'a learner has taken the weights already'
+    return decoder, decoder.complete(model.params, config.run.seed)

@@ -1,0 +1,251 @@
+"""From a config to the settings of a run's parts. Each function reads the fields that its part uses, and only those.
+
+What imports jax is imported by the functions that need it: a controller that has no learner uses the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.kinds import find_channel, find_server
+from areal_jax.config.ranges import ConfigError
+from areal_jax.control.controller import LoopSettings
+from areal_jax.control.gate import StalenessGate
+from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
+from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
+from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
+from areal_jax.plugins import Function, load_function
+from areal_jax.rollout import requirements
+from areal_jax.rollout.requirements import Requirement
+from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.telemetry.devices import DeviceRates, peak_flops
+from areal_jax.telemetry.hook import FIELD
+from areal_jax.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from areal_jax.learning.optimizer.optimizer import Optimizer
+    from areal_jax.models.lora import Lora
+    from areal_jax.sharding.allocation import Allocation
+
+
+def build_mesh(config: TrackedConfig) -> Mesh:
+    """The learner's mesh; `build_allocation` has the same one."""
+    from areal_jax.sharding.mesh import make_mesh
+
+    layout = parse_learner(config.cluster.learner)
+    return make_mesh(layout.data, layout.fsdp, context=layout.context, tensor=layout.tensor)
+
+
+def build_allocation(config: TrackedConfig) -> Allocation:
+    """The devices of the learner and of every engine in this process."""
+    from areal_jax.sharding.allocation import Allocation, allocate
+
+    if uses_servers(config):
+        return Allocation(build_mesh(config), ())
+    return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
+
+
+def uses_servers(config: TrackedConfig) -> bool:
+    """Whether answers come from other processes."""
+    return not find_server(config.rollout.server).in_process
+
+
+def build_lora(config: TrackedConfig) -> Lora | None:
+    from areal_jax.models.lora import Lora
+
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+
+
+def build_optimizer(config: TrackedConfig) -> Optimizer:
+    from areal_jax.learning.optimizer.optimizer import make_optimizer
+
+    return make_optimizer(build_optimizer_settings(config))
+
+
+def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
+    """Reads the fields that the chosen optimizer and schedule use; the others keep their declared defaults."""
+    from areal_jax.learning.optimizer.directions import DIRECTIONS
+
+    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
+    reads = DIRECTIONS[ours.name].reads
+    own = {field: getattr(ours if field in reads else idle, field) for field in ('b1', 'b2', 'eps', 'moment_dtype')}
+    return OptimizerSettings(
+        name=ours.name,
+        **own,
+        weight_decay=ours.weight_decay,
+        decay=(ours if ours.weight_decay else idle).decay,
+        clip_norm=ours.clip_norm,
+        warmup_steps=ours.warmup_steps,
+        schedule=ours.schedule,
+        final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
+        total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
+    )
+
+
+def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
+    """What an update is, under either objective. Fields that it does not use keep their declared defaults."""
+    learner, loss = config.learner, config.loss
+    idle = TrackedConfig(default_config())
+    supervised = loss.objective == 'sft'
+    policy = idle if supervised else config  # fields that only asynchronous RL uses
+    filtered = policy.learner.filter_equal_rewards
+    most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
+    return LearnerSettings(
+        row_tokens=learner.row_tokens,
+        row_loss_tokens=learner.row_loss_tokens,
+        rows_per_microbatch=learner.rows_per_microbatch,
+        n_minibatches=learner.n_minibatches,
+        epochs=learner.epochs,
+        packing='ordinary' if supervised else learner.packing,
+        fill=learner.fill,
+        tail_buckets=learner.tail_buckets,
+        row_buckets=learner.row_buckets,
+        accumulate=learner.accumulate,
+        max_microbatches=-(-most_rows // learner.rows_per_microbatch),
+        filter_equal_rewards=filtered,
+        strategy=config.cluster.strategy,
+        dtype=learner.dtype,
+        publish_dtype=policy.publication.dtype,
+        publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
+        loss_scale=learner.loss_scale,
+        objective=loss.objective,
+        advantage=policy.loss.advantage,
+        temperature=policy.rollout.temperature,
+        clip_epsilon=policy.loss.clip_epsilon,
+        clip_epsilon_high=policy.loss.clip_epsilon_high,
+        proximal=policy.loss.proximal,
+        behavior_weight_cap=policy.loss.behavior_weight_cap,
+        aggregation=loss.aggregation,
+        denominator=(policy if filtered else idle).loss.denominator,
+        truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
+        entropy_coefficient=policy.loss.entropy_coefficient,
+        kl_coefficient=policy.loss.kl_coefficient,
+        kl_estimator=(policy if policy.loss.kl_coefficient else idle).loss.kl_estimator,
+        max_token_age=policy.staleness.max_token_age,
+        over_age=policy.staleness.over_age,
+        attention=learner.attention,
+        scores=not supervised and uses_servers(config),
+        ratio=_build_ratio_settings(policy),
+        quantized=policy.rollout.weights == 'int8',
+    )
+
+
+def _build_ratio_settings(config: TrackedConfig) -> RatioSettings | None:
+    """None where the importance ratio is not split."""
+    diagnostics = config.diagnostics
+    if not diagnostics.ratio_sample:
+        return None
+    return RatioSettings(sample=diagnostics.ratio_sample, ring_bytes=diagnostics.ring_bytes, seed=config.run.seed)
+
+
+def cuts_softmax(config: TrackedConfig) -> bool:
+    """Whether answers are drawn from a part of the softmax only."""
+    return config.rollout.top_k > 0 or config.rollout.top_p < 1
+
+
+def count_cache_blocks(config: TrackedConfig, slots: int, *, beside: bool = False) -> int:
+    """Blocks of the KV cache of an engine with so many slots: rollout.cache_tokens, or a whole context for each slot.
+
+    The slots for evaluation beside training get no more than they can fill.
+    """
+    rollout = config.rollout
+    most = slots * -(-rollout.context_tokens // rollout.block_tokens)
+    if not rollout.cache_tokens:
+        return most
+    budget = rollout.cache_tokens // rollout.block_tokens
+    return min(budget, most) if beside else budget
+
+
+def build_requirements(config: TrackedConfig) -> list[Requirement]:
+    """What this run needs of every engine."""
+    rollout, evaluation = config.rollout, config.evaluation
+    needed = [
+        requirements.needs_logprobs('learning from its answers', 'behavior'),
+        requirements.needs_spans('learning from its answers'),
+        requirements.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
+        requirements.needs_pause('taking checkpoints'),
+    ]
+    if cuts_softmax(config):
+        setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
+        needed.append(requirements.needs_logprobs(setting, 'sampling'))
+    if evaluation.every and not uses_servers(config):  # there it has engines of its own
+        needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
+    return needed
+
+
+def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        stop_tokens=() if rollout.ignore_eos else (tokenizer.eos_id,),
+    )
+
+
+def build_gate(config: TrackedConfig) -> StalenessGate:
+    lock_step = config.staleness.schedule != 'natural'
+    batch = config.learner.groups_per_update
+    return StalenessGate(
+        groups_per_update=batch,
+        eta=float('inf') if lock_step else config.staleness.eta,
+        max_running=config.rollout.max_running_groups or math.inf,
+        buffer_capacity=config.buffer.capacity,
+        max_admitted=config.run.steps * batch,
+    )
+
+
+def build_schedule(config: TrackedConfig) -> Schedule | None:
+    """None for staleness.schedule='natural'; raises ConfigError for an invalid schedule, or an invalid file of one."""
+    text = config.staleness.schedule
+    try:
+        return parse_schedule(text, config.run.seed)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no text, a number of thousands of digits
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f'staleness.schedule={text!r}: the file or number cannot be read ({reason})') from error
+
+
+def build_ring(config: TrackedConfig) -> VersionRing | None:
+    """The versions that a lock-step schedule may still ask for; None without one."""
+    schedule = build_schedule(config)
+    return VersionRing(schedule) if schedule else None
+
+
+def build_group_filter(config: TrackedConfig) -> EqualRewardsFilter | None:
+    """What `task.filter` asks for; None for 'none'."""
+    return EqualRewardsFilter(config.task.max_filtered_groups) if config.task.filter == EQUAL_REWARDS else None
+
+
+def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:
+    """What turns tokens and seconds into rates per device; a modelled second is no part of a device's peak."""
+    learner = allocation.learner.devices
+    modelled = config.loss.objective != 'sft' and config.run.clock == 'virtual'
+    peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)
+    return DeviceRates(learner.size, sum(map(len, allocation.by_devices())), peak)
+
+
+def build_hook_function(config: TrackedConfig) -> Function | None:
+    """The function that telemetry.hook names; None for ''. Raises UserError for one that cannot be loaded."""
+    return load_function(config.telemetry.hook, FIELD) if config.telemetry.hook else None
+
+
+def build_settings(config: TrackedConfig) -> LoopSettings:
+    return LoopSettings(
+        steps=config.run.steps,
+        group_size=config.rollout.group_size,
+        groups_per_update=config.learner.groups_per_update,
+        max_token_age=config.staleness.max_token_age,
+        over_age=config.staleness.over_age,
+        checkpoint_every=config.checkpoint.every,
+        max_failed_groups=config.task.max_failed_groups,
+        slots=config.rollout.slots,
+    )

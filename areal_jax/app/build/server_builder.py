@@ -1,0 +1,225 @@
+"""Builds the pool of servers that answer in other processes, for rollout.server other than 'in_process'.
+
+The servers are in a registry in the workdir or in rollout.urls; here each gets its client.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from areal_jax.app.build.part_settings import build_requirements
+from areal_jax.app.build.extras import API_KEY
+from areal_jax.app.build.server_parts import EndedBy, Servers, ServersBeside
+from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines
+from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
+from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
+from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
+from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
+from areal_jax.rollout.servers.server_fit import LogprobsMode, ServerFacts, require_fit
+from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.servers.probe import Score
+from areal_jax.rollout.servers.server_entries import ServerEntry, read_address, read_registry
+from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
+from areal_jax.types import PublishedWeights, Work
+
+_CONTROL_CALLS = 4  # at the same time, to one server
+_PROBE_TOKENS = 16
+_PROBE_SLACK = 4.0  # the largest of 16 differences against their mean, which is what max_mismatch bounds
+
+
+class Scorer(Protocol):
+    """The learner, as the probe of a server needs it."""
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        """float32 [A]: log-probs of the answer under the weights of that version; None where it has others by now."""
+        ...
+
+
+def find_max_mismatch(config: TrackedConfig) -> float:
+    """rollout.max_mismatch, or what rounding explains."""
+    if config.rollout.max_mismatch is not None:
+        return config.rollout.max_mismatch
+    exact = config.publication.dtype == config.learner.dtype == 'float32'
+    return 1e-3 if exact else 5e-2
+
+
+def find_needs(config: TrackedConfig) -> ServerFacts:
+    """What a server must match to answer for this run; at temperature 1 both kinds of log-probs are equal."""
+    rollout = config.rollout
+    mode: LogprobsMode | None = None if rollout.temperature == 1.0 else 'processed'
+    return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)
+
+
+def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> ServerSettings:
+    """`probe_prompt` int32 [P] is what servers answer before they get work."""
+    most = find_max_mismatch(config)
+    probe = ProbeSettings(
+        probe_prompt,
+        max_difference=_PROBE_SLACK * most,
+        max_mean=most,
+        new_tokens=min(_PROBE_TOKENS, config.rollout.max_new_tokens),
+        temperature=config.rollout.temperature,
+    )
+    return ServerSettings(max_retries=config.rollout.max_retries, no_server_s=config.run.stall_timeout_s, probe=probe)
+
+
+def build_servers(
+    config: TrackedConfig,
+    clock: LoopClock,
+    log: EventLog,
+    supervisor: Supervisor,
+    *,
+    workdir: pathlib.Path,
+    learner: Scorer,
+    vocab_size: int,
+    published: PublishedWeights,
+    probe_prompt: np.ndarray,
+    stop: Callable[[], None],
+) -> Servers:
+    """The pool, and the coroutine that tells it which servers there are; `stop` asks the run to save and end."""
+
+    async def score(version: int, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray | None:
+        return await clock.run(LEARNER, lambda: learner.score(version, prompt, answer), Work('score'))
+
+    kind = find_server(config.rollout.server)
+    config.note_used(kind.reads)
+    ended_by = EndedBy(stop)
+    builder = _PoolBuilder(
+        config, clock, supervisor, vocab_size, published, score, _find_reader(config, kind, workdir), ended_by.note
+    )
+    settings, first = build_server_settings(config, probe_prompt), find_first_beside(config)
+    is_beside = lambda entry: entry.index is not None and entry.index >= first
+    pool, watch = builder.build(log, settings, lambda entry: not is_beside(entry), server_lanes)
+    beside = None
+    if config.evaluation.engines:
+        settings = dataclasses.replace(settings, max_versions_behind=0)
+        own, own_watch = builder.build(EvaluationLog(log), settings, is_beside, evaluation_lanes)
+        beside = ServersBeside(EvaluatedPool(pool, own, clock, supervisor), own_watch)
+    return Servers(pool, watch, MismatchWatch(find_max_mismatch(config), pool.quarantine), ended_by, beside)
+
+
+def find_first_beside(config: TrackedConfig) -> float:
+    """The index of the first engine that answers evaluations beside training alone; infinity where none does."""
+    own = config.evaluation.engines
+    return parse_engines(config.cluster.engines).count - own if own else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class _PoolBuilder:
+    """Builds the pool of some of the servers, with the watch that tells it which there are."""
+
+    config: TrackedConfig
+    clock: LoopClock
+    supervisor: Supervisor
+    vocab_size: int
+    published: PublishedWeights
+    score: Score
+    read: Callable[[], Sequence[ServerEntry]]
+    on_no_server: Callable[[str], None]
+
+    def build(
+        self,
+        log: EventLog,
+        settings: ServerSettings,
+        is_own: Callable[[ServerEntry], bool],
+        name_lanes: Callable[[int], ServerLanes],
+    ) -> tuple[ServerPool, RegistryWatch]:
+        pool = ServerPool(
+            self.clock, log, self.supervisor, settings,
+            published=self.published, score=self.score, on_no_server=self.on_no_server,
+            requirements=build_requirements(self.config),
+            warn=lambda sentence: print(f'warning: {sentence}', file=sys.stderr, flush=True),
+        )  # fmt: skip
+        make = ClientMaker(self.config, self.clock, log, self.supervisor, self.vocab_size, name_lanes)
+        read = lambda: [entry for entry in self.read() if is_own(entry)]
+        return pool, RegistryWatch(self.clock, pool, read, make)
+
+
+class ClientMaker:
+    """Makes the client of each server.
+
+    An engine of a run in roles has its index as number, others are numbered as they come; one that is started again
+    keeps its number.
+
+    Raises UserError, naming the server, for one of another kind than rollout.server says, and for one that computes
+    something else than the run means.
+    """
+
+    def __init__(
+        self,
+        config: TrackedConfig,
+        clock: LoopClock,
+        log: EventLog,
+        supervisor: Supervisor,
+        vocab_size: int,
+        name_lanes: Callable[[int], ServerLanes] = server_lanes,
+    ):
+        rollout, server = config.rollout, config.server
+        self._named, self._kv_policy = rollout.server, rollout.kv_policy
+        kind = find_server(rollout.server)
+        self._clients = {client.name: client for client in kind.clients}
+        self._clock, self._log, self._supervisor = clock, log, supervisor
+        self._api_key = os.environ.get(API_KEY, '')
+        slots = min(server.max_streams, server.max_requests) if kind.limits_streams else rollout.slots
+        self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens)
+        self._needs = find_needs(config)
+        self._name_lanes = name_lanes
+        self._numbers: dict[str, int] = {}  # by name in the registry
+
+    def __call__(self, entry: ServerEntry) -> ServerEngine:
+        self._require_kind(entry)
+        require_fit(f'{entry.name} at {entry.url}', entry.facts, self._needs)
+        lanes = self._name_lanes(self._find_number(entry))
+        self._clock.declare(lanes.engine, self._limits.slots + 1)
+        self._clock.declare(lanes.publish, 1)
+        self._clock.declare(lanes.control, _CONTROL_CALLS)
+        engine = self._make(entry, lanes)
+        engine.start(self._supervisor)
+        return engine
+
+    def _find_number(self, entry: ServerEntry) -> int:
+        taken = set(self._numbers.values())
+        free = next(number for number in range(len(taken) + 1) if number not in taken)
+        wanted = free if entry.index is None or entry.index in taken else entry.index
+        return self._numbers.setdefault(entry.name, wanted)
+
+    def _make(self, entry: ServerEntry, lanes: ServerLanes) -> ServerEngine:
+        parts = ClientParts(entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._kv_policy)
+        engine: ServerEngine = resolve(self._clients[entry.kind].connect, SERVER)(parts)
+        return engine
+
+    def _require_kind(self, entry: ServerEntry) -> None:
+        if entry.kind not in self._clients:
+            raise UserError(
+                f'the server {entry.name} at {entry.url} is of the kind {entry.kind!r}, and rollout.server='
+                f'{self._named!r}: stop it, or set rollout.server={entry.kind!r}'
+            )
+
+
+def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path) -> Callable[[], Sequence[ServerEntry]]:
+    if not kind.takes_urls:
+        return functools.partial(read_registry, workdir)
+    entries = [read_address(address, kind.clients) for address in config.rollout.urls]
+    return lambda: entries
+
+
+def _locate(published: PublishedWeights) -> str:
+    """The files channel is on a file system that servers share."""
+    return published.handle

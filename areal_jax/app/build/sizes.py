@@ -1,0 +1,287 @@
+"""The least memory that a run needs, from shapes alone; one that cannot fit is refused before weights are drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+from ml_collections import config_dict
+
+from areal_jax.app.build import part_settings as build
+from areal_jax.app.process.memory import memory_limit_bytes
+from areal_jax.app.model.text_model import read_shape
+from areal_jax.config import TrackedConfig
+from areal_jax.config.kinds import find_channel
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.lora import is_adapter
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params, logical_axes
+from areal_jax.rollout.decode.parallel import weight_shardings
+from areal_jax.sharding.allocation import Allocation, EngineDevices
+from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
+from areal_jax.telemetry.numerals import format_bytes
+
+SHARE = 0.95  # the fraction of a memory that a run may use
+_ANSWER_BYTES = 1024  # of host objects, for one running answer
+_KINDS = (
+    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication', 'transposed weights'),
+    *('weights in 8 bits', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes by what they are for."""
+
+    learner: Mapping[str, int]  # on each device of the learner's mesh
+    engines: Mapping[str, int]  # on each device where engines decode, which may be one of the learner's
+    host: Mapping[str, int]
+
+
+def require_room(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError, with the sizes and the fields to lower, for a run that exceeds 95% of a memory.
+
+    On accelerators, the limit is the memory of one device; on a CPU, the memory of the machine or its cgroup. Of the
+    activations only the inputs of the layers are counted, so a run that passes may still not fit.
+    """
+    _require_room(*_measure_devices(config), config)
+
+
+def measure_parts(config: config_dict.ConfigDict) -> dict[str, int]:
+    """Bytes by what they are for, on the fullest device of this process, and on the host; see `require_room`.
+
+    Not all of them are in use at the same time.
+    """
+    on_device, host = _measure_devices(config)
+    fullest = max(on_device.values(), key=lambda parts: sum(parts.values()), default={})
+    return _sum(fullest, host)
+
+
+def _measure_devices(
+    config: config_dict.ConfigDict,
+) -> tuple[dict[jax.Device, Mapping[str, int]], Mapping[str, int]]:
+    """The sizes of a run on each device of this process, and on its host."""
+    tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
+    supervised = config.loss.objective == 'sft'
+    allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
+    sizes = measure(tracked, read_shape(tracked), allocation)
+    trains = [device for device in allocation.learner.devices.flat if device.process_index == jax.process_index()]
+    decodes = [*itertools.chain(*allocation.by_devices())] if jax.process_index() == 0 else []
+    on_device = dict.fromkeys(trains, sizes.learner)
+    for device in decodes:
+        on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
+    return on_device, sizes.host if decodes else {}
+
+
+def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:
+    """The same for engines alone: their weights, caches and what a dispatch returns."""
+    tracked = TrackedConfig(config)
+    sizes = _engine_sizes(tracked, read_shape(tracked), allocation)
+    _require_room(dict.fromkeys(itertools.chain(*allocation.by_devices()), sizes), {}, config)
+
+
+def _require_room(
+    on_device: Mapping[jax.Device, Mapping[str, int]], host: Mapping[str, int], config: config_dict.ConfigDict
+) -> None:
+    """Raises ConfigError where a device, or on a CPU the machine, has too little memory."""
+    if limits := {device: limit for device in on_device if (limit := device_memory(device))}:
+        for device, limit in limits.items():
+            _require(on_device[device], limit, f'of {device.device_kind}', config)
+        return
+    where = 'of this machine (or the limit of its cgroup)'
+    _require(_sum(*on_device.values(), host), memory_limit_bytes(), where, config)
+
+
+def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> Sizes:
+    """The sizes of a run with a model of this shape; nothing is allocated."""
+    learner = _learner_sizes(config, shape, allocation.learner)
+    if config.loss.objective == 'sft':
+        return Sizes(learner, {}, {})
+    # the channel holds earlier versions where the learner made them
+    if allocation.engines and not allocation.engine_shares(0):
+        learner['publication'] *= 1 + _held_versions(config) + (1 if config.evaluation.every else 0)
+    rollout, eta = config.rollout, config.staleness.eta
+    admitted = config.learner.groups_per_update * (eta + 1)
+    most = rollout.max_running_groups or config.buffer.capacity
+    running = int(min(most, admitted, config.learner.groups_per_update * config.run.steps))
+    host = {'answers': running * rollout.group_size * _ANSWER_BYTES}
+    if config.diagnostics.ratio_sample:
+        kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
+        host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
+    return Sizes(learner, _engine_sizes(config, shape, allocation) if allocation.engines else {}, host)
+
+
+def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    # all layers have equal shapes, so one is measured: a tree of all of them could itself be too large
+    decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
+    trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
+    cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
+    count = lambda tree, shardings, dtype: _bytes(tree, shardings, shape.n_layers, dtype)
+    optimizer = build.build_optimizer(config)
+    state = jax.eval_shape(optimizer.init, trained)
+    dtype = config.learner.dtype
+    supervised = config.loss.objective == 'sft'
+    published = 'float32' if supervised else config.publication.dtype
+    merged = Decoder(decoder.config).abstract()
+    tokens = (
+        config.learner.rows_per_microbatch * config.learner.row_tokens // data_shards(mesh) // mesh.shape['context']
+    )
+    sizes = {
+        'weights': count(trained, cut(trained), 'float32') + count(frozen, cut(frozen), dtype),
+        'optimizer': count(state, optimizer.shardings(trained, cut(trained), replicated(mesh)), None),
+        'gradients': count(trained, cut(trained), 'float32'),
+        'publication': count(merged, cut(merged), published),
+        'rows': tokens * shape.n_layers * shape.d_model * _itemsize(dtype),
+    }
+    if dtype != 'float32':
+        sizes['working copy'] = count(trained, cut(trained), dtype)
+    if not supervised and config.loss.kl_coefficient:
+        sizes['reference model'] = count(trained, cut(trained), dtype)
+    return sizes
+
+
+def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> dict[str, int]:
+    """On each device of the first engine, over which `tensor` cuts the weights and the key-value heads."""
+    rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
+    devices = allocation.engines[0]
+    tensor, engines = len(devices), len(allocation.by_devices()[devices])
+    position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
+    slots, blocks = rollout.slots, build.count_cache_blocks(config, rollout.slots) + 1  # one that padding writes to
+    if config.evaluation.every:
+        slots += config.evaluation.slots
+        blocks += build.count_cache_blocks(config, config.evaluation.slots, beside=True) + 1
+    weights, matrices = _engine_weights(shape, devices, config.publication.dtype)
+    return {
+        'publication': _copies(config, allocation, engines) * weights,
+        **_prepared_weights(config, devices, matrices),
+        'KV cache': engines * blocks * rollout.block_tokens * position,
+        'prefill': max(rollout.prefill_buckets) * _prefill_width(shape) * itemsize // tensor,
+        'logits': slots * (shape.vocab_size * 4 + rollout.decode_steps * 9),  # and what a dispatch returns
+    }
+
+
+def _prepared_weights(config: TrackedConfig, devices: EngineDevices, matrices: int) -> dict[str, int]:
+    """The matrices once more in the form for decoding, which engines on the same devices share."""
+    if config.rollout.weights == 'int8':
+        return {'weights in 8 bits': _in_use(config) * matrices // _itemsize(config.publication.dtype)}
+    return {'transposed weights': _in_use(config) * matrices if devices[0].platform == 'cpu' else 0}
+
+
+def _copies(config: TrackedConfig, allocation: Allocation, engines: int) -> int:
+    """Copies of the weights on an engine's device, not counting the learner's."""
+    if not allocation.engine_shares(0):
+        return _in_use(config)
+    held, pinned = _held_versions(config), _in_use(config) - 2
+    if not find_channel(config.publication.channel).shares_copy:
+        return max(held, engines) + pinned * engines
+    held += pinned
+    return held + (allocation.learner.size > 1)  # a learner on one device makes its copy where the engines decode
+
+
+def _in_use(config: TrackedConfig) -> int:
+    """Versions of an engine: the one it decodes with, the next while it arrives, and one evaluated beside training."""
+    return 2 + (1 if config.evaluation.every else 0)
+
+
+def _prefill_width(shape: ModelConfig) -> int:
+    """Values that a layer holds for each token of a packed prefill: two streams, queries, keys, values, the MLP."""
+    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
+    return 2 * shape.d_model + heads + 2 * shape.d_ff
+
+
+def _engine_weights(shape: ModelConfig, devices: EngineDevices, dtype: str) -> tuple[int, int]:
+    """Bytes on each device of (all weights, the matrices of the layers, which a backend on a CPU takes transposed)."""
+    one = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0))
+    tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
+    placed = weight_shardings(one, devices) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
+    count = lambda tree, placed: _bytes(tree, placed, shape.n_layers, dtype)
+    of_matrices = lambda tree, values: jax.tree.map(lambda leaf, v: v if len(leaf.shape) == 2 else None, tree, values)
+    layers, over = ({'layers': of_matrices(tree['layers'], values['layers'])} for values in (tree, placed))
+    return count(tree, placed), count(layers, over)
+
+
+def _held_versions(config: TrackedConfig) -> int:
+    """Versions before the newest that a schedule may still ask for, or that engines have in use."""
+    schedule = build.build_schedule(config)
+    return min(schedule.longest + 1 if schedule else 1, config.run.steps)
+
+
+def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) -> int:
+    """Bytes on one device of a tree whose leaves have `dtype` (None: each its own)."""
+    placed = jax.tree.leaves(shardings)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(dtype or leaf.dtype) * _layers(path, n_layers)
+        for (path, leaf), sharding in zip(leaves, placed, strict=True)
+    )
+
+
+def _layers(path: jax.tree_util.KeyPath, n_layers: int) -> int:
+    """How many leaves of the model this path represents."""
+    return n_layers if 'layers/0/' in path_name(path) else 1
+
+
+def _itemsize(dtype: str | np.dtype) -> int:
+    return np.dtype(jax.numpy.dtype(dtype)).itemsize
+
+
+def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: sum(part.get(name, 0) for part in parts) for name in _KINDS if any(name in part for part in parts)}
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes that jax may use on an accelerator; None on a CPU, whose memory is the machine's."""
+    return (device.memory_stats() or {}).get('bytes_limit')
+
+
+def _require(sizes: Mapping[str, int], limit: int, where: str, config: config_dict.ConfigDict) -> None:
+    total = sum(sizes.values())
+    if total <= SHARE * limit:
+        return
+    order = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    table = ', '.join(f'{name} {format_bytes(sizes[name])}' for name in order if sizes[name] > 0.001 * total)
+    fixes = '; '.join(dict.fromkeys(_fix(name, config) for name in order if sizes[name] > 0.1 * total))
+    allowed = int(SHARE * limit)
+    raise ConfigError(
+        f'this run needs at least {format_bytes(total)}, activations not counted, but {SHARE:.0%} of the '
+        f'{format_bytes(limit)} {where} are {format_bytes(allowed)}: {table}. To fit, {fixes}'
+    )
+
+
+def _fix(name: str, c: config_dict.ConfigDict) -> str:
+    """What lowers a size in this config."""
+    if name == 'optimizer' and c.optimizer.name in ('adamw', 'lion'):
+        return "set optimizer.name='adafactor' or 'adamw8bit'"
+    if name == 'reference model':
+        return 'set loss.kl_coefficient=0'
+    if name == 'publication' and c.staleness.schedule != 'natural':
+        return 'lower the longest delay of staleness.schedule'
+    halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32
+    if name == 'publication' and halves and c.loss.objective != 'sft':
+        return "set publication.dtype='bfloat16'"
+    fields = {
+        'earlier versions': 'diagnostics.ring_bytes',
+        'KV cache': _cache_fields(c),
+        'prefill': 'rollout.prefill_buckets',
+        'logits': 'rollout.slots or rollout.decode_steps',
+        'rows': 'learner.row_tokens or learner.rows_per_microbatch',
+        'answers': 'rollout.group_size, rollout.max_running_groups or buffer.capacity',
+    }
+    if name in fields:
+        return f'lower {fields[name]}'
+    if name == 'transposed weights' and halves:
+        return "set publication.dtype='bfloat16'"
+    return 'lower model.n_layers, model.d_model or model.d_ff' if c.model.source == 'random' else 'use a smaller model'
+
+
+def _cache_fields(c: config_dict.ConfigDict) -> str:
+    if c.rollout.cache_tokens:
+        return 'rollout.cache_tokens or cluster.engines'
+    return 'rollout.slots, rollout.context_tokens or cluster.engines, or set rollout.cache_tokens below their product'

@@ -1,0 +1,128 @@
+"""Builds the task of a run: its problems or demonstrations, and the verifier of its answers.
+
+tasks/ has the implementations.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+
+from areal_jax import lanes
+from areal_jax.config import TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.plugins import absolute_spec, is_own, load_function
+from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.scoring.audit import Audit
+from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
+from areal_jax.workers.worker_process import WorkerProcess
+from areal_jax.tasks.registry import make_task, value_names
+from areal_jax.tasks.task import Scorer, Split, Task, TaskError
+from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
+
+
+def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
+    task = _make_task(config, tokenizer)
+    room = config.rollout.context_tokens - config.rollout.max_new_tokens
+    task = task.fitting(room, config.task.over_length)
+    sizes = task.sizes()
+    if sizes['dropped']:
+        print(
+            f'dropped {sizes["dropped"]} of {sum(sizes.values())} problems: their prompts have more than {room} tokens',
+            flush=True,
+        )
+    wanted = config.evaluation.problems
+    if wanted and not sizes['held_out']:
+        task.held_out(wanted, config.run.seed)  # a listed task says why there is none
+        raise TaskError(
+            f'task {task.name!r} has no held-out problem, but evaluation.problems={wanted}: hold some out, or set '
+            'evaluation.problems=0'
+        )
+    if 0 < sizes['held_out'] < wanted:
+        print(f'evaluation.problems={wanted}: all {sizes["held_out"]} held-out problems are evaluated', flush=True)
+    return task
+
+
+def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:
+    """Demonstrations from the file task.path if task.name='jsonl', else another task's problems with their answers."""
+    if config.task.name == 'jsonl':
+        task = config.task
+        found = read_demonstrations(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
+    else:
+        found = solve_task(_make_task(config, tokenizer), tokenizer)
+    return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
+
+
+def _make_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    name, options = config.task.name, config.task.options
+    values = {field: getattr(config.task, field) for field in value_names(name)}
+    return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
+
+
+def build_verifier(
+    config: TrackedConfig,
+    clock: LoopClock,
+    task: Task,
+    decode: Callable[[np.ndarray], str],
+    *,
+    workers: int | None = None,
+    lane: str = lanes.REWARD,
+    workdir: pathlib.Path | None = None,
+    start_worker: StartWorker = WorkerProcess,
+) -> ProcessVerifier | InlineVerifier:
+    """The verifier of the task's answers, which are scored by task.reward where that is set.
+
+    An own scorer is called once, with an empty answer, when the verifier starts. A verifier that compares some answers
+    twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers. A `start_worker` that starts no
+    process scores nothing, so the scorer is not tried out.
+    Raises UserError for a scorer that workers cannot load, and at the start for one that fails.
+    """
+    reward = config.task.reward
+    own = reward or is_own(config.task.name)
+    side: Split = 'train' if task.sizes()['train'] else 'held_out'
+    trial = dict(task.prompts(side, config.run.seed).draw().problem) if own else None
+    if start_worker is not WorkerProcess and config.task.verifier == 'process':
+        trial = None
+    if config.task.verifier == 'inline':
+        score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
+        return InlineVerifier(score, decode, trial, reward or task.scorer)
+    scorer = absolute_spec(reward or task.scorer)
+    if own:
+        _require_loadable(scorer, task, reward)
+    return ProcessVerifier(
+        clock,
+        scorer,
+        decode,
+        workers=config.task.verifier_workers if workers is None else workers,
+        deadline_s=config.task.verifier_deadline_s,
+        attempts=config.task.verifier_attempts,
+        memory_mb=config.task.verifier_memory_mb,
+        lane=lane,
+        trial=trial,
+        audit=build_audit(config, workdir),
+        start_worker=start_worker,
+    )
+
+
+def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
+    """What scores some answers of mathematics twice; None where the config asks for none."""
+    if config.task.name != 'jsonl' or config.task.answer != 'math' or config.task.reward:
+        return None
+    if not config.task.audit_fraction or workdir is None:
+        return None
+    return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
+
+
+def _require_loadable(scorer: str, task: Task, reward: str) -> None:
+    """Raises UserError for a scorer that a worker process would not find."""
+    if not reward and not scorer.rpartition(':')[2].isidentifier():
+        raise TaskError(
+            f'the scorer {scorer} of task {task.name!r} is not at the top level of its file, so that worker processes '
+            "cannot load it: declare it there, or set task.verifier='inline'"
+        )
+    load_function(scorer, 'task.reward' if reward else f'scorer of task {task.name!r}')

@@ -1,0 +1,1 @@
+"""A model on its own, measured on a task."""

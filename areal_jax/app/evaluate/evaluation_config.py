@@ -1,0 +1,73 @@
+"""The config of an evaluation: the config of a run, with model and benchmark from the command line.
+
+Imports no jax.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Collection
+
+from ml_collections import config_dict
+
+from areal_jax.app.model.model_origin import choose_source
+from areal_jax.config.declarations import FIELDS
+from areal_jax.config.ranges import ConfigError
+
+# parts that an evaluation does not have: they must not need devices or packages
+_WITHOUT_TRAINING = {
+    'rollout.server': 'in_process',
+    'cluster.learner': FIELDS['cluster.learner'].default,
+    'telemetry.tensorboard': False,
+    'telemetry.plots': False,
+}
+
+
+def adapt_config(
+    config: config_dict.ConfigDict, model: str | None, overrides: Collection[str]
+) -> config_dict.ConfigDict:
+    """A copy whose model.source and model.path name `model` (None = unchanged), without the fields of training.
+
+    Raises ConfigError for a path that is no model, and for one that the command line gives twice.
+    """
+    adapted = config.copy_and_resolve_references()
+    if model is not None:
+        _require_free('--model', ('model.source', 'model.path'), overrides)
+        adapted.model.source, adapted.model.path = choose_source(model)
+    if 'cluster.learner' in overrides:
+        raise ConfigError('--config.cluster.learner is set, but an evaluation has no learner: remove the setting')
+    adapted.update_from_flattened_dict(_WITHOUT_TRAINING)
+    return adapted
+
+
+def set_benchmark(config: config_dict.ConfigDict, file: str, overrides: Collection[str]) -> None:
+    """Makes the lines of a JSON-lines file the problems of the evaluation: all of them held out, and all evaluated.
+
+    The command line may set evaluation.problems to evaluate fewer, and task.answer to say how answers are compared.
+
+    Raises ConfigError for a file that cannot be read or has no line, and for a task that the command line gives twice.
+    """
+    _require_free('--benchmark', ('task.name', 'task.path', 'task.held_out_fraction'), overrides)
+    lines = _count_lines(pathlib.Path(file))
+    config.task.name, config.task.path, config.task.held_out_fraction = 'jsonl', file, 1.0
+    if 'evaluation.problems' not in overrides:
+        config.evaluation.problems = lines
+
+
+def _require_free(flag: str, fields: tuple[str, ...], overrides: Collection[str]) -> None:
+    for field in fields:
+        if field in overrides:
+            raise ConfigError(f'{flag} and --config.{field} are both given, and both say the same thing: remove one')
+
+
+def _count_lines(path: pathlib.Path) -> int:
+    """Lines that are not blank, which is how many problems there are if none is repeated."""
+    try:
+        with path.open('rb') as file:
+            count = sum(1 for line in file if line.strip())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f'--benchmark={path} cannot be read ({reason}); name a file of JSON lines') from error
+    if not count:
+        raise ConfigError(f'--benchmark={path} has no line: give one JSON object with question and answer a line')
+    return count

@@ -1,0 +1,219 @@
+"""Exports the weights of a run as a directory that transformers, vLLM and SGLang load, with tokenizer and model card.
+
+From a checkpoint of any run, or from the learner of a run that has just finished. publication/export.py writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+
+import jax
+
+from areal_jax import files
+from areal_jax.app.export.finished_export import DIRECTORY, RECORD
+from areal_jax.app.export.model_card import FILE as CARD
+from areal_jax.app.export.model_card import ExportedModel, render_card
+from areal_jax.app.model.earlier_run import EarlierRun
+from areal_jax.app.model.model import Model, describe_model
+from areal_jax.app.workdir.run_directory import Values
+from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
+from areal_jax.config.kinds import find_server
+from areal_jax.errors import UserError
+from areal_jax.files import Announce, announce_nothing
+from areal_jax.formats.hf_config import read_json
+from areal_jax.formats.hf_directory import WEIGHT_DTYPES
+from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
+from areal_jax.models.weights import Params
+from areal_jax.publication.export import export_hf
+from areal_jax.publication.manifest import weights_sha256
+from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer
+
+_GENERATION = 'generation_config.json'
+_FIX = 'restore the file as the run wrote it'
+
+
+class ExportError(UserError):
+    """Weights that cannot be exported there or in that form; the message names the directory or the dtype."""
+
+
+def export_run(
+    workdir: pathlib.Path,
+    out: pathlib.Path,
+    *,
+    step: int | None = None,
+    dtype: str = 'float32',
+    announce: Announce = announce_nothing,
+) -> pathlib.Path:
+    """Exports a checkpoint of a run to `out`, which appears at once when all of it is written; returns `out`.
+
+    Args:
+      workdir: of a run by rewards or by supervision, finished or not, or one of its checkpoints.
+      step: the checkpoint's updates; None = the newest checkpoint that is intact.
+      dtype: of the weights: float32, bfloat16 or float16.
+      announce: hears of the bytes written, and of all.
+
+    Raises UserError for an `out` that is not empty, an unknown `dtype` or one that cannot hold the values, a directory
+    without a run, a run without that checkpoint, a damaged checkpoint, and a disk that is full.
+    """
+    if dtype not in WEIGHT_DTYPES:
+        raise ExportError(f'dtype={dtype!r} is unknown; use one of {", ".join(WEIGHT_DTYPES)}')
+    _require_free(out)
+    _write_checkpoint(out, workdir, step, dtype, announce)
+    return out
+
+
+def replace_export(workdir: pathlib.Path, step: int, dtype: str, announce: Announce = announce_nothing) -> None:
+    """Writes WORKDIR/export from the checkpoint of a step, in place of an earlier export; raises UserError."""
+    _write_checkpoint(workdir / DIRECTORY, workdir, step, dtype, announce)
+
+
+def export_checkpoint(checkpoint: pathlib.Path, out: pathlib.Path, dtype: str) -> None:
+    """Exports WORKDIR/checkpoints/NAME to `out`, in place of an earlier export; raises UserError."""
+    _write_checkpoint(out, checkpoint, None, dtype)
+
+
+def write_export(
+    out: pathlib.Path,
+    workdir: pathlib.Path,
+    step: int,
+    params: Params,
+    digest: str,
+    model: Model,
+    dtype: str,
+    announce: Announce = announce_nothing,
+) -> None:
+    """Writes weights of a run with all that belongs to them; replaces an earlier export in `out`.
+
+    Args:
+      workdir: of the run; its config and, as far as they are there, its scores and facts go into the model card.
+      step: updates that made the weights.
+      params: in list form, adapters merged.
+      digest: `weights_sha256` of them.
+      model: the decoder and the tokenizer; its own weights are not used.
+
+    Raises PublicationError, HfError, and FileError for a damaged file of the workdir.
+    """
+    values = _read_values(workdir)
+    tokenizer = model.tokenizer
+    card = ExportedModel(
+        values=values,
+        step=step,
+        dtype=dtype,
+        parameters=model.decoder.parameter_count(),
+        weights_sha256=digest,
+        has_tokenizer=isinstance(tokenizer, (GgufTokenizer, HfTokenizer)),
+        chats=isinstance(tokenizer, (GgufTokenizer, HfTokenizer)) and tokenizer.chats,
+    )
+    companions = _companions(values, model)
+    record = _json({'step': step, 'weights_sha256': digest, 'dtype': dtype})
+    texts = {**companions.texts, RECORD: record, CARD: render_card(workdir, card)}
+    companions = dataclasses.replace(companions, texts=texts)
+    export_hf(out, params, model.decoder.config, dtype=dtype, companions=companions, announce=announce)
+
+
+def separates_head(config: TrackedConfig) -> bool:
+    """Whether published versions also store lm_head although it is tied to the embedding.
+
+    On a CPU vllm 0.32 keeps a packed copy of the head. Its reload_weights packs the tensors that it reads anew, and
+    reads none for a head which is the embedding, so that later versions would be served with the head of the first.
+    """
+    kind = find_server(config.rollout.server)
+    named = {url.partition('+')[0] for url in config.rollout.urls}
+    clients = [client for client in kind.clients if client.name in named or not kind.takes_urls]
+    return any(client.packs_tied_head for client in clients) and jax.default_backend() == 'cpu'
+
+
+def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:
+    """The tokenizer and parameters of sampling that belong to the weights of a run, for a server that loads them."""
+    return _companions(_read_values(workdir), model)
+
+
+def _companions(values: Values, model: Model) -> HfCompanions:
+    tokenizer = model.tokenizer
+    texts = tokenizer.hf_files() if isinstance(tokenizer, GgufTokenizer) else {}
+    generation = _json(_generation_config(values, model))
+    return HfCompanions(model.companions, _token_ids(model), {**texts, _GENERATION: generation})
+
+
+def _write_checkpoint(
+    out: pathlib.Path, workdir: pathlib.Path, step: int | None, dtype: str, announce: Announce = announce_nothing
+) -> None:
+    run = EarlierRun(str(workdir), step, '--workdir')
+    try:
+        model = describe_model(run.config)
+    except UserError as error:
+        raise ExportError(
+            f'{run.workdir / CONFIG} names the model that the run started from, which has its shape and tokenizer: '
+            f'{error}. A relative path there is one of the directory in which the run was started'
+        ) from error
+    on_host = jax.sharding.SingleDeviceSharding(_host_device())
+    params = run.read_weights(model.decoder, lambda tree: jax.tree.map(lambda _: on_host, tree))
+    write_export(out, run.workdir, run.step, params, weights_sha256(params), model, dtype, announce)
+
+
+def _require_free(out: pathlib.Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ExportError(f'--out={str(out)!r} is a file: name a directory that is not there yet')
+    if out.is_dir() and any(out.iterdir()):
+        raise ExportError(f'--out={str(out)!r} exists and is not empty: name another directory, or remove it')
+
+
+def _host_device() -> jax.Device:
+    """A CPU, so that weights which were trained over many devices need not fit one of them."""
+    try:
+        return jax.local_devices(backend='cpu')[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return jax.local_devices()[0]
+
+
+def _read_values(workdir: pathlib.Path) -> Values:
+    """The run's config by 'section.field', with defaults where config.json has no such field."""
+    return {**dict(flatten(default_config())), **dict(flatten(files.read_json(workdir / CONFIG, _FIX)))}
+
+
+def _token_ids(model: Model) -> dict[str, int]:
+    """By their names in config.json."""
+    tokenizer = model.tokenizer
+    roles = tokenizer.special_ids if isinstance(tokenizer, GgufTokenizer) else {'eos': tokenizer.eos_id}
+    return {f'{role}_token_id': index for role, index in roles.items() if f'{role}_token_id' in TOKEN_IDS}
+
+
+def _generation_config(values: Values, model: Model) -> dict[str, object]:
+    """Where generation ends, and for a run by rewards how its answers were sampled.
+
+    If the original model has such a file, its token ids are kept. Supervised training also keeps its sampling
+    parameters. A run by rewards writes its own, because they define its policy.
+    """
+    ours, original = _token_ids(model), _read_original(model)
+    ids = {name: value for name, value in original.items() if name.endswith('_token_id')}
+    ends = [ours['eos_token_id'], *_listed(original.get('eos_token_id'))]
+    ends = list(dict.fromkeys(ends))
+    ids = ours | ids | {'eos_token_id': ends if len(ends) > 1 else ends[0]}
+    if values['loss.objective'] == 'sft':
+        return original | ids
+    # 0 means no cut for transformers and vLLM, and is refused by SGLang; all of the vocabulary means it to all three
+    top_k = values['rollout.top_k'] or model.decoder.config.vocab_size
+    sampling = {'temperature': values['rollout.temperature'], 'top_k': top_k, 'top_p': values['rollout.top_p']}
+    return ids | {'do_sample': True} | sampling
+
+
+def _read_original(model: Model) -> dict[str, object]:
+    """generation_config.json of the Hugging Face directory that the tokenizer is from, with the ids of config.json."""
+    if model.companions is None:
+        return {}
+    config = read_json(model.companions / CONFIG)
+    path = model.companions / _GENERATION
+    found = read_json(path) if path.is_file() else {}
+    ends = [*_listed(found.get('eos_token_id')), *_listed(config.get('eos_token_id'))]
+    return found | ({'eos_token_id': ends} if ends else {})
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _json(value: Mapping[str, object]) -> str:
+    return json.dumps(value, indent=1) + '\n'

@@ -1,0 +1,1 @@
+"""The model of a run: its decoder, weights and tokenizer."""

@@ -1,0 +1,1 @@
+"""What a command sets for its process: signals, exit codes, memory, threads."""

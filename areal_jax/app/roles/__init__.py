@@ -1,0 +1,1 @@
+"""The processes of a run: learner, engines, exporter, servers."""

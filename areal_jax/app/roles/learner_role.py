@@ -1,0 +1,99 @@
+"""A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
+
+It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all learner
+processes are started again together.
+"""
+
+from __future__ import annotations
+
+import jax
+from ml_collections import config_dict
+
+from areal_jax.app.build.compilations import use_compilation_cache
+from areal_jax.app.build.learner_builder import build_learner
+from areal_jax.app.export.run_export import build_companions, separates_head
+from areal_jax.app.model.model import build_model
+from areal_jax.app.process.interrupt import ignore_signals
+from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
+from areal_jax.app.run.start_warnings import print_passed_over, print_warnings
+from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import LEARNER, parse_learner
+from areal_jax.config.ranges import ConfigError
+from areal_jax.distributed import rendezvous
+from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
+from areal_jax.distributed.follower import follow
+from areal_jax.distributed.handshake import Hello, Listener, digest_config
+from areal_jax.distributed.key import key_path, load_key
+from areal_jax.native.kept_blocks import keep_blocks
+from areal_jax.publication.part_writer import PartWriter
+from areal_jax.registry.entries import Entry
+
+
+def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
+    """From start to end.
+
+    Raises LostPeerError where the others do not come, UserError for what the user can mend.
+    """
+    deadline_s = config.distributed.command_deadline_s
+    tracked = TrackedConfig(config)
+    with keep_name(process, config) as heartbeat, use_compilation_cache(tracked):
+        await_controller(process, config, deadline_s)
+        attempt = _meet(config, process, heartbeat.entry, deadline_s)
+        _require_devices(config, process)
+        keep_blocks()
+        model = build_model(tracked)
+        learner = build_learner(tracked, model)
+        model.params = None  # the learner has its copy
+        if process.index == 0:
+            print_warnings(config)
+            print_passed_over('learner.attention', learner.passed_over)
+        if len(attempt.members) > 1:
+            rendezvous.meet(deadline_s)
+        hello = Hello(str(process), digest_config(tracked.as_dict()))
+        with Listener(process.host, 0, load_key(key_path(process.workdir)), hello) as listener:
+            heartbeat.update(address=listener.address, details=_describe(attempt))
+            print(f'{process} of attempt {attempt.number} waits for the controller at {listener.address}', flush=True)
+            connection = listener.accept(deadline_s).connection
+            # a signal reaches all roles; the controller finishes its update and saves, which needs this process
+            ignore_signals()
+            versions = PartWriter(
+                model.decoder.config,
+                build_companions(process.workdir, model),
+                separate_head=separates_head(tracked),
+            )
+            reports = process.index == 0
+            follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
+
+
+def _meet(config: config_dict.ConfigDict, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:
+    """Joins the processes of the learner, before anything asks for a device."""
+    count = parse_learner(config.cluster.learner).processes
+    if process.index == 0:
+        attempt = lead_attempt(process.workdir, own, count, process.host, deadline_s)
+    else:
+        attempt = join_attempt(process.workdir, own, process.index, deadline_s)
+    if count > 1:
+        rendezvous.join(attempt.coordinator, count, process.index, deadline_s, binds=True)
+    return attempt
+
+
+def _require_devices(config: config_dict.ConfigDict, process: RoleProcess) -> None:
+    """Raises ConfigError, with both numbers, for a process that has another number of devices than the others."""
+    needed, found = parse_learner(config.cluster.learner).devices_per_process, jax.local_device_count()
+    if found != needed:
+        raise ConfigError(
+            f'{process} has {found} devices, and {LEARNER}={config.cluster.learner!r} needs {needed} in each process: '
+            'change a size or the number of hosts'
+        )
+
+
+def _describe(attempt: Attempt) -> dict[str, object]:
+    """What the controller reads of this process."""
+    devices = jax.local_devices()
+    return {
+        'attempt': attempt.number,
+        'devices': [str(device) for device in devices],
+        'device_ids': [device.id for device in devices],
+        'device_kind': devices[0].device_kind,
+        'platform': devices[0].platform,
+    }

@@ -1,0 +1,327 @@
+"""A model behind HTTP: one engine of this process, its service and the thread of HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import signal
+import socket
+import time
+from collections.abc import Collection
+
+from ml_collections import config_dict
+
+from areal_jax.app.build.clock import build_clock
+from areal_jax.app.build.compilations import use_compilation_cache
+from areal_jax.app.build.engines import build_serving_backend, describe_caches, place_of
+from areal_jax.app.build.extras import require_extras
+from areal_jax.app.evaluate.evaluation_config import adapt_config
+from areal_jax.app.model.model import Model, build_model, describe_model
+from areal_jax.app.model.model_origin import read_version
+from areal_jax.app.model.text_model import describe_loading, describe_source
+from areal_jax.app.process.interrupt import StopRequests
+from areal_jax.code_version import __version__
+from areal_jax.config import TrackedConfig, validate_evaluation
+from areal_jax.config.cluster import parse_engines
+from areal_jax.config.kinds import OWN_CLIENT
+from areal_jax.config.ranges import ConfigError
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.files import Announce
+from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.finiteness import require_finite_shards
+from areal_jax.models.decoder import Decoder
+from areal_jax.protocols import Event
+from areal_jax.publication.files_channel import find_version, load_version
+from areal_jax.publication.versions import parse_version
+from areal_jax.registry.entries import FencedError
+from areal_jax.registry.heartbeat import Heartbeat
+from areal_jax.rollout.decode.scoring import JaxScoring
+from areal_jax.rollout.http.server.descriptors import raise_limit
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.server_names import reachable
+from areal_jax.rollout.http.server.state import Facts
+from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, describe_url
+from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.scoring import Scorer
+from areal_jax.rollout.servers.server_entries import describe_facts
+from areal_jax.rollout.servers.server_fit import ServerFacts
+from areal_jax.rollout.stream import IN_A_SERVER
+from areal_jax.sharding.allocation import allocate_engines
+from areal_jax.sharding.placement import Place, move_to
+from areal_jax.telemetry.progress import StartProgress
+from areal_jax.types import PublishedWeights, Weights
+
+_FIRST_VERSION = 0  # of the weights at launch, inside this process
+
+
+def serve_model(
+    config: config_dict.ConfigDict,
+    listener: socket.socket,
+    *,
+    model: str | None = None,
+    api_key: str = '',
+    overrides: Collection[str] = (),
+    interrupts: StopRequests | None = None,
+    heartbeat: Heartbeat | None = None,
+) -> None:
+    """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
+
+    Args:
+      config: as an experiment file gives it, overrides applied: sections rollout, server and cluster.engines.
+      listener: the bound socket.
+      model: see evaluate.evaluate_model; None = what config.model says.
+      api_key: that clients must send; '' = none.
+      heartbeat: of a server of a run, which is in its registry from its start and gets its address there when it
+        serves. The config is the run's, of which a server reads a part; `model` may be a version that the run has
+        published.
+
+    Raises UserError for what the user can mend.
+    """
+    adapted = adapt_server_config(config, model, overrides, of_run=heartbeat is not None)
+    validate_evaluation(adapted)
+    require_extras(adapted)
+    version = None if heartbeat is None or model is None else read_published(model)
+    with contextlib.ExitStack() as parts:
+        tracked = TrackedConfig(adapted, () if heartbeat else overrides)
+        described = TrackedConfig(config) if version is not None else None
+        server = _Server(tracked, _Source(version, described), listener, api_key, interrupts, parts)
+        server.run(heartbeat)
+
+
+def adapt_server_config(
+    config: config_dict.ConfigDict, model: str | None, overrides: Collection[str], *, of_run: bool
+) -> config_dict.ConfigDict:
+    """The config of one server: one engine under the real clock, with the model of the command line.
+
+    Raises ConfigError for what a server cannot do; `of_run`: what the trainer alone uses may be set.
+    """
+    adapted = adapt_config(config, model, () if of_run else overrides)
+    engines = parse_engines(adapted.cluster.engines)
+    if engines.count != 1:
+        if not of_run:
+            raise ConfigError(
+                f'cluster.engines={adapted.cluster.engines!r} asks for {engines.count} engines, and a server has one: '
+                'start one server for each'
+            )
+        adapted.cluster.engines = str(dataclasses.replace(engines, count=1))
+    if adapted.run.clock != 'real':
+        raise ConfigError(f'run.clock={adapted.run.clock!r}: a server answers in real time; use run.clock=real')
+    adapted.evaluation.every = adapted.evaluation.engines = 0
+    adapted.evaluation.problems = max(1, adapted.evaluation.problems)
+    return adapted
+
+
+def read_published(model: str) -> PublishedWeights | None:
+    """The version of the files channel that a path names; None for any other model."""
+    version = parse_version(pathlib.Path(model))
+    return None if version is None else find_version(model, version)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where the weights come from: a published version, with the config that has its tokenizer, or config.model."""
+
+    published: PublishedWeights | None
+    described: TrackedConfig | None
+
+    def load(self, config: TrackedConfig, announce: Announce) -> Model:
+        if self.published is None or self.described is None:
+            return build_model(config, announce)
+        model = describe_model(self.described)
+        model.tokenizer.fits(model.decoder.config.vocab_size)
+        model.params = load_version(self.published, model.decoder.config, verify=True)
+        model.source = pathlib.Path(self.published.handle)
+        return model
+
+    def label(self, model: Model) -> str:
+        version = self.published.version if self.published is not None else read_version(model.source)
+        return FIRST_LABEL if version is None else str(version)
+
+    @property
+    def digest(self) -> str:
+        return '' if self.published is None else self.published.manifest_hash
+
+
+class _Server:
+    """The parts of one server. The constructor builds and compiles, `run` serves."""
+
+    def __init__(
+        self,
+        config: TrackedConfig,
+        source: _Source,
+        listener: socket.socket,
+        api_key: str,
+        interrupts: StopRequests | None,
+        parts: contextlib.ExitStack,
+    ):
+        self._config, self._interrupts = config, interrupts
+        self._start = StartProgress(config.telemetry.progress, check=interrupts.check if interrupts else lambda: None)
+        parts.callback(self._start.end)
+        parts.enter_context(use_compilation_cache(config))
+        self._start.begin(describe_loading(config))
+        self._model = source.load(config, self._start.count_bytes)
+        self.log = EventLog(keeps=False)
+        self.clock = build_clock(config, self.log, 0.0)
+        self.supervisor = Supervisor(self.clock)
+        self.engine = self._build_engine(self._model)
+        self.service = GenerationService(
+            self.engine, self.clock, self.supervisor,
+            label=source.label(self._model), model_path=config.model.path, digest=source.digest,
+            scorer=Scorer(self.engine, JaxScoring(self._backend), self.clock),
+        )  # fmt: skip
+        self.http = self._build_http(listener, api_key)
+        self._heartbeat: Heartbeat | None = None
+        self._fenced: FencedError | None = None  # another process has taken the name
+        self._drain_s = config.server.drain_timeout_s
+        rollout = config.rollout
+        self._facts = ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, 'processed')
+        config.require_all_read()
+        self._warm_up()
+
+    def run(self, heartbeat: Heartbeat | None) -> None:
+        stop = self.clock.event('stop requested')
+        request = lambda number: self.clock.post_signal(number, stop)
+        then, interrupts = 'answering what is under way', self._interrupts
+        if isinstance(self.clock, RealClock):
+            self.clock.restart()
+        with contextlib.ExitStack() as serving:
+            if interrupts is not None:
+                serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
+            if heartbeat is not None:
+                self._served.facts.holder = heartbeat.entry.holder
+            serving.enter_context(self.http)
+            if heartbeat is not None:
+                self._announce(heartbeat, stop)
+            print(f'serving {self._name} on {self.url}', flush=True)
+            self.clock.execute(self.supervisor.run(self._program(stop)))
+        if self._fenced is not None:
+            raise self._fenced
+
+    def _announce(self, heartbeat: Heartbeat, stop: Event) -> None:
+        """Tells the run where this server is; from now on it ends what is under way where another takes its name."""
+
+        def end(error: FencedError) -> None:
+            self._fenced = error
+            self.clock.post_signal(signal.SIGTERM, stop)
+
+        heartbeat.on_fenced = end
+        heartbeat.update(address=reachable(self.url), kind=OWN_CLIENT.name, details=describe_facts(self._facts))
+        self._heartbeat = heartbeat
+
+    async def _program(self, stop: Event) -> None:
+        self.engine.start(self.supervisor)
+        self.supervisor.start('service', self.service.serve())
+        await self.clock.wait(stop)
+        self.http.refuse_new()
+        if self._heartbeat is not None:
+            self._heartbeat.note_leaving()
+        drained = self.clock.event('no request is open')
+
+        async def drain() -> None:
+            await self.service.drain()
+            drained.set()
+
+        self.supervisor.start('drain', drain())
+        await self.clock.wait(drained, self._drain_s)
+
+    # Building.
+
+    def _build_engine(self, model: Model) -> LocalEngine:
+        config = self._config
+        allocation = allocate_engines(parse_engines(config.cluster.engines))
+        devices = allocation.engines[0]
+        place, dtype = place_of(model.decoder, devices), config.publication.dtype
+        self._backend = build_serving_backend(config, model.decoder, devices)
+        self._start.begin(f'building the engine; {describe_caches({devices: self._backend})}')
+        params = move_to(trees.cast(model.params, dtype), place)
+        model.params = None
+        require_finite_shards(params, *describe_source(config, model.source))
+        return LocalEngine(
+            0, self._backend, self.clock, self.log,
+            receive=functools.partial(load_directory, decoder=model.decoder, place=place, dtype=dtype),
+            version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
+            decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
+        )  # fmt: skip
+
+    def _build_http(self, listener: socket.socket, api_key: str) -> HttpThread:
+        config, model = self._config, self._model
+        self.url, self._name = describe_url(listener), _name_model(model, config)
+        shape = model.decoder.config
+        family = {'llama': 'Llama', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}.get(shape.family, shape.family)
+        facts = Facts(
+            self._name, config.model.path, f'{family}ForCausalLM', __version__, int(time.time())
+        )  # fmt: skip
+        served = self._served = ServedModel(
+            Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts
+        )
+        limits = Limits(
+            body_bytes=config.server.max_body_bytes,
+            body_s=config.server.body_timeout_s,
+            requests=config.server.max_requests,
+            streams=config.server.max_streams,
+            scored_tokens=config.server.max_scored_tokens,
+            request_s=config.server.request_timeout_s,
+            share=config.server.max_share,
+            connections=config.server.max_connections,
+            header_s=config.server.header_timeout_s,
+            write_s=config.server.write_timeout_s,
+        )
+        raise_limit()
+        return HttpThread(
+            self.service.inbox, served, listener, limits=limits, api_key=api_key, on_death=self._note_death
+        )
+
+    def _note_death(self, error: BaseException) -> None:
+        """On the thread of HTTP: the program ends with its error."""
+
+        async def fail(service: GenerationService) -> None:
+            raise RuntimeError('the thread of HTTP has ended') from error
+
+        self.service.inbox.put(Action('http', fail, lambda result, refused: None))
+
+    def _warm_up(self) -> None:
+        began = time.monotonic()
+        self._start.begin('compiling what generates:')
+        programs = self._backend.warm_up(self.engine.params, self._start.count_programs)
+        self._start.end()
+        print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+
+
+def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Place, dtype: str) -> Weights:
+    """The weights of a WeightsDirectory, checked against its manifest where it has one; sets its digest.
+
+    Raises UpdateError for a model of another shape, PublicationError for files that are not whole, NonFiniteError for
+    weights with NaN or infinity.
+    """
+    directory = published.handle
+    assert isinstance(directory, WeightsDirectory)
+    path = pathlib.Path(directory.path)
+    named = int(directory.label) if directory.label.isdecimal() else parse_version(path)
+    found = find_version(path, named or 0)
+    _require_shape(path, decoder)
+    params = trees.cast(load_version(found, decoder.config, place, verify=True), dtype)
+    require_finite_shards(params, f'{path} as {dtype}', 'get the files again, or load other weights')
+    directory.digest = found.manifest_hash
+    return params
+
+
+def _require_shape(path: pathlib.Path, decoder: Decoder) -> None:
+    theirs = read_hf_config(path)
+    for field in dataclasses.fields(theirs):
+        one, other = getattr(decoder.config, field.name), getattr(theirs, field.name)
+        if one != other and field.name != 'context_tokens':  # that is no part of the weights
+            raise UpdateError(
+                f'{path} is a model with {field.name}={other!r}, and this server holds one with {one!r}: start a '
+                'server with it'
+            )
+
+
+def _name_model(model: Model, config: TrackedConfig) -> str:
+    return 'random' if model.source is None else pathlib.PurePath(config.model.path.rstrip('/')).name

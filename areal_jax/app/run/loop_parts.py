@@ -1,0 +1,317 @@
+"""The parts of a run of the asynchronous loop, built in the order in which they need each other. No jax here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from areal_jax.app.build import part_settings as build
+from areal_jax.app.build.clock import build_clock
+from areal_jax.app.build.server_parts import Servers
+from areal_jax.app.build.task_builder import build_task, build_verifier
+from areal_jax.app.build.workflow_builder import WorkflowFactory, build_workflow
+from areal_jax.app.run.evaluations import UNDER_WAY, build_beside, restore_rows
+from areal_jax.app.run.observer import StepObserver
+from areal_jax.app.run.run_context import Checkpoint, RunContext, State
+from areal_jax.app.run.scores import Scores, evaluation_row
+from areal_jax.app.run.site import LoopSite, ModelText, RunLearner
+from areal_jax.app.workdir.run_directory import CHECKPOINTS
+from areal_jax.checkpoint.state import decode_run_state, encode_run_state
+from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.config import TrackedConfig
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.controller import Controller
+from areal_jax.control.event_writer import EventLog, truncate_events
+from areal_jax.control.schedule import VersionRing
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.beside import EvaluationBeside
+from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.lanes import EVALUATION_REWARD
+from areal_jax.protocols import Channel, Pool
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
+from areal_jax.tasks.task import Task
+from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.progress import Progress
+from areal_jax.types import PublishedWeights, SamplingParams, Tree
+from areal_jax.workers.worker_process import WorkerProcess
+
+_RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What a replay puts in the place of the outside world."""
+
+    make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
+    start_worker: StartWorker = WorkerProcess
+
+
+class Origin(NamedTuple):
+    """What a run goes on from; without a checkpoint it begins at update 0."""
+
+    version: int = 0
+    checkpoint: Checkpoint | None = None
+    snapshot: State | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What runs in this process, wherever the learner and the engines are."""
+
+    config: TrackedConfig
+    origin: Origin
+    first_seq: int  # of the events of this start
+    start_s: float  # on its clock
+    model: ModelText
+    task: Task
+    make_workflow: WorkflowFactory
+    scores: Scores
+    log: EventLog
+    clock: LoopClock
+    supervisor: Supervisor
+    verifier: ProcessVerifier | InlineVerifier
+    # evaluation beside training has workers of its own, so that its answers never queue behind training answers
+    verifier_beside: ProcessVerifier | InlineVerifier | None
+
+
+class Generation(NamedTuple):
+    """Who generates, with which weights."""
+
+    channel: Channel
+    ring: VersionRing | None  # earlier versions, of a schedule in lock-step
+    newest: PublishedWeights
+    pool: Pool
+    engines: Sequence[LocalEngine] = ()  # in this process
+    servers: Servers | None = None
+
+
+class Evaluations(NamedTuple):
+    """Before and after training, and beside it; None where there are none."""
+
+    evaluator: Evaluator | None = None
+    beside: EvaluationBeside | None = None
+    under_way: int | None = None  # the version that was being evaluated when the checkpoint was taken
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopParts:
+    """A run that generates, scores and trains at the same time."""
+
+    host: Host
+    learner: RunLearner
+    generation: Generation
+    metrics: MetricsWriter
+    observer: StepObserver
+    evaluations: Evaluations
+    controller: Controller
+
+
+def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopParts | None:
+    """None for a resumed run that has finished: it has its learner only, whose processes wait for the end."""
+    host = _build_host(context, site, outside)
+    if host is None:
+        return None
+    learner = site.build_learner(host.origin.checkpoint)
+    host.verifier.start()
+    if host.verifier_beside is not None:
+        host.verifier_beside.start()
+    rates = site.find_rates()
+    generation = _build_generation(context, site, host, learner, lambda: controller.stop_requested.set())
+    metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
+    if generation.servers is not None:
+        metrics.listeners.append(generation.servers.note_update)
+    observer = StepObserver(
+        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates
+    )
+    host.log.listeners.append(observer.on_event)
+    sampling = build.build_sampling(host.config, host.model.tokenizer)
+    evaluations = _build_evaluations(context, host, generation, observer, sampling)
+    controller = _build_controller(context, site, host, learner, generation, metrics, observer, evaluations, sampling)
+    if host.origin.snapshot:
+        controller.restore(host.origin.snapshot)
+        observer.restore(host.origin.snapshot['observer'])
+    if evaluations.beside:
+        restore_rows(context.workdir, host.scores, observer)
+    return LoopParts(host, learner, generation, metrics, observer, evaluations, controller)
+
+
+def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host | None:
+    config = context.config
+    model = site.load_model()
+    context.start.begin(f'preparing task {config.task.name}')
+    task = build_task(config, model.tokenizer)
+    make_workflow = build_workflow(config, model.tokenizer)
+    origin = _find_origin(context)
+    scores = Scores(context.workdir, resume=context.resume, step=origin.version)
+    if context.finished is not None:
+        site.build_learner(origin.checkpoint)
+        return None
+    snapshot = origin.snapshot or {'clock_s': 0.0, 'next_seq': 0, 'next_run': 0}
+    truncate_events(context.workdir / EVENTS, snapshot['next_seq'])
+    log = context.own(EventLog(context.workdir / EVENTS, snapshot['next_seq'], snapshot['next_run']))
+    make_clock = outside.make_clock or build_clock
+    clock = make_clock(config, log, snapshot['clock_s'], waits_for_work=not context.ends_process())
+
+    def launch(**settings: Any) -> ProcessVerifier | InlineVerifier:
+        verifier = context.own(
+            build_verifier(config, clock, task, model.tokenizer.decode, start_worker=outside.start_worker, **settings)
+        )
+        verifier.launch()
+        return verifier
+
+    return Host(
+        config=config,
+        origin=origin,
+        first_seq=snapshot['next_seq'],
+        start_s=snapshot['clock_s'],
+        model=model,
+        task=task,
+        make_workflow=make_workflow,
+        scores=scores,
+        log=log,
+        clock=clock,
+        verifier=launch(workdir=context.workdir),
+        verifier_beside=launch(workers=1, lane=EVALUATION_REWARD) if config.evaluation.every else None,
+        supervisor=Supervisor(clock),
+    )
+
+
+def _find_origin(context: RunContext) -> Origin:
+    """Raises CheckpointError for a checkpoint of another kind of run."""
+    checkpoint = context.read_checkpoint()
+    if checkpoint is None:
+        return Origin()
+    try:
+        snapshot = decode_run_state(checkpoint.state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f'{context.workdir / CHECKPOINTS} is not of such a run: {error}') from error
+    context.go_on(checkpoint.step)
+    return Origin(checkpoint.step, checkpoint, snapshot)
+
+
+def _build_progress(host: Host) -> Progress | None:
+    if not host.config.telemetry.progress:
+        return None
+    return Progress(host.config.run.steps, first_step=host.origin.version, first_time=host.start_s)
+
+
+def _build_generation(
+    context: RunContext, site: LoopSite, host: Host, learner: RunLearner, stop: Callable[[], None]
+) -> Generation:
+    version, checkpoint, snapshot = host.origin
+    channel = site.build_channel()
+    ring = build.build_ring(host.config)
+    if ring and checkpoint:
+        site.restore_ring(ring, checkpoint.arrays[_RING])
+    newest = published = channel.transfer(version, learner.publish(version))
+    if ring:
+        ring.add(published)
+        published = ring.in_use(snapshot['generated_update'] if snapshot else None)
+    if not build.uses_servers(host.config):
+        engines, pool = site.build_rollout(published, host.clock, host.log, host.supervisor)
+        return Generation(channel, ring, newest, pool, engines)
+
+    from areal_jax.app.build.server_builder import build_servers  # needs aiohttp, which runs without servers do not
+
+    servers = build_servers(
+        host.config, host.clock, host.log, host.supervisor,
+        workdir=context.workdir, learner=learner, vocab_size=host.model.vocab_size, published=published,
+        probe_prompt=host.task.prompts('train', host.config.run.seed).draw().tokens, stop=stop,
+    )  # fmt: skip
+    return Generation(channel, ring, newest, servers.whole, servers=servers)
+
+
+def _build_controller(
+    context: RunContext,
+    site: LoopSite,
+    host: Host,
+    learner: RunLearner,
+    generation: Generation,
+    metrics: MetricsWriter,
+    observer: StepObserver,
+    evaluations: Evaluations,
+    sampling: SamplingParams,
+) -> Controller:
+    config, seed, beside = host.config, host.config.run.seed, evaluations.beside
+
+    def save_checkpoint(step: int, arrays: Tree, earlier: Mapping[int, Tree], snapshot: State) -> None:
+        host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
+        metrics.sync()
+        whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
+        context.save(step, whole, encode_run_state(snapshot), learner.followers)
+
+    def note_published(published: PublishedWeights) -> None:
+        if beside:
+            beside.note_published(published)
+
+    return Controller(
+        build.build_settings(config),
+        clock=host.clock,
+        log=host.log,
+        supervisor=host.supervisor,
+        stream=host.task.prompts('train', seed),
+        pool=generation.pool,
+        workflow=host.make_workflow(generation.pool, sampling, seed),
+        verifier=host.verifier,
+        learner=site.trace(),
+        channel=generation.channel,
+        gate=build.build_gate(config),
+        group_filter=build.build_group_filter(config),
+        ring=generation.ring,
+        update_tokens=learner.update_tokens,
+        on_step=observer.on_step,
+        observer_state=lambda: {**observer.state(), **({UNDER_WAY: beside.under_way} if beside else {})},
+        on_published=note_published,
+        save_checkpoint=save_checkpoint,
+        copy_version=site.copy_version,
+    )
+
+
+def _build_evaluations(
+    context: RunContext, host: Host, generation: Generation, observer: StepObserver, sampling: SamplingParams
+) -> Evaluations:
+    config, seed = host.config, host.config.run.seed
+    if not config.evaluation.problems:
+        return Evaluations()
+    problems = host.task.held_out(config.evaluation.problems, seed)
+    make_evaluator = functools.partial(
+        Evaluator,
+        clock=host.clock,
+        supervisor=host.supervisor,
+        log=host.log,
+        sampling=sampling,
+        seed=seed,
+        decode=host.model.tokenizer.decode,
+        final_answer=host.task.final_answer,
+        max_failed=config.task.max_failed_groups,
+        make_workflow=host.make_workflow,
+    )
+    evaluator = make_evaluator(
+        problems=problems,
+        pool=generation.pool,
+        verifier=host.verifier,
+        samples=config.evaluation.samples,
+        announce=context.start.count_answers,
+    )
+    if host.verifier_beside is None:
+        return Evaluations(evaluator)
+    servers = generation.servers
+    beside = build_beside(
+        config,
+        pool=generation.pool,
+        clock=host.clock,
+        supervisor=host.supervisor,
+        log=host.log,
+        verifier=host.verifier_beside,
+        problems=problems,
+        make_evaluator=make_evaluator,
+        scores=host.scores,
+        observer=observer,
+        lost=servers.beside.pool.lost if servers and servers.beside else None,
+    )
+    snapshot = host.origin.snapshot
+    return Evaluations(evaluator, beside, snapshot['observer'].get(UNDER_WAY) if snapshot else None)

@@ -1,0 +1,132 @@
+"""The starts of a run: config, environment, data and earlier scores of each, to replay every start as it was.
+
+A run writes WORKDIR/starts.json; a replay reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from ml_collections import config_dict
+
+from areal_jax import files
+from areal_jax.app.workdir.environment import Environment, read_environment
+from areal_jax.app.workdir.run_directory import sample_digest
+from areal_jax.config import TrackedConfig, default_config, flatten
+from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import unknown_field
+from areal_jax.telemetry.facts import EVALUATIONS
+
+FILE = 'starts.json'  # in the workdir
+TASK, SCHEDULE, MODEL = 'task.path', 'staleness.schedule', 'model.path'  # fields that name files
+_FIX = 'restore the file as the run wrote it'
+_TRACE = re.compile(r'trace\((.+)\)')
+
+
+class DataFile(TypedDict):
+    """A file that a start read."""
+
+    path: str
+    sha256: str  # of task.path and a trace; of model.path, workdir.sample_digest
+
+
+class Start(TypedDict):
+    """One start of the program."""
+
+    seq: int  # number of its first event, `log`
+    config: Mapping[str, Any]  # resolved, nested by section
+    environment: Environment
+    data: dict[str, DataFile]  # by config field
+    # evaluations.json at that time: which versions the starts before had evaluated after their last checkpoint
+    evaluations: files.JsonObject | None
+
+
+def note_start(
+    workdir: pathlib.Path,
+    seq: int,
+    config: TrackedConfig,
+    weights: pathlib.Path | None,
+    environment: Environment | None = None,
+) -> None:
+    """Adds the start whose first event is `seq`; starts whose events were cut off the log are dropped.
+
+    Args:
+      weights: the file or directory that the run begins from; None = drawn by config and seed.
+      environment: None = the environment of this process.
+    """
+    path = workdir / FILE
+    before = read_starts(path.read_bytes(), str(path)) if seq and path.exists() else []
+    values = config.as_dict()
+    data = {field: DataFile(path=str(file), sha256=digest(file)) for field, file in data_files(values).items()}
+    if weights is not None:
+        data[MODEL] = DataFile(path=str(weights), sha256=sample_digest(weights))
+    scores = workdir / EVALUATIONS
+    evaluations = files.read_json(scores, _FIX) if scores.exists() else None
+    start = Start(
+        seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations
+    )
+    kept = [earlier for earlier in before if earlier['seq'] < seq]
+    files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
+
+
+def read_starts(content: bytes, name: str) -> list[Start]:
+    """The starts in the bytes of a starts.json; raises FileError, which begins with `name`."""
+    starts = files.parse_object(content, name, _FIX).get('starts')
+    if not isinstance(starts, list):
+        raise files.FileError(f"{name} has no list 'starts'; {_FIX}")
+    for number, start in enumerate(starts, start=1):
+        for field, kind in (('seq', int), ('config', dict), ('environment', dict), ('data', dict)):
+            if not isinstance(start, dict) or not isinstance(start.get(field), kind):
+                raise files.FileError(f'{name}: start {number} has no {field!r}; {_FIX}')
+        for field in Environment.__required_keys__:
+            if field not in start['environment']:
+                raise files.FileError(f'{name}: start {number} has no environment.{field}; {_FIX}')
+    return starts
+
+
+def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
+    """The files that a config names, by field, except the files of the model."""
+    found = {}
+    if values['task']['path']:
+        found[TASK] = pathlib.Path(values['task']['path'])
+    if match := _TRACE.fullmatch(values['staleness']['schedule']):
+        found[SCHEDULE] = pathlib.Path(match[1])
+    return found
+
+
+def digest(file: pathlib.Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with file.open('rb') as content:
+        return hashlib.file_digest(content, 'sha256').hexdigest()
+
+
+def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:
+    """The config whose resolved values these are; a field that they lack has its default.
+
+    Raises ConfigError, which begins with `where`, for a field that this version does not know, or of another type.
+    """
+    config = default_config()
+    for field, value in flatten(values):
+        given = tuple(value) if isinstance(value, list) else value
+        free, _, key = field.rpartition('.')
+        try:
+            if free in FREE:
+                section, _, name = free.partition('.')
+                with config[section][name].ignore_type():
+                    config[section][name][key] = given
+            elif field in FIELDS:
+                config.update_from_flattened_dict({field: given})
+            else:
+                raise ConfigError(f'{where} is of another version of this program: {unknown_field(field)}')
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f'{where} has {field}={value!r}, which is not of the type of that field; {_FIX}'
+            ) from error
+    return config

@@ -1,0 +1,207 @@
+"""The run of supervised training: build, warm up, then draw, update, measure, save."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from areal_jax.app.build.part_settings import build_device_rates, build_mesh
+from areal_jax.app.build.task_builder import build_demonstrations
+from areal_jax.app.run.own_site import OwnSite
+from areal_jax.app.run.run_context import Checkpoint, RunContext
+from areal_jax.app.run.sft_report import SftFacts, write_sft_report
+from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
+from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.models.weights import Params
+from areal_jax.publication.manifest import weights_sha256
+from areal_jax.sharding.allocation import Allocation
+from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import merge
+from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.progress import describe_skipped_steps
+from areal_jax.telemetry.values import Line
+
+_OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
+
+
+def build_sft(context: RunContext, site: OwnSite) -> SftTraining | None:
+    """None for a resumed run that has finished."""
+    return SftTraining(context, site)
+
+
+class SftTraining:
+    """Supervised training (loss.objective='sft'); see run.Program.
+
+    It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
+    """
+
+    def __init__(self, context: RunContext, site: OwnSite):
+        config = context.config
+        self._context, self._site, self._config = context, site, config
+        self.stop_requested = threading.Event()
+        self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
+        self._held_out_nll: dict[int, float] = {}  # by update
+        model = site.load_model()
+        context.start.begin(f'preparing demonstrations of task {config.task.name}')
+        self.demonstrations = build_demonstrations(config, model.tokenizer)
+        self.stream = self.demonstrations.stream(config.run.seed)
+        self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
+        checkpoint = context.read_checkpoint()
+        self.learner = site.build_learner(checkpoint)
+        if checkpoint:
+            self._restore(checkpoint)
+        self._steps, self._per_update = config.run.steps, config.learner.groups_per_update
+        self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
+        self._shows_progress = config.telemetry.progress
+        self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
+        self._traced = site.trace()
+        self.metrics = context.open_metrics(self.step, before={})
+        context.require_all_read()
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state, workdir = checkpoint.state, self._context.workdir
+        try:
+            self.stream.restore(state['stream'])
+            self._seconds, self._trained_tokens = float(state['seconds']), float(state['trained_tokens'])
+            measured = {int(step): float(nll) for step, nll in state['held_out_nll'].items()}
+            measured_on = int(state['held_out'])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f'{workdir / CHECKPOINTS} is not of supervised training: {error}') from error
+        self.step = checkpoint.step
+        if measured_on == len(self._held_out):
+            self._held_out_nll = measured
+        else:
+            print('evaluation.problems was changed: the report leaves out what was measured before', flush=True)
+        self._context.go_on(self.step)
+
+    # Running.
+
+    def run(self) -> bool:
+        self.warm_up()
+        self._describe_demonstrations()
+        with self._context.deferred_signals(lambda _: self.stop_requested.set()):
+            return self._make_updates()
+
+    def warm_up(self) -> None:
+        """Compiles every program of the run."""
+        began = time.monotonic()
+        self._context.start.begin('compiling what trains:')
+        programs = self.learner.warm_up()
+        self._context.start.end()
+        self._site.compilations.reset()
+        print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+
+    def scores_of(self, phase: str) -> Line:
+        """None: held-out likelihood is a metric of every row."""
+        return {}
+
+    def _describe_demonstrations(self) -> None:
+        all_of_them = ' (all)' if 0 < len(self._held_out) < self._config.evaluation.problems else ''
+        sizes = f'{self.stream.size} to train on, {len(self._held_out)} held out to measure{all_of_them}'
+        dropped = f', {self.demonstrations.dropped} dropped: they fit no row' if self.demonstrations.dropped else ''
+        print(f'demonstrations: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
+
+    def _make_updates(self) -> bool:
+        """Updates up to the last (True) or to a requested stop, saved (False)."""
+        if self.step == 0 and not self._held_out_nll:
+            self._evaluate()
+        self._first_step = self.step
+        self._first_seconds, self._resumed_at = self._seconds, time.monotonic()
+        saved = None
+        while self.step < self._steps and not self.stop_requested.is_set():
+            self._update()
+            if self.step == self._steps or (self._save_every and self.step % self._save_every == 0):
+                saved = self._save_checkpoint()
+        if self.step < self._steps:
+            if saved != self.step:
+                self._save_checkpoint()
+            return False
+        if self.step not in self._held_out_nll:  # a finished run that is resumed with other problems
+            self._evaluate()
+        return True
+
+    def _update(self) -> None:
+        began, compiled = time.monotonic(), self._site.compilations.count
+        groups = [self.stream.draw() for _ in range(self._per_update)]
+        metrics = self._traced.update(groups, self.step)
+        self.step += 1
+        train_seconds = time.monotonic() - began
+        trained = metrics['update/trained_tokens']
+        self._trained_tokens += trained
+        learned = {name: value for name, value in metrics.items() if not name.startswith(_OF_ROLLOUTS)}
+        measures = self.step == self._steps or (self._evaluate_every and self.step % self._evaluate_every == 0)
+        held_out = self._evaluate() if measures else {}
+        self._seconds = self._first_seconds + time.monotonic() - self._resumed_at
+        counted: dict[str, float] = {
+            names.TIME: self._seconds,
+            names.EPOCH: self._epochs(self.step),
+            names.TRAIN_RATE: trained / max(train_seconds, 1e-9),
+            names.TOKENS_TRAINED: trained,
+            names.COMPILATIONS: self._site.compilations.count - compiled,
+        }
+        rates = self._rates.of_learner(metrics, train_seconds)
+        values = merge(learner=learned, evaluation=held_out, session=counted, devices=rates)
+        self.metrics.write(self.step, values)
+        if self._shows_progress:
+            print(self._progress(values), flush=True)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out likelihood under the weights as they are."""
+        if not self._held_out:
+            return {}
+        measured = self.learner.evaluate(self._held_out)
+        self._held_out_nll[self.step] = measured['nll']
+        print(f'held-out nll after {self.step} updates: {measured["nll"]:.4f} nats a token', flush=True)
+        return {names.HELD_OUT_NLL: measured['nll'], names.HELD_OUT_TOKENS: measured['tokens']}
+
+    def _epochs(self, step: int) -> float:
+        return step * self._per_update / self.stream.size
+
+    def _progress(self, values: Mapping[str, float]) -> str:
+        seconds = self._seconds - self._first_seconds
+        left = seconds / (self.step - self._first_step) * (self._steps - self.step)
+        parts = (
+            f'step {self.step:>{len(str(self._steps))}}/{self._steps}',
+            f'nll {values.get("loss/nll", float("nan")):.4f}',
+            f'epoch {values[names.EPOCH]:.2f}',
+            f'train {values[names.TRAIN_RATE]:.0f} tok/s',
+            describe_skipped_steps(values),
+            f'left {format_duration(left)}',
+        )
+        return '  '.join(part for part in parts if part)
+
+    # Checkpoints and the report.
+
+    def _save_checkpoint(self) -> int:
+        state = {
+            'stream': dict(self.stream.state()),
+            'seconds': self._seconds,
+            'trained_tokens': self._trained_tokens,
+            'held_out': len(self._held_out),
+            'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
+        }
+        self.metrics.sync()  # a resumed run needs all lines up to here, also after a loss of power
+        self._context.save(self.step, self.learner.save(), state, self.learner.followers)
+        return self.step
+
+    def report(self) -> tuple[Report, Params]:
+        self.learner.require_finite('the trained weights', 'lower optimizer.learning_rate')
+        params = self.learner.publish(self.step)
+        facts = SftFacts(
+            **self._context.describe(self._site.find_hardware()),
+            compilations=self._site.compilations.count,
+            steps=self.step,
+            epochs=self._epochs(self.step),
+            demonstrations={
+                'train': self.stream.size,
+                'held_out': len(self._held_out),
+                'dropped': self.demonstrations.dropped,
+            },
+            held_out_nll=self._held_out_nll,
+            trained_tokens=int(self._trained_tokens),
+            training_seconds=self._seconds,
+            weights_sha256=weights_sha256(params),
+        )
+        facts.save(self._context.workdir)
+        return write_sft_report(self._context.workdir, facts), params

@@ -1,0 +1,89 @@
+"""Where a run computes, as far as its numbers depend on it: written at every start, compared before a replay."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from areal_jax.app.workdir.provenance import describe_hardware, git_commit, package_versions
+
+_CPU_INFO = pathlib.Path('/proc/cpuinfo')  # of Linux
+_FLAGS = ('flags', 'Features')  # x86, Arm
+_SETTINGS = ('XLA_FLAGS', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64', 'JAX_PLATFORMS', 'OMP_NUM_THREADS')
+_MOST_FLAGS = 8  # named in a sentence
+
+
+class Environment(TypedDict):
+    """What the bits of a result depend on, besides config, seed and data."""
+
+    commit: str | None  # of this program
+    versions: Mapping[str, str]  # of Python and packages
+    machine: str  # 'x86_64'
+    instructions: list[str]  # flags of the CPU, sorted; [] where the system does not say
+    devices: list[str]
+    cores: int  # that the process may use: the number of threads of XLA
+    settings: Mapping[str, str]  # variables of the environment that change what XLA computes
+
+
+def read_environment(devices: Sequence[str] | None = None) -> Environment:
+    """Of this process; starts jax to find its devices where they are not given."""
+    if devices is None:
+        import jax
+
+        devices = [f'{device} ({device.device_kind})' for device in jax.local_devices()]
+    found = describe_hardware(devices)
+    return {
+        'commit': git_commit(),
+        'versions': package_versions(),
+        'machine': found['machine'],
+        'instructions': _read_instructions(),
+        'devices': found['devices'],
+        'cores': found['cores'],
+        'settings': {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def describe_differences(recorded: Environment, here: Environment) -> list[str]:
+    """'jaxlib 0.10.2 -> 0.10.3', ... : what is another one here than there."""
+    found = [
+        f'{name} {_change(recorded["versions"].get(name), here["versions"].get(name))}'
+        for name in sorted({*recorded['versions'], *here['versions']})
+        if recorded['versions'].get(name) != here['versions'].get(name)
+    ]
+    if recorded['commit'] != here['commit']:
+        found.append(f'commit {_change(recorded["commit"], here["commit"])}')
+    if recorded['machine'] != here['machine']:
+        found.append(f'instruction set {_change(recorded["machine"], here["machine"])}')
+    elif flags := _describe_flags(set(recorded['instructions']), set(here['instructions'])):
+        found.append(flags)
+    if recorded['devices'] != here['devices']:
+        found.append(f'devices {_change(", ".join(recorded["devices"]), ", ".join(here["devices"]))}')
+    if recorded['cores'] != here['cores']:
+        found.append(f'cores {_change(recorded["cores"], here["cores"])}')
+    names = sorted({*recorded['settings'], *here['settings']})
+    changes = ((name, recorded['settings'].get(name), here['settings'].get(name)) for name in names)
+    return found + [f'{name} {_change(before, now)}' for name, before, now in changes if before != now]
+
+
+def _describe_flags(recorded: set[str], here: set[str]) -> str:
+    parts = []
+    for word, names in (('lacks', recorded - here), ('has also', here - recorded)):
+        if names:
+            more = ' ...' if len(names) > _MOST_FLAGS else ''
+            parts.append(f'{word} {" ".join(sorted(names)[:_MOST_FLAGS])}{more}')
+    return f'this CPU {", and ".join(parts)}' if parts else ''
+
+
+def _change(before: object, now: object) -> str:
+    return f'{"none" if before is None else before} -> {"none" if now is None else now}'
+
+
+def _read_instructions() -> list[str]:
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return []
+    values = (line.partition(':') for line in lines)
+    return next((sorted(set(value.split())) for name, _, value in values if name.strip() in _FLAGS), [])

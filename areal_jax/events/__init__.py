@@ -1,0 +1,1 @@
+"""The events of a run: their kinds and fields."""

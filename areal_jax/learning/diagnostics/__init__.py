@@ -1,0 +1,1 @@
+"""What an update reports besides its loss."""

@@ -1,0 +1,213 @@
+"""The importance ratio of trained tokens, split by cause; each term from a forward pass under its own version.
+
+For token a, generated at version u by the engine's policy μ and trained at weights θ in the update from version n:
+
+    log π_θ - log μ  =  [log π_u - log μ]  +  Σ_{j = u+1}^{n} [log π_j - log π_{j-1}]  +  [log π_θ - log π_n]
+         total             mismatch of              drift of the j-th update              inside the update
+                          engine and learner
+
+π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch
+comes from the engine's program and the rounding of publication, and the drift from the updates alone; every other
+measure of stale tokens has only their sum. numpy only; ratio_sampler.py runs the passes.
+
+The chain takes its versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one
+of them breaks the identity, which is measured (`ratio/identity_error`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from areal_jax.learning.packing.rows import PADDING
+from areal_jax.telemetry import names
+from areal_jax.telemetry.ages import age_ranges, range_label
+from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, concatenate
+
+# (groups, versions) -> float32 [versions, generated tokens in the order of the trajectories]
+Score = Callable[[Sequence[TrajectoryGroup], Sequence[int]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The terms of the identity, float64 [tokens] each but the last."""
+
+    total: np.ndarray
+    mismatch: np.ndarray
+    drift: np.ndarray  # of all updates together
+    inside: np.ndarray
+    by_update: np.ndarray  # float64 [n - u_min, tokens], term j of the sum; 0 if the token has no such term
+
+    @property
+    def error(self) -> float:
+        """Largest difference between both sides."""
+        return float(np.abs(self.total - (self.mismatch + self.drift + self.inside)).max(initial=0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The trained tokens of the sampled answers, [tokens] each."""
+
+    engines: np.ndarray  # str
+    versions: np.ndarray  # int, of the segments
+    packed_versions: np.ndarray  # int, of the batch
+    behavior: np.ndarray  # float64, of the segments
+    packed_behavior: np.ndarray  # float64, of the batch
+    policy: np.ndarray  # float64, log π_θ when the gradient was taken, the mean over epochs
+
+    def select(self, chosen: np.ndarray) -> Tokens:
+        return Tokens(**{field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(self)})
+
+
+def is_sampled(seed: int, draw: int, sample: int, share: float) -> bool:
+    """Whether the answer is in a sample of this share: a function of its name alone, the same in every run."""
+    digest = hashlib.sha256(f'ratio/{seed}/{draw}/{sample}'.encode()).digest()
+    return int.from_bytes(digest[:8], 'big') < share * 2**64
+
+
+def split_ratio(tokens: Tokens, scored: np.ndarray, first: int) -> Parts:
+    """The parts for tokens of versions `first` to n.
+
+    Args:
+      scored: float [n - first + 1, tokens], log π_j of every token for j = first, ..., n.
+    """
+    scored = scored.astype(np.float64)
+    steps = np.diff(scored, axis=0)
+    later = np.arange(first + 1, first + len(scored))[:, None] > tokens.packed_versions
+    by_update = np.where(later, steps, 0.0)
+    own = np.take_along_axis(scored, (tokens.versions - first)[None], axis=0)[0]
+    return Parts(
+        total=tokens.policy - tokens.packed_behavior,
+        mismatch=own - tokens.behavior,
+        drift=by_update.sum(axis=0),
+        inside=tokens.policy - scored[-1],
+        by_update=by_update,
+    )
+
+
+def measure_split(
+    kept: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    policy_logprobs: Sequence[np.ndarray],
+    *,
+    version: int,
+    held: Sequence[int],
+    is_chosen: Callable[[Trajectory], bool],
+    score: Score,
+) -> dict[str, float]:
+    """The metrics of the split for the trained tokens of the chosen answers.
+
+    Args:
+      kept: the groups that were packed.
+      policy_logprobs: per batch float32 [M, R, N], see Tokens.policy.
+      version: n, of the weights before the update.
+      held: the versions whose weights can be had, ascending, without a gap, up to n.
+    """
+    chosen, trained, table = _collect(kept, batches, policy_logprobs, is_chosen)
+    in_ring = trained & (table.versions >= held[0])
+    counted = {
+        str(names.RATIO_TOKENS): float(in_ring.sum()),
+        str(names.RATIO_LEFT_RING): float((trained & ~in_ring).sum()),
+    }
+    if not in_ring.any():
+        return counted
+    first = int(min(table.versions[in_ring].min(), table.packed_versions[in_ring].min()))
+    scored = score(chosen, range(max(first, held[0]), version + 1))
+    tokens = table.select(in_ring)
+    parts = split_ratio(tokens, scored[:, in_ring], max(first, held[0]))
+    return counted | _describe(tokens, parts, version)
+
+
+def _collect(
+    kept: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    policy_logprobs: Sequence[np.ndarray],
+    is_chosen: Callable[[Trajectory], bool],
+) -> tuple[list[TrajectoryGroup], np.ndarray, Tokens]:
+    """(the chosen answers in groups, which of their tokens are in the loss, all their generated tokens)."""
+    ids = _flat([batch.trajectory_ids for batch in batches], np.int64)
+    in_loss = _flat([batch.loss_mask for batch in batches], bool)
+    with_loss = set(np.unique(ids[in_loss]).tolist())
+    groups, trajectories, wanted, number = [], [], [], 0
+    for group in kept:
+        own = []
+        for trajectory in group.trajectories:
+            if number in with_loss and is_chosen(trajectory):
+                own.append(trajectory)
+                wanted.append(number)
+            number += 1
+        if own:
+            groups.append(TrajectoryGroup(group.draw, tuple(own)))
+            trajectories += own
+    places = np.flatnonzero((ids != PADDING) & np.isin(ids, wanted))
+    places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory are in order in a row
+    generated = [trajectory.loss_mask for trajectory in trajectories]
+    cut = lambda arrays, dtype: concatenate([a[m] for a, m in zip(arrays, generated, strict=True)], dtype)
+    pick = lambda arrays, dtype: _flat(arrays, dtype)[places]
+    table = Tokens(
+        engines=np.repeat([t.engine for t in trajectories] or [''], [int(m.sum()) for m in generated] or [0]),
+        versions=cut([t.policy_versions for t in trajectories], np.int64),
+        packed_versions=pick([batch.policy_versions for batch in batches], np.int64),
+        behavior=cut([t.behavior_logprobs for t in trajectories], np.float64),
+        packed_behavior=pick([batch.behavior_logprobs for batch in batches], np.float64),
+        policy=pick(policy_logprobs, np.float64),
+    )
+    return groups, in_loss[places], table
+
+
+def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return concatenate([array.ravel() for array in arrays], dtype)
+
+
+def _describe(tokens: Tokens, parts: Parts, version: int) -> dict[str, float]:
+    """Mean and root mean square of each part: over all tokens, by age, by update and by engine."""
+    terms = {'mismatch': parts.mismatch, 'drift': parts.drift, 'inside': parts.inside, 'total': parts.total}
+    metrics = {str(names.RATIO_ERROR): parts.error}
+    for name, values in terms.items():
+        metrics |= _moments(f'{names.RATIO}{name}', values)
+    metrics[f'{names.RATIO}mismatch_mean_abs'] = float(np.abs(parts.mismatch).mean())
+    # Var(mismatch + drift) = Var(mismatch) + Var(drift) + 2 of this
+    metrics[f'{names.RATIO}covariance'] = float(np.mean(parts.mismatch * parts.drift)) - float(
+        parts.mismatch.mean() * parts.drift.mean()
+    )
+    for label, chosen in _by_range(version - tokens.versions):
+        metrics |= _part_metrics(
+            f'{names.RATIO_OF_AGE}{label}', chosen, {name: terms[name] for name in ('mismatch', 'drift')}
+        )
+        metrics[f'{names.RATIO_OF_AGE}{label}/mismatch_mean_abs'] = float(np.abs(parts.mismatch[chosen]).mean())
+    metrics |= _drift_of_updates(parts.by_update, tokens.packed_versions, version)
+    for engine in np.unique(tokens.engines).tolist():
+        metrics |= _part_metrics(
+            f'{names.RATIO_OF_ENGINE}{engine}', tokens.engines == engine, {'mismatch': parts.mismatch}
+        )
+    return metrics
+
+
+def _drift_of_updates(by_update: np.ndarray, versions: np.ndarray, version: int) -> dict[str, float]:
+    """The terms of the sum by how many updates back they are: 1 is the update that made version n."""
+    back = np.arange(len(by_update), 0, -1)[:, None] + np.zeros_like(versions)  # [updates, tokens]
+    is_own = (version - versions) >= back  # the update came after the token
+    metrics: dict[str, float] = {}
+    for label, chosen in _by_range(back[is_own]):
+        metrics |= _part_metrics(f'{names.RATIO_OF_UPDATE}{label}', chosen, {'drift': by_update[is_own]})
+    return metrics
+
+
+def _by_range(ages: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    numbers = age_ranges(ages)
+    for number in np.unique(numbers).tolist():
+        yield range_label(number), numbers == number
+
+
+def _part_metrics(prefix: str, chosen: np.ndarray, terms: Mapping[str, np.ndarray]) -> dict[str, float]:
+    metrics = {f'{prefix}/tokens': float(chosen.sum())}
+    for name, values in terms.items():
+        metrics |= _moments(f'{prefix}/{name}', values[chosen])
+    return metrics
+
+
+def _moments(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f'{name}_mean': float(values.mean()), f'{name}_rms': float(np.sqrt(np.mean(values**2)))}

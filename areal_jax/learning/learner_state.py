@@ -1,0 +1,80 @@
+"""What a learner keeps on its mesh between commands. programs.py places it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.train_step import Programs
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.trained_leaves import Params
+from areal_jax.sharding.placement import place
+from areal_jax.types import Tree
+
+
+@dataclasses.dataclass
+class LearnerState:
+    """Trees of arrays over the mesh. The programs of an update donate `params`, `optimizer` and `gradients`.
+
+    Every field that a program donates is replaced by its result at once: the old buffers must not be read again.
+    """
+
+    params: Tree  # trained weights, float32
+    frozen: Tree  # all other weights, in settings.dtype; empty without adapters
+    optimizer: Tree  # see optimizer.Optimizer
+    gradients: Tree = None  # float32 sums over micro-batches; None with accumulate='scan', and between updates
+    reference: Tree = None  # the trained weights at the start, in settings.dtype; None without a KL penalty
+
+    @property
+    def weights_and_optimizer(self) -> dict[str, Tree]:
+        """What a checkpoint holds, in one tree for `require_finite`."""
+        return trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}
+
+
+def place_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: CompiledPrograms) -> LearnerState:
+    """Copies weights to the mesh and makes the state of an optimizer that has done no step."""
+    shardings = programs.definitions
+    params = _copy(trees.cast(trained, 'float32'), programs)
+    copy = 'copy' if settings.dtype == 'float32' else 'cast'
+    return LearnerState(
+        params=params,
+        frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
+        optimizer=programs.run('initial_state', params),
+        gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
+        reference=programs.run(copy, params) if settings.kl_coefficient else None,
+    )
+
+
+def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: Programs) -> LearnerState:
+    """The shapes, dtypes and shardings of what `place_state` makes, for compiling before it is there."""
+    params = _describe(trained, programs.params, 'float32')
+    return LearnerState(
+        params=params,
+        frozen=_describe(frozen, programs.frozen, settings.dtype),
+        optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
+        gradients=params if settings.accumulate == 'dispatch' else None,
+        reference=describe_cast(params, settings.dtype) if settings.kl_coefficient else None,
+    )
+
+
+def describe_cast(tree: Tree, dtype: str) -> Tree:
+    """Arrays, or descriptions of arrays, as they would be in `dtype`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
+
+
+def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+    return jax.tree.map(describe, tree, shardings)
+
+
+def _copy(trained: Params, programs: CompiledPrograms) -> Tree:
+    """The trained weights on the mesh, in buffers that an update may overwrite."""
+    shardings = programs.definitions.params
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained))
+    if on_host and jax.process_count() == 1:  # copied once, while they are placed
+        return jax.device_put(trained, shardings, may_alias=False)
+    return programs.run('copy', place(trained, shardings))

@@ -1,0 +1,1 @@
+"""Advantages, log-probs and losses: pure functions of arrays."""

@@ -1,0 +1,1 @@
+"""Gradients become new weights."""

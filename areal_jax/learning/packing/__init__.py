@@ -1,0 +1,1 @@
+"""Groups become rows of a fixed shape, without padding to the longest. numpy only."""

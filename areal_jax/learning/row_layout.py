@@ -1,0 +1,141 @@
+"""The rows of a learner on its mesh: which shapes they have, how groups are packed into them, where they are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from areal_jax.columns import declared
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.forward import require_heads
+from areal_jax.learning.packing.balance import decoder_cost
+from areal_jax.learning.packing.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
+from areal_jax.learning.packing.packing import empty_batch, pack
+from areal_jax.learning.packing.packing_report import PackingReport
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
+from areal_jax.models.shape import ModelConfig
+from areal_jax.sharding.placement import place
+from areal_jax.sharding.rules import data_shards, row_sharding
+from areal_jax.types import PackedBatch, TrajectoryGroup
+
+
+class RowLayout:
+    """Rows of one learner. Arrays are numpy, except for the jax arrays that `place` returns.
+
+    Raises ConfigError for shapes that the mesh cannot share evenly, and AttentionError for an attention backend that
+    was asked for by name and computes wrong values here.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, settings: LearnerSettings):
+        self._config, self._mesh, self._settings = config, mesh, settings
+        halves = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
+        self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.row_buckets)}))
+        _require_model(config, mesh)
+        _require_rows(self._buckets, settings.rows_per_microbatch, mesh)
+        self.attention, self.passed_over = choose_checked(
+            settings.attention,
+            tokens=settings.row_tokens,
+            dtype=settings.dtype,
+            head_dim=config.head_dim,
+            window=config.sliding_window,
+            slices=mesh.shape['context'] > 1,
+        )
+        # not every backend can show one prompt to several answers
+        self.packing = settings.packing if shares_prompts(self.attention) else 'ordinary'
+        most = BACKENDS[self.attention].max_segments
+        self._row_trajectories = most and most - 1  # the padding is a segment too
+        self._cost = decoder_cost(config)
+        self._columns = tuple(column for column in declared() if column.packed)
+
+    def pack(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[np.ndarray],
+        *,
+        n_minibatches: int,
+        oldest_version: int | None = None,
+        round_microbatches: bool = False,
+    ) -> tuple[list[PackedBatch], PackingReport]:
+        """See packing.pack."""
+        settings = self._settings
+        return pack(
+            groups,
+            advantages,
+            mode=self.packing,
+            fill=settings.fill,
+            row_tokens=settings.row_tokens,
+            row_loss_tokens=settings.row_loss_tokens,
+            rows_per_microbatch=settings.rows_per_microbatch,
+            data_shards=data_shards(self._mesh),
+            cost=self._cost,
+            buckets=self._buckets,
+            vocab_size=self._config.vocab_size,
+            n_minibatches=n_minibatches,
+            oldest_version=oldest_version,
+            round_microbatches=round_microbatches,
+            row_trajectories=self._row_trajectories,
+            columns=self._columns,
+        )
+
+    def split(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """Each micro-batch of rows [M, R, ...], trimmed to the smallest declared shape that holds it."""
+        for m in range(len(rows['tokens'])):
+            one = {name: array[m] for name, array in rows.items()}
+            yield trim(one, tail_bucket(one, self._buckets))
+
+    def join_logprobs(self, logprobs: Sequence[jax.Array]) -> np.ndarray:
+        """float32 [M, R, N] from one array per micro-batch with the N of its bucket; 0 where it was trimmed."""
+        settings = self._settings
+        whole = np.zeros((len(logprobs), settings.rows_per_microbatch, settings.row_loss_tokens), np.float32)
+        for row, part in zip(whole, jax.device_get(list(logprobs)), strict=True):
+            row[:, : part.shape[1]] = part
+        return whole
+
+    def place(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Rows [R, ...] or [M, R, ...] on the mesh."""
+        return place(dict(rows), row_sharding(self._mesh, leading_axes=rows['tokens'].ndim - 2))
+
+    def empty_batches(self) -> Iterator[PackedBatch]:
+        """A batch of padding for every shape that an update may bring."""
+        settings = self._settings
+        sizes = [1]  # micro-batches
+        if settings.accumulate == 'scan':
+            sizes += [2 << i for i in range(max(settings.max_microbatches - 1, 0).bit_length())]
+        for size in sizes:
+            for bucket in self._buckets:
+                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns)
+
+
+def _require_model(config: ModelConfig, mesh: Mesh) -> None:
+    tensor = mesh.shape['tensor']
+    require_heads(config.n_heads, config.n_kv_heads, tensor)
+    if config.vocab_size % tensor:
+        raise ConfigError(
+            f'tensor={tensor} of cluster.learner does not divide the {config.vocab_size} tokens of the vocabulary; '
+            'use a divisor of it, or shard with fsdp'
+        )
+
+
+def _require_rows(buckets: Sequence[RowShape], rows_per_microbatch: int, mesh: Mesh) -> None:
+    shards, context = data_shards(mesh), mesh.shape['context']
+    if rows_per_microbatch % shards:
+        raise ConfigError(
+            f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {shards} '
+            'devices that rows lie over (data * fsdp of cluster.learner)'
+        )
+    halves = 2 * context if context > 1 else 1  # each device has an early and a late slice of a row
+    for bucket in buckets:
+        if bucket.tokens % halves:
+            raise ConfigError(
+                f'learner.row_tokens (or a smaller row)={bucket.tokens} must be a multiple of {halves}, '
+                f'twice context={context} of cluster.learner'
+            )
+        if bucket.loss_tokens % context:
+            raise ConfigError(
+                f'learner.row_loss_tokens (or that of a smaller row)={bucket.loss_tokens} must be a multiple of '
+                f'context={context} of cluster.learner'
+            )

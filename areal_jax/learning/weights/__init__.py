@@ -1,0 +1,1 @@
+"""Weights in the forms of learner, engines and files."""

@@ -1,0 +1,146 @@
+"""Weights and optimizer state in interchange form, one leaf per layer, and back to the learner's own form.
+
+`export_weights` is for publication, `take_snapshot` for saving, `match_snapshot` and `read_snapshot` for restoring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.layers import unstack_layers
+from areal_jax.models.lora import merge_adapters
+from areal_jax.sharding.placement import Region, copy_shards, place_regions
+from areal_jax.sharding.rules import path_name
+from areal_jax.types import Tree
+
+
+def export_weights(decoder: Decoder, dtype: str, params: Tree, frozen: Tree) -> Tree:
+    """Trained and frozen weights as engines read them: adapters merged, one leaf per layer, all of `dtype`."""
+    whole = trees.join(params, frozen)
+    if decoder.lora:
+        whole = merge_adapters(whole, decoder.lora)
+    return trees.cast(_listed(decoder, whole), dtype)
+
+
+def take_snapshot(decoder: Decoder, params: Tree, state: Tree) -> dict[str, Tree]:
+    """{'params': nested dict, 'optimizer': {path: leaf}}, layers as a list, on the host.
+
+    Leaves are numpy arrays, or HostShards of what this process saves if the mesh spans several. Arrays are copied to
+    the host first and split into per-layer views there. Slicing on the device would need a second copy of all weights.
+    """
+    listed = _listed(decoder, jax.tree.map(copy_shards, state))
+    leaves = jax.tree_util.tree_leaves_with_path(listed)
+    return {
+        'params': _listed(decoder, jax.tree.map(copy_shards, params)),
+        'optimizer': {path_name(path): leaf for path, leaf in leaves},
+    }
+
+
+def read_snapshot(
+    decoder: Decoder, saved: Mapping[str, Tree], current: Mapping[str, Tree], shardings: Mapping[str, Tree]
+) -> dict[str, Tree]:
+    """{'params', 'optimizer'} of a snapshot, in the form and dtypes of `current`, placed as `shardings` says.
+
+    Each process reads only the regions that its own devices hold.
+
+    Args:
+      saved: leaves have a shape and are indexed by regions: numpy arrays, or stored arrays of a checkpoint.
+      current: leaves need a shape and a dtype only.
+
+    Raises ValueError as `match_snapshot` does.
+    """
+    sources = match_snapshot(decoder, saved, current)
+
+    def read(name: str) -> Tree:
+        leaves, structure = jax.tree.flatten(current[name])
+        over = jax.tree.leaves(shardings[name])
+        return jax.tree.unflatten(structure, [_read_leaf(*of) for of in zip(sources[name], leaves, over, strict=True)])
+
+    return {name: read(name) for name in sources}
+
+
+def match_snapshot(
+    decoder: Decoder, saved: Mapping[str, Tree], current: Mapping[str, Tree]
+) -> dict[str, list[_Source]]:
+    """For each leaf of `current` the leaves of `saved` that it is made of; reads no values.
+
+    Raises ValueError for names or shapes that differ.
+    """
+    return {name: _sources(decoder, saved[name], current[name], name) for name in ('params', 'optimizer')}
+
+
+def _listed(decoder: Decoder, tree: Tree) -> Tree:
+    return unstack_layers(tree, decoder.config.n_layers) if decoder.layers == 'stacked' else tree
+
+
+class _StoredLeaf(Protocol):
+    """An array of a snapshot, of which regions are read."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, region: Region) -> np.ndarray: ...
+
+
+_Source = Mapping[int | None, _StoredLeaf]  # by layer of the learner's leaf; None = all of it is in one stored leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a leaf in interchange form belongs. An index gives the place of one layer, as it does for an array."""
+
+    index: int  # of the learner's leaf
+    shape: tuple[int, ...]
+    layer: int | None = None  # None: all of it
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, layer: int) -> _Place:
+        return _Place(self.index, self.shape[1:], layer)
+
+
+def _sources(decoder: Decoder, saved: Tree, current: Tree, what: str) -> list[_Source]:
+    """The source of every leaf of `current`, after a check of names and shapes."""
+    leaves, structure = jax.tree.flatten(current)
+    places = jax.tree.unflatten(structure, [_Place(index, leaf.shape) for index, leaf in enumerate(leaves)])
+    listed = _by_path(_listed(decoder, places))
+    found = _by_path(saved)
+    saved_shapes, shapes = ({path: tuple(leaf.shape) for path, leaf in side.items()} for side in (found, listed))
+    if saved_shapes != shapes:
+        differing = sorted(set(saved_shapes.items()) ^ set(shapes.items()))
+        raise ValueError(
+            f"saved {what} differ from the learner's in {len(differing)} names or shapes, the first {differing[:2]}: "
+            'restore with the model and optimizer of the run that saved'
+        )
+    sources: list[dict[int | None, _StoredLeaf]] = [{} for _ in leaves]
+    for path, place in listed.items():
+        # an optimizer may have placeholders without an axis of layers: they are equal in all layers, so one is enough
+        sources[place.index].setdefault(place.layer, found[path])
+    return list(sources)
+
+
+def _by_path(tree: Tree) -> dict[str, Tree]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _read_leaf(source: _Source, current: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    def read(region: Region) -> np.ndarray:
+        if None in source:
+            whole = source[None]
+            return np.array(whole[region], current.dtype, copy=True if isinstance(whole, np.ndarray) else None)
+        values = np.empty([s.stop - s.start for s in region], current.dtype)
+        for row, layer in enumerate(range(region[0].start, region[0].stop)):
+            values[row] = source[layer][region[1:]]
+        return values
+
+    return place_regions(read, current.shape, sharding)

@@ -1,0 +1,70 @@
+"""Publication inside one process: the learner's copy goes to the devices of the engines without passing the host.
+
+The controller calls `transfer` and `release`, every engine `receive`; manifest.py checks the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import jax
+
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.manifest import LeafDigest, device_manifest, finite_manifest, manifest_hash, require_equal
+from areal_jax.sharding.placement import Place, move_to
+from areal_jax.types import PublishedWeights, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Version:
+    params: Tree
+    manifest: dict[str, LeafDigest]
+
+
+class DeviceChannel:
+    """protocols.Channel over device memory.
+
+    The weights of a version are held once until they are released. Engines on the device that holds them share that
+    copy, so they must not donate it; every other engine gets a copy on its own devices.
+
+    Args:
+      device: where `transfer` moves the weights; None = they stay on the devices of the learner, sharded as they are.
+      verify: `receive` recomputes the digest of every leaf.
+    """
+
+    def __init__(self, device: jax.Device | None = None, *, verify: bool):
+        self._device, self._verify = device, verify
+        self._versions: dict[int, _Version] = {}
+
+    def transfer(self, version: int, copy: Tree) -> PublishedWeights:
+        """Holds `copy`, buffers that no later update touches; returns when it is on the channel's device.
+
+        Raises PublicationError for weights with NaN or infinity.
+        """
+        params = copy if self._device is None else move_to(copy, self._device)
+        manifest = finite_manifest(params, version)
+        self._versions[version] = _Version(jax.block_until_ready(params), manifest)
+        return PublishedWeights(version, manifest_hash(manifest), handle=version)
+
+    def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
+        """The weights, a nested dict of jax arrays, at `place`; None = where the channel holds them.
+
+        Returns when they have arrived. Raises PublicationError for a version released or published by another channel,
+        and for a leaf that changed.
+        """
+        held = self._versions.get(published.version)
+        if held is None or manifest_hash(held.manifest) != published.manifest_hash:
+            raise PublicationError(
+                f'weights of version {published.version} (manifest {published.manifest_hash[:12]}) are not in this '
+                f'channel, which holds {sorted(self._versions)}: receive a version before it is released, from the '
+                'channel that transferred it'
+            )
+        params = held.params if place is None else jax.block_until_ready(move_to(held.params, place))
+        if self._verify:
+            require_equal(held.manifest, device_manifest(params), published.version)
+        return params
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """Drops the channel's references to versions below `version`, but for the `pinned` ones."""
+        self._versions = {v: held for v, held in self._versions.items() if v >= version or v in pinned}

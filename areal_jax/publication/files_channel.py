@@ -1,0 +1,213 @@
+"""Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load.
+
+app/build/engines.py builds the channel for publication.channel=files, and a server loads versions with `find_version`
+and `load_version`. version_directory.py writes, versions.py names and locks directories, manifest.py checks the values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from areal_jax import files
+from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
+from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Params
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.manifest import (
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    finite_host_manifest,
+    host_manifest,
+    manifest_hash,
+    require_equal,
+)
+from areal_jax.publication.part_writer import PartWriter
+from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.versions import (
+    MANIFEST,
+    clear_versions,
+    keep_while_read,
+    parse_version,
+    remove_old_versions,
+    version_path,
+)
+from areal_jax.sharding.placement import Place
+from areal_jax.sharding.shares import is_shared
+from areal_jax.types import PublishedWeights, Tree
+
+_FOREIGN = ''  # manifest hash of a directory that another program wrote
+
+
+class VersionWriter(Protocol):
+    """Another process, which holds leaves of the version that is being written (distributed/remote_learner.py)."""
+
+    def write(self, directory: str, version: int) -> None:
+        """Lets it begin to write them."""
+        ...
+
+    def written(self) -> Mapping[str, Mapping[str, object]] | str:
+        """Waits until it has; returns the manifest of its leaves, or why it failed, in one sentence."""
+        ...
+
+
+class FilesChannel:
+    """protocols.Channel over directories `v000007/` of `model.safetensors`, `config.json` and `manifest.json`.
+
+    A version gets its name after all of it is on the disk. Only one channel at a time may use the directory.
+
+    Args:
+      verify: `receive` recomputes the digest of every leaf.
+      companions: tokenizer and so on, written with each version so that a server can start from any of them.
+      writers: the other processes of a learner over several, which hold leaves of each version too.
+      separate_head: see `plan_hf_files`; a reader that knows the model's own config reads the same weights.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: ModelConfig,
+        *,
+        verify: bool,
+        companions: HfCompanions | None = None,
+        writers: Sequence[VersionWriter] = (),
+        separate_head: bool = False,
+    ):
+        self._directory, self._config, self._separate_head = pathlib.Path(directory), config, separate_head
+        self._verify, self._companions = verify, companions or HfCompanions()
+        self._parts, self._writers = PartWriter(config, companions, separate_head=separate_head), writers
+
+    def transfer(self, version: int, copy: Params) -> PublishedWeights:
+        """Writes `copy` as a directory; handle = its absolute path. A tree of SharedLeaf is written by all processes.
+
+        Removes directories of this and later versions: the run wrote them before it was resumed from an older
+        checkpoint.
+        Raises PublicationError for weights with NaN or infinity, lack of space, a failed write, or a foreign directory
+        in the way.
+        """
+        if is_shared(copy):
+            return self._transfer_shares(version, copy)
+        copy = jax.tree.map(np.asarray, copy)  # on the host nothing waits for the update that is under way
+        manifest = finite_host_manifest(copy, version)
+        digest = manifest_hash(manifest)
+        clear_versions(self._directory, version)
+        target = version_path(self._directory.absolute(), version)
+        record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
+        plan = plan_hf_files(copy, self._config, companions=self._companions, separate_head=self._separate_head)
+        write_hf_directory(target, plan, {MANIFEST: record})
+        return PublishedWeights(version, digest, handle=str(target))
+
+    def _transfer_shares(self, version: int, copy: Tree) -> PublishedWeights:
+        directory = str(self._directory.absolute())
+        self._parts.begin(directory, version, copy)
+        for writer in self._writers:
+            writer.write(directory, version)
+        try:
+            manifest: dict[str, Mapping[str, object]] = {**self._parts.write(directory, version, copy)}
+        finally:
+            written = [writer.written() for writer in self._writers]  # also on failure: then no thread writes any more
+        for outcome in written:
+            if isinstance(outcome, str):
+                raise PublicationError(outcome)
+            manifest |= outcome
+        digest, path = self._parts.finish(directory, version, copy, manifest)
+        return PublishedWeights(version, digest, handle=path)
+
+    def map_version(self, version: int) -> Params:
+        """The weights of a version that is on the disk, as numpy arrays that are read when they are used.
+
+        Raises HfError where the directory is missing or damaged.
+        """
+        return map_hf_weights(version_path(self._directory, version), self._config)
+
+    def receive(self, published: PublishedWeights, place: Place | None = None) -> Params:
+        """See `load_version`."""
+        return load_version(published, self._config, place, verify=self._verify)
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """See `versions.remove_old_versions`."""
+        remove_old_versions(self._directory, version, pinned)
+
+
+def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWeights:
+    """Describes the weights that a server is told to load by the path of their directory.
+
+    A directory without a manifest that another program wrote has no digests; `load_version` checks that its files are
+    complete.
+
+    Raises PublicationError for a directory that holds another version, or one of ours whose manifest is gone.
+    """
+    path = pathlib.Path(directory)
+    if not (path / MANIFEST).exists() and path.is_dir() and parse_version(path) is None:
+        return PublishedWeights(version, _FOREIGN, handle=str(path))
+    try:
+        held, manifest = _parse_record(files.read_regular(path / MANIFEST))
+    except Exception as error:  # JSON of any other form
+        raise _not_as_published(path, version, error) from error
+    if held != version:
+        raise PublicationError(
+            f'{path} holds version {held}, and version {version} was asked for: name the directory of version {version}'
+        )
+    return PublishedWeights(version, manifest_hash(manifest), handle=str(path))
+
+
+def load_version(
+    published: PublishedWeights, config: ModelConfig, place: Place | None = None, *, verify: bool
+) -> Params:
+    """The weights as a nested dict of jax arrays, at `place`; None = the default device.
+
+    The directory is not collected while it is read. `verify` recomputes the digest of every leaf: servers always do.
+
+    Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
+    """
+    directory = pathlib.Path(published.handle)
+    shardings = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
+    try:
+        if published.manifest_hash == _FOREIGN:
+            return load_hf_weights(directory, config, shardings=shardings)
+        with keep_while_read(directory) as content:
+            held, manifest = _parse_record(content)
+            _require_published(published, held, manifest)
+            params = load_hf_weights(directory, config, shardings=shardings)
+    except PublicationError:
+        raise
+    except Exception as error:  # the readers raise many types for damaged files
+        raise _not_as_published(directory, published.version, error) from error
+    if verify:
+        require_equal(manifest, host_manifest(params), published.version)
+    return params
+
+
+def _require_published(published: PublishedWeights, held: int, manifest: Manifest) -> None:
+    """Raises PublicationError if the manifest in the directory describes other weights."""
+    found = manifest_hash(manifest)
+    if found != published.manifest_hash or held != published.version:
+        raise PublicationError(
+            f'{published.handle} holds weights of version {held} with manifest {found[:12]}, version '
+            f'{published.version} was published with {published.manifest_hash[:12]}: give every run a '
+            'publication.directory of its own'
+        )
+
+
+def _parse_record(content: bytes) -> tuple[int, Manifest]:
+    """(version, manifest) of a manifest file; raises exceptions of many types for any other content."""
+    record = json.loads(content)
+    manifest, version = decode_manifest(record['leaves']), record['version']
+    if record['manifest_hash'] != manifest_hash(manifest) or type(version) is not int:
+        raise ValueError(f'{MANIFEST} contradicts itself')
+    return version, manifest
+
+
+def _not_as_published(directory: pathlib.Path, version: int, error: Exception) -> PublicationError:
+    return PublicationError(
+        f'{directory} does not hold version {version} as it was published ({type(error).__name__}: {error}): receive a '
+        'version before it is released, and let nothing else write there'
+    )

@@ -1,0 +1,245 @@
+"""The timeline of the slots as Bokeh figures to zoom and pan, drawn with WebGL where there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areal_jax.lanes import short_name
+from areal_jax.report.pages.charts import new_figure, plain_text
+from areal_jax.report.pages.colors import INK, VERMILION
+from areal_jax.report.pages.slot_overview import PAUSE, draw_overview, shade
+from areal_jax.report.pages.slot_timeline import Interval, Mark, Slot, SlotTimeline
+from areal_jax.report.pages.web_page import Key
+
+if TYPE_CHECKING:
+    from bokeh.models import Column, GlyphRenderer, Range1d
+    from bokeh.plotting import figure as Figure
+
+NAME = 'slots'
+MOST_INTERVALS = 50_000  # in the page: some megabytes
+_MOST_AT_ONCE = 3000  # of them in view when the wheel zooms out: with more a step takes seconds without a GPU
+_VERSIONS = 8  # of a long run that are shown first
+_LABELS = 25  # publications with a label, in the widest view
+_ROW_HEIGHTS = (10, 24)  # pixels of a slot, at least and at most
+_HEIGHTS = (180, 760)  # pixels of all slots
+_BORDERS = 48, 12  # pixels beside both figures, so that they are aligned
+_WEIGHTS, _INTERRUPT, _PREEMPT, _PREFILL = '#000000', VERMILION, '#B5578F', '#8A8F98'
+_PAUSES, _PUBLISHED, _REBUILDS = 'pause for new weights (swap)', 'weights published', 'prefill that rebuilds answers'
+
+
+def draw_slots(timeline: SlotTimeline) -> Column:
+    """The whole run as a strip, and below it a row a slot for what is chosen on the strip."""
+    from bokeh.layouts import column
+    from bokeh.models import Range1d
+
+    start, end = _span(timeline)
+    shown = Range1d(*first_view(timeline), bounds=(start, end), max_interval=widest_view(timeline))
+    figures = [draw_overview(timeline, shown, start, end), _draw_rows(timeline, shown)]
+    for figure in figures:
+        figure.min_border_left, figure.min_border_right = _BORDERS
+    return column(*figures, sizing_mode='stretch_width')
+
+
+def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
+    """Intervals coloured by policy version, marks where something happened to a request."""
+    from bokeh.models import BoxZoomTool, HoverTool, PanTool, Range1d, WheelZoomTool
+
+    rows = {slot: row for row, slot in enumerate(timeline.slots)}
+    height = min(max(_HEIGHTS[0], len(rows) * _ROW_HEIGHTS[1]), max(_HEIGHTS[1], len(rows) * _ROW_HEIGHTS[0]))
+    made = new_figure(
+        'clock time (s)', height=70 + height, tools='reset,save', output_backend='webgl', name=NAME, x_range=shown,
+        y_range=Range1d(len(rows) - 0.4, -1.2), toolbar_location='above',
+    )  # fmt: skip
+    made.toolbar.autohide = False
+    wheel, pan = WheelZoomTool(dimensions='width', maintain_focus=False), PanTool()
+    made.add_tools(pan, wheel, BoxZoomTool(), WheelZoomTool(dimensions='height'))
+    made.toolbar.active_scroll, made.toolbar.active_drag = wheel, pan
+    of_work = {
+        work: [i for i in timeline.intervals if i.work == work] for work in ('swap', 'decode', 'prefill', 'rebuild')
+    }
+    draws = (_draw_pauses, _draw_decoding, _draw_prefills, _draw_rebuilds)
+    drawn = [draw(made, own, rows) for draw, own in zip(draws, of_work.values(), strict=True) if own]
+    _draw_publications(made, timeline, len(rows))
+    _draw_marks(made, timeline.marks, rows)
+    made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
+    made.yaxis.ticker = list(rows.values())
+    made.yaxis.major_label_overrides = {
+        row: plain_text(f'{short_name(engine)}/{slot}') for (engine, slot), row in rows.items()
+    }
+    made.ygrid.grid_line_color = None
+    return made
+
+
+def slot_keys(timeline: SlotTimeline) -> list[Key]:
+    """The legend of what the timeline has."""
+    works, marks = {interval.work for interval in timeline.intervals}, {mark.what for mark in timeline.marks}
+    keys = (
+        ('swap' in works, _PAUSES, PAUSE, 'box'),
+        ('prefill' in works, 'prefill', _PREFILL, 'box'),
+        ('rebuild' in works, _REBUILDS, VERMILION, 'box'),
+        (bool(timeline.publications), _PUBLISHED, _WEIGHTS, 'dashed'),
+        ('interrupt' in marks, 'request interrupted', _INTERRUPT, 'diamond'),
+        ('preempt' in marks, 'request preempted', _PREEMPT, 'cross'),
+    )
+    return [Key(label, color, look, label) for known, label, color, look in keys if known]
+
+
+def first_view(timeline: SlotTimeline) -> tuple[float, float]:
+    """Clock seconds that are shown before anything is zoomed: all, or some versions in the middle of a long run."""
+    start, end = _span(timeline)
+    times = [time for time, _ in timeline.publications if start < time < end]
+    if len(times) < 2 * _VERSIONS:
+        return start, end
+    first = (len(times) - _VERSIONS) // 2
+    return times[first], min(times[first + _VERSIONS - 1], times[first] + widest_view(timeline))
+
+
+def widest_view(timeline: SlotTimeline) -> float:
+    """Clock seconds in which a quarter of the places of the run have more than _MOST_AT_ONCE intervals."""
+    start, end = _span(timeline)
+    starts = np.array([interval.start for interval in timeline.intervals])  # ascending
+    if len(starts) <= _MOST_AT_ONCE:
+        return end - start
+    return float(np.quantile(starts[_MOST_AT_ONCE:] - starts[:-_MOST_AT_ONCE], 0.25)) or end - start
+
+
+def describe_slots(timeline: SlotTimeline) -> str:
+    """How to read the figure, and what it leaves out."""
+    left = (
+        f' The {timeline.left_out} earlier intervals of the run are left out; `timeline.json` has them.'
+        if timeline.left_out
+        else ''
+    )
+    return (
+        'Each row is a slot (engine/slot), each bar a request that is decoded in it, coloured by the policy version '
+        '(eight shades, then again from the first). The strip above has the whole run, its shades from the first '
+        'version to the last; drag the box on it, or the edges of the box. The wheel zooms in time, dragging moves; '
+        'the tools above zoom a box or the rows, and go back. '
+        f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
+    )
+
+
+_TOOLTIPS = [
+    ('work', '@work'),
+    ('request', '@request'),
+    ('policy version', '@version'),
+    ('from', '@left{0.000} s'),
+    ('to', '@right{0.000} s'),
+    ('', '@detail'),
+]
+
+
+def _span(timeline: SlotTimeline) -> tuple[float, float]:
+    start = min(interval.start for interval in timeline.intervals)
+    return start, max(max(interval.end for interval in timeline.intervals), start + 1e-6)
+
+
+def _source(intervals: Sequence[Interval], rows: dict[Slot, int], half: float) -> dict[str, object]:
+    row = np.array([rows[interval.slot] for interval in intervals], np.float64)
+    return {
+        'left': np.array([interval.start for interval in intervals], np.float64),
+        'right': np.array([interval.end for interval in intervals], np.float64),
+        'bottom': row + half,
+        'top': row - half,
+        **_texts(intervals),
+    }
+
+
+def _texts(intervals: Sequence[Interval]) -> dict[str, object]:
+    return {
+        'work': [interval.work for interval in intervals],
+        'request': [interval.request for interval in intervals],
+        'version': np.array([interval.version for interval in intervals], np.int32),
+        'detail': [interval.detail for interval in intervals],
+    }
+
+
+def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
+    color = [shade(interval.version) for interval in intervals]
+    source = _source(intervals, rows, 0.4) | {'color': color}
+    return made.quad(
+        'left', 'right', 'top', 'bottom', source=source, fill_color='color', line_color='white', line_width=0.4
+    )
+
+
+def _draw_prefills(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
+    return _draw_thin(made, intervals, rows, _PREFILL, 'prefill')
+
+
+def _draw_rebuilds(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
+    return _draw_thin(made, intervals, rows, VERMILION, _REBUILDS)
+
+
+def _draw_thin(
+    made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int], color: str, label: str
+) -> GlyphRenderer:
+    look = {'fill_color': color, 'line_color': None, 'name': label}
+    return made.quad('left', 'right', 'top', 'bottom', source=_source(intervals, rows, 0.2), **look)
+
+
+def _draw_pauses(made: Figure, pauses: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
+    """Over all slots of the engine."""
+    own = [[row for (engine, _), row in rows.items() if engine == pause.slot[0]] for pause in pauses]
+    source = {
+        'left': [pause.start for pause in pauses],
+        'right': [pause.end for pause in pauses],
+        'top': [min(of) - 0.5 for of in own],
+        'bottom': [max(of) + 0.5 for of in own],
+        **_texts(pauses),
+    }
+    return made.quad(
+        'left', 'right', 'top', 'bottom', source=source, fill_color=PAUSE, fill_alpha=0.3, line_color=None,
+        name=_PAUSES,
+    )  # fmt: skip
+
+
+def _draw_publications(made: Figure, timeline: SlotTimeline, rows: int) -> None:
+    times = [time for time, _ in timeline.publications]
+    if not times:
+        return
+    low, high = [-0.6] * len(times), [rows - 0.4] * len(times)
+    made.segment(
+        'x', 'low', 'x', 'high', source={'x': times, 'low': low, 'high': high}, line_color=_WEIGHTS,
+        line_dash='dashed', line_width=1, name=_PUBLISHED,
+    )  # fmt: skip
+    start, end = _span(timeline)
+    in_view = len(times) * widest_view(timeline) / (end - start)
+    labelled = timeline.publications[:: max(1, math.ceil(in_view / _LABELS))]
+    data = {
+        'x': [time for time, _ in labelled],
+        'y': [-0.7] * len(labelled),
+        'text': [f'v{version}' for _, version in labelled],
+    }
+    made.text('x', 'y', 'text', source=data, text_font_size='11px', text_align='center', text_color=INK)
+
+
+def _draw_marks(made: Figure, marks: Sequence[Mark], rows: dict[Slot, int]) -> None:
+    from bokeh.models import HoverTool
+
+    kinds = (('interrupt', 'diamond', _INTERRUPT, 'interrupted'), ('preempt', 'x', _PREEMPT, 'preempted'))
+    drawn = []
+    for what, marker, color, label in kinds:
+        own = [mark for mark in marks if mark.what == what]
+        if not own:
+            continue
+        source = {
+            'x': [mark.time for mark in own],
+            'y': [rows[mark.slot] for mark in own],
+            'what': [label] * len(own),
+            'request': [mark.request for mark in own],
+            'detail': [mark.detail for mark in own],
+        }
+        drawn.append(
+            made.scatter(
+                'x', 'y', source=source, marker=marker, size=9, fill_color=color,
+                line_color='white' if marker == 'diamond' else color, line_width=1 if marker == 'diamond' else 2.5,
+                name=f'request {label}',
+            )
+        )  # fmt: skip
+    tooltips = [('', '@what'), ('request', '@request'), ('at', '@x{0.000} s'), ('', '@detail')]
+    if drawn:
+        made.add_tools(HoverTool(renderers=drawn, tooltips=tooltips))

@@ -1,0 +1,376 @@
+"""What report.json holds: its keys, with types and units. None where nothing was measured.
+
+Made by report.py and limit.py, read by caveats.py, report_texts.py, run_plots.py and html_page.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+
+class Interval(TypedDict):
+    """A mean score with its 95% interval; `low` and `high` are None where n is too small for one."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+class GreedyAccuracy(TypedDict):
+    before: Interval | None
+    after: Interval | None
+
+
+class SampledAccuracy(GreedyAccuracy):
+    gain: Interval | None  # on the same problems
+
+
+class Accuracy(TypedDict):
+    """On held-out problems."""
+
+    greedy: GreedyAccuracy
+    sampled: SampledAccuracy
+
+
+class CurveRow(TypedDict):
+    """One version, evaluated beside training."""
+
+    version: int
+    greedy: Interval
+    sampled: Interval | None
+    seconds: float  # on the clock, from the fetch of the weights to the last score
+    lane_seconds: float  # seconds of the engines' lanes
+    lane_share: float | None  # of the busy seconds of these lanes meanwhile
+
+
+class CurveEnds(TypedDict):
+    """The evaluations before and after training, on the problems and samples of the rows between them."""
+
+    greedy: GreedyAccuracy
+    sampled: GreedyAccuracy
+
+
+class Ends(TypedDict):
+    first: float | None  # of the first update
+    last: float | None
+
+
+class MeanMax(TypedDict):
+    mean: float | None
+    max: float | None
+
+
+class StepAge(MeanMax):
+    """In optimizer steps, including the steps of a token's own update."""
+
+    inside_mean: float | None  # the part inside the update of a token
+    inside_max: float | None
+
+
+class AgeHistograms(TypedDict):
+    """Trained tokens by age when their batch was formed, as pairs (age, tokens), ascending."""
+
+    publications: list[list[int]]
+    steps: list[list[int]]  # without steps of a token's own update; empty where the steps of an update are unknown
+
+
+class Mismatch(MeanMax):
+    """Engine against learner, in nats, over tokens of the current version."""
+
+    exact_share: float | None  # tokens whose two log-probs are the same float
+    n: int  # tokens
+    by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent where one engine generated all of them
+    quantized: NotRequired[QuantizedMismatch]  # absent where engines decode with the weights as published
+
+
+class QuantizedMismatch(TypedDict):
+    """Of the quantized policy from the published one, over the same tokens; means over the updates by tokens."""
+
+    kl: float | None  # nats
+    effective_sample_size: float | None  # share
+    ratio_share: float | None  # of the mean square of the log-ratio of all generated tokens
+
+
+class EngineMismatch(TypedDict):
+    """Of the tokens of answers that this engine ended."""
+
+    mean: float | None
+    n: int
+
+
+class LostAnswers(TypedDict):
+    """Answers that no engine finished, beside those that were: a difference in length is a bias of what is learnt."""
+
+    lost: int
+    lost_tokens_mean: float  # received of each
+    finished: int
+    finished_tokens_mean: float
+
+
+class Groups(TypedDict):
+    drawn: int
+    trained: int
+    filtered: int  # left out of their batch for equal rewards
+    dropped: Mapping[str, int]  # by reason
+    filtered_rate: float | None  # share of the finished groups that task.filter dropped; None where it dropped none
+    lost: NotRequired[LostAnswers]  # absent where engines finished every answer
+
+
+class Tokens(TypedDict):
+    generated: int
+    trained: float
+
+
+class OptimizerSteps(TypedDict):
+    applied: int
+    skipped: int  # their gradient was not finite
+
+
+class Unparsed(Ends):
+    mean: float | None  # over the updates
+
+
+class Audit(TypedDict):
+    """Answers whose score was compared a second time (task.audit_fraction)."""
+
+    answers: int
+    disagreements: int  # kept in audit.jsonl
+    undecided: int
+
+
+class BeforeAfter(TypedDict):
+    before: float | None
+    after: float | None
+
+
+class MedianMax(TypedDict):
+    median: float | None
+    max: float | None
+
+
+class Work(TypedDict):
+    tokens: int
+    seconds: float  # of the lanes of all engines
+
+
+class EngineWork(TypedDict):
+    """What the engines did in training."""
+
+    generated: Work
+    prefilled: Work  # prompts, the first time; before version 4 of the log also what was rebuilt
+    rebuilt: Work | None  # of interrupted and preempted answers with their prompts; None before version 4 of the log
+
+
+class AttentionPositions(TypedDict):
+    """Of one layer, over rows and steps of decoding."""
+
+    live: int  # that the rows had
+    read: int  # that attention read, padding included
+
+
+class Preemptions(TypedDict):
+    """Requests that were put back because the KV cache was full."""
+
+    requests: int
+    tokens: int  # of their caches, computed again later
+
+
+class Throughput(TypedDict):
+    generate_tokens_per_second: float | None
+    train_tokens_per_second: float | None
+    generate_tokens_per_second_per_device: float | None  # median over the updates, as the next two
+    learner_tokens_per_second_per_device: float | None
+    mfu: float | None  # of the updates; None on devices whose peak is unknown
+
+
+class Busy(TypedDict):
+    """Share of the window in which the lanes are occupied."""
+
+    rollout: float | None  # mean over the engines
+    learner: float | None
+
+
+class Time(TypedDict):
+    """Seconds of an update; limit.Limit has the meaning of each."""
+
+    generate: float | None
+    train: float | None
+    publish: float | None
+    ideal: float | None
+    achieved: float | None
+    ideal_rule: str
+
+
+class Lag(TypedDict):
+    max: float | None  # seconds, after warm-up
+
+
+class TokenFates(TypedDict):
+    """What became of every generated token (telemetry/token_ledger.py); the sum over `fates` is `generated`."""
+
+    generated: int
+    fates: Mapping[str, int]  # trained, filtered, masked, unused, dropped/REASON, unfinished
+    by_age: Mapping[str, list[int]]  # tokens of age 0, 1, ... when the fate was decided; not of the unfinished
+    by_version: Mapping[str, list[int]] | None  # tokens of policy version 0, 1, ...; None with servers
+    fault: str  # why the ledger does not close; '' = it does
+
+
+class Spread(TypedDict):
+    """Answers, each counted with the share of its tokens that have met a fate."""
+
+    answers: float
+    length_mean: float | None  # tokens of the whole answer
+    length_distance: float | None  # of Kolmogorov and Smirnov, from the lengths of all answers; as the last one
+    reward_mean: float | None
+    reward_distance: float | None
+
+
+class Bias(TypedDict):
+    """Trained answers against those that were masked or dropped."""
+
+    distance: float  # of Kolmogorov and Smirnov
+    critical: float  # which it exceeds by chance in 1% of the cases
+    trained_mean: float
+    left_out_mean: float
+
+
+class Censoring(TypedDict):
+    spreads: Mapping[str, Spread]  # generated, trained, filtered, masked, unused, dropped; without fates of no answer
+    length_bias: Bias | None  # None where nothing was left out, as the next
+    reward_bias: Bias | None  # without what a filter of rewards leaves out
+
+
+class AgeRow(TypedDict):
+    """Trained tokens of a range of ages, in publications; means over the updates, weighted by tokens."""
+
+    age: str  # '0', '1', '2', '3-4', '5-8', ...
+    tokens: int  # counted in every epoch
+    effective_sample_size: float | None  # (Σ w)² / (n Σ w²) of the behavior weights of an update
+    clip_fraction: float | None
+    kl: float | None  # of behavior and policy, nats
+
+
+class Moments(TypedDict):
+    mean: Interval | None  # the updates are the clusters
+    rms: float | None
+
+
+class RatioRow(TypedDict):
+    of: str  # a range of ages, of updates back, or an engine
+    tokens: int
+    parts: Mapping[str, Moments]
+
+
+class RatioSplit(TypedDict):
+    """The importance ratio by cause, in nats (learning/diagnostics/ratio_split.py)."""
+
+    tokens: int
+    left_ring_tokens: int  # of sampled answers, whose version was not kept any more
+    identity_error: float | None  # largest difference between a log-ratio and the sum of its parts
+    parts: Mapping[str, Moments]  # total, mismatch, drift, inside
+    by_age: list[RatioRow]  # mismatch, drift
+    by_update: list[RatioRow]  # drift of the update that is 1, 2, ... back
+    by_engine: list[RatioRow]  # mismatch
+    seconds: float
+    share: float | None  # of the seconds of the updates
+
+
+class Causes(TypedDict):
+    """Numbers that separate the causes."""
+
+    token_fates: TokenFates | None  # None where an earlier program wrote a part of the run, as the next
+    censoring: Censoring | None
+    token_age_steps: StepAge  # of the trained tokens
+    token_age_histograms: AgeHistograms
+    mismatch: Mismatch
+    ratios_by_age: list[AgeRow]
+    ratio_split: RatioSplit | None  # None where it was not measured
+
+
+class Flow(TypedDict):
+    """What interrupted answers, and what held them back."""
+
+    interruptions: int  # times that new weights met unfinished requests on an engine
+    steps_with_interruption: int
+    admission_held: Mapping[str, float]  # share of the window in which each bound kept admission closed
+    idle_slots: Mapping[str, float]  # share of the slots' seconds without an open answer, by that bound
+
+
+class BesideTraining(TypedDict):
+    """Of the evaluations beside training."""
+
+    evaluation_curve: list[CurveRow]  # evaluations beside training, by version
+    evaluation_curve_ends: CurveEnds | None  # None without such evaluations
+    evaluation_lane_share: float | None  # of the busy seconds of the engines' lanes; None without such evaluations
+    evaluation_cache_bytes: int | None  # of the slots for them, over all engines
+
+
+class ServerRow(TypedDict):
+    """One server that answers came from."""
+
+    engine: str
+    url: str  # where it served last
+    starts: int  # times that it registered
+    tokens: int  # received, including evaluations and probes
+    failures: int  # times that it was taken out of service
+    last_failure: str  # why, the last time; '' = never
+
+
+class Generation(TypedDict):
+    """Of the engines in training."""
+
+    request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
+    engine_work: EngineWork
+    attention_positions: AttentionPositions | None  # None where the log does not have them
+    preemptions: Preemptions | None  # None without any
+    kv_cache_bytes: int | None  # of one engine; None where it is unknown
+    memory_parts: Mapping[str, int]  # bytes by what they are for; empty where they are unknown
+    servers: list[ServerRow]  # empty where engines were in the process of the run
+
+
+class Report(Flow, BesideTraining, Generation, Causes):
+    steps: int  # updates published
+    planned_steps: int | None
+    finished: bool
+    running: bool  # it has not finished, and a process uses its workdir
+    missing: list[str]  # what the report of an unfinished run lacks, in words
+    newest_checkpoint: int | None  # of an unfinished run: its update; None without one
+    attempts: int  # starts of the program that the log tells of
+    wall_seconds: float | None
+    groups: Groups
+    problems: Mapping[str, int]  # 'train', 'held_out', 'dropped'
+    tokens: Tokens
+    optimizer_steps: OptimizerSteps
+    reward: Ends
+    unparsed_rate: Unparsed  # share of a batch's answers in which no answer could be read
+    audit: Audit | None  # None where no answer was compared a second time
+    accuracy: Accuracy | None
+    most_frequent_answer_share: BeforeAfter
+    token_age: MeanMax  # of the trained tokens, in versions
+    versions_per_trajectory: MeanMax
+    publish_pause_seconds: MedianMax  # of an engine
+    throughput: Throughput
+    busy: Busy
+    time: Time
+    compilations: int  # after warm-up
+    peak_memory_bytes: int | None  # of the process tree
+    event_loop_lag_seconds: Lag
+    weights_sha256: str | None  # of the last version
+    git_commit: str | None
+    versions: Mapping[str, str]  # of packages
+    config: str  # path of the experiment file
+    seed: int
+    eta: float | None  # None: unbounded, or not used by the schedule
+    schedule: str
+    clock: str
+    idle_fields: list[str]
+    prolonged: list[dict[str, int]]
+    hook: Mapping[str, object]  # telemetry.row_thread.RowFacts; empty without one
+    tracker: Mapping[str, object]  # the same of telemetry.tracker
+    hardware: Mapping[str, object]
+    devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]]  # ids by user
+    window_seconds: float
+    cause_of_gap: str
+    warnings: list[str]

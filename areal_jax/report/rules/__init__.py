@@ -1,0 +1,1 @@
+"""The rules that every event log keeps."""

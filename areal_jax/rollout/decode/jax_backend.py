@@ -1,0 +1,322 @@
+"""The compiled programs of an engine in this process: prefill, generate and copy of one decoder on its devices.
+
+rollout/stream.py calls them on the engine's lane; app/ builds one backend for the devices of each engine.
+Weights and cache are arguments of every program, so new weights of the same shapes need no compilation. Shapes come
+from short declared lists, prefill buckets and batch buckets; `warm_up` compiles all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.config.declarations import DTYPES
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.lora import Lora
+from areal_jax.models.native_layers import LEAST_COLUMNS
+from areal_jax.models.shape import ModelConfig
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
+from areal_jax.rollout.decode import cache, parallel, prefill
+from areal_jax.rollout.decode import decode_rows as rows
+from areal_jax.rollout.decode import prefill_buckets as buckets
+from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
+from areal_jax.rollout.decode.attention.contract import Cache
+from areal_jax.rollout.decode.decode_weights import PreparedWeights, require_quantizable
+from areal_jax.rollout.decode.generate import Generate, Outputs
+from areal_jax.rollout.decode.prefill import PackedPieces
+from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.types import Tree
+
+MOST_PROGRAMS = 16
+_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy
+
+
+@dataclasses.dataclass(frozen=True)
+class _Generation:
+    """The programs of `generate` for one kind of rows, one for each batch."""
+
+    form: Generate
+    batches: tuple[int, ...]
+    program: jax.stages.Wrapped
+
+
+class JaxDecodeBackend:
+    """rollout.backend.DecodeBackend for a decoder on one device, or with its heads over several.
+
+    Every call that takes a state donates it: use only the state returned last.
+
+    Args:
+      slots: most sequences decoded at once.
+      context_tokens: most tokens of a sequence.
+      block_tokens: positions of a block.
+      cache_blocks: blocks that sequences may have; None = enough for `slots` of the longest.
+      prefill_buckets: ascending tokens of a packed prefill; a longer sequence goes in pieces of the last.
+      decode_steps: most tokens of a row in one `generate`.
+      filtered: whether requests may use top_k, top_p or min_p.
+      adjusted: whether requests may use penalties, biases and least lengths. Such requests come from many clients, so
+        dispatches without any that changes the softmax have programs of their own, which compute nothing for it.
+      dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
+        log-probs are float32.
+      batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
+      devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
+      attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
+      small_batches: also batches that cost a kernel as much as a larger one. Log-probs of batches differ by rounding.
+      weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
+
+    Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
+    where the attention cannot do what the decoder needs, or fails its check.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        context_tokens: int,
+        block_tokens: int,
+        cache_blocks: int | None = None,
+        prefill_buckets: tuple[int, ...],
+        decode_steps: int,
+        filtered: bool,
+        dtype: str,
+        batch_buckets: tuple[int, ...] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        attention: str = 'auto',
+        adjusted: bool = False,
+        weights: str = 'published',
+        small_batches: bool = True,
+    ):
+        require_quantizable(weights, dtype, decoder.lora)
+        if dtype not in DTYPES:
+            raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
+        if decoder.layers != 'list':
+            raise ConfigError(f"decoding needs a decoder with layers='list', not {decoder.layers!r}")
+        for name, value in (('slots', slots), ('decode_steps', decode_steps), ('block_tokens', block_tokens)):
+            if value < 1:
+                raise ConfigError(f'{name}={value} must be at least 1')
+        devices = tuple(devices or jax.local_devices()[:1])
+        self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
+        self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
+        self.devices = tuple(map(str, devices))
+        self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
+        self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
+        self.sampling = SamplingSupport(
+            vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
+            stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
+        )  # fmt: skip
+        self.placement, self.passed_over = parallel.place(decoder, self._sizes, self.dtype, attention, devices, weights)
+        self._decoder, self._attention = self.placement.decoder, self.placement.attention
+        self.attention = self._attention.name
+        self._buckets = tuple(prefill_buckets)
+        self.declared_prefills = prefill.declared_buckets(self._buckets, block_tokens, context_tokens)
+        # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
+        # weights committed to another device are an error instead of a silent copy.
+        where = self.placement
+        on, state, prepared = where.rows, where.cache, where.prepared
+        self._initial_program = jax.jit(self._initial, out_shardings=state)
+        self._prefill_program = jax.jit(
+            self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
+        )
+        self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
+        self._generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
+
+    def _declare_generations(
+        self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool, small_batches: bool
+    ) -> tuple[_Generation, ...]:
+        """The last takes every row, the first the rows that need nothing that the last alone has."""
+        most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills)
+        native = self._decoder.tokens == 'native_columns' and self.dtype == jnp.float32
+        least = LEAST_COLUMNS if native and not small_batches else 1
+        if not adjusted:
+            kinds: list[tuple[bool, bool]] = [(filtered, adjusted)]
+            shares = [buckets.derive_batches(self.slots, min(buckets.MOST_BATCHES, most), least)]
+        else:
+            kinds = [(False, False), (filtered, adjusted)]
+            shares = [*buckets.share_batches(self.slots, most, least)]
+        if batches is not None:
+            shares = [tuple(batches)] * len(kinds)
+        self._check(shares)
+        generate = functools.partial(Generate, self._decoder, self._attention, self.placement.over_heads, self._sizes)
+        forms = [generate(self._steps, *kind) for kind in kinds]
+        return tuple(_Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
+
+    def _compile(self, form: Generate) -> jax.stages.Wrapped:
+        def generate(
+            weights: PreparedWeights, state: Cache, batch: rows.Batch, steps: jax.Array
+        ) -> tuple[Cache, Outputs]:
+            return form(weights.params, state, batch, steps)
+
+        where = self.placement
+        return jax.jit(
+            generate, in_shardings=(where.prepared, where.cache, where.rows, where.rows),
+            out_shardings=(where.cache, where.rows), donate_argnums=1,
+        )  # fmt: skip
+
+    def _check(self, shares: Sequence[tuple[int, ...]]) -> None:
+        for name, sizes in (('prefill_buckets', self._buckets), *(('batch_buckets', share) for share in shares)):
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ConfigError(f'{name}={sizes} must be ascending positive numbers')
+        if any(share[-1] != self.slots for share in shares):
+            raise ConfigError(f'batch_buckets={shares[0]} must end with slots={self.slots}')
+        if self.cache_blocks < self._sizes.table_blocks:
+            raise ConfigError(
+                f'cache_blocks={self.cache_blocks} of {self.block_tokens} tokens do not hold one sequence of '
+                f'context_tokens={self.context_tokens}; give at least {self._sizes.table_blocks}'
+            )
+        programs = sum(map(len, shares)) + len(self.declared_prefills) + _OTHER_PROGRAMS
+        if programs > MOST_PROGRAMS:
+            raise ConfigError(
+                f'prefill_buckets={self._buckets} and batch_buckets={shares[0]} need {programs} programs, more '
+                f'than {MOST_PROGRAMS}; declare fewer'
+            )
+
+    def warm_up(self, weights: PreparedWeights, announce: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Compiles every declared program by running it without sequences; returns the number of programs.
+
+        `announce` is called before each program with the number done and the total.
+        """
+        decoding = [(generation, size) for generation in self._generations for size in generation.batches]
+        total = _OTHER_PROGRAMS + len(self.declared_prefills) + len(decoding)
+        announce(0, total)
+        state = self.initial_state()
+        announce(1, total)
+        state = self.copy(state, [self._sizes.padding_block], [self._sizes.padding_block])
+        for done, bucket in enumerate(self.declared_prefills, start=_OTHER_PROGRAMS):
+            announce(done, total)
+            state = self._prefill_program(weights, state, self._pack([], bucket))
+        for done, (generation, size) in enumerate(decoding, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
+            announce(done, total)
+            empty = rows.empty_batch(size, self._sizes, generation.form.adjusted)
+            state, _ = generation.program(weights, state, empty, np.int32(1))
+        jax.block_until_ready(state)
+        return total
+
+    # The programs as text and numbers, for measurements and tests.
+
+    def lower_prefill(self, weights: PreparedWeights, bucket: PrefillBucket) -> jax.stages.Lowered:
+        """For one of `declared_prefills`."""
+        return self._prefill_program.lower(weights, self._abstract_state(), self._pack([], bucket))
+
+    def lower_generate(self, weights: PreparedWeights, batch: int, *, plain: bool = True) -> jax.stages.Lowered:
+        """For `batch` rows; `plain`: that need nothing which only some programs have."""
+        generation = self._generations[0 if plain else -1]
+        empty = rows.empty_batch(batch, self._sizes, generation.form.adjusted)
+        return generation.program.lower(weights, self._abstract_state(), empty, np.int32(1))
+
+    # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state, its padding block included."""
+        leaves = jax.tree.leaves(self._abstract_state())
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def prepare(self, weights: Params | PreparedWeights) -> PreparedWeights:
+        """What is prepared already is returned as it is.
+
+        Raises ValueError for weights of another dtype than the backend's.
+        """
+        if isinstance(weights, PreparedWeights):
+            return weights
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+            if leaf.dtype != self.dtype:
+                raise ValueError(
+                    f'weights have {leaf.dtype} at {jax.tree_util.keystr(path, simple=True, separator="/")}, but the '
+                    f'backend was built with dtype={self.dtype.name!r}; cast the weights or build it with theirs'
+                )
+        # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
+        prepared = self._decoder.prepare(jax.device_put(weights, self.placement.published))
+        return PreparedWeights(jax.block_until_ready(prepared))
+
+    def initial_state(self) -> Cache:
+        # ready, so that the first prefill is not charged with the pages of the cache
+        return jax.block_until_ready(self._initial_program())
+
+    def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
+        return prefill.bucket_for(spans, self._buckets, self.block_tokens, self.context_tokens)
+
+    @property
+    def largest_piece(self) -> int:
+        return self._buckets[-1]
+
+    def prefill(self, weights: PreparedWeights, state: Cache, pieces: Sequence[PrefillPiece]) -> Cache:
+        """Raises ValueError where no bucket holds the pieces; the state is untouched."""
+        bucket = self.prefill_bucket([piece.span for piece in pieces])
+        if bucket is None:
+            raise ValueError(
+                f'{len(pieces)} pieces of {sum(len(piece.tokens) for piece in pieces)} tokens do not fit '
+                f'prefill_buckets={self._buckets}; split them'
+            )
+        packed = self._pack(pieces, bucket)
+        # ready, so that the lane's interval has its real end
+        return jax.block_until_ready(self._prefill_program(weights, state, packed))
+
+    def batch_bucket(self, decoded: Sequence[DecodeRow]) -> int:
+        """Raises ValueError for more rows than slots."""
+        return buckets.smallest_that_holds(self._generation(decoded).batches, len(decoded))
+
+    def generate(
+        self, weights: PreparedWeights, state: Cache, decoded: Sequence[DecodeRow], steps: int
+    ) -> tuple[Cache, DecodeOutput]:
+        """Raises ValueError for rows that do not fit the sizes of this backend; the state is untouched."""
+        if not 0 < steps <= self._steps:
+            raise ValueError(f'steps={steps} must lie between 1 and decode_steps={self._steps}')
+        for row in decoded:
+            rows.check_row(row, steps, self._sizes, self.sampling)
+        generation, size = self._generation(decoded), self.batch_bucket(decoded)
+        batch, places = rows.fill_batch(decoded, size, self._sizes, generation.form.adjusted)
+        state, outputs = generation.program(weights, state, batch, np.int32(steps))
+        out = jax.device_get(outputs)
+        given = lambda values: values[:steps, places]
+        columns = {name: given(values) for name, values in out.columns.items()}
+        read = int(out.positions_read)
+        return state, DecodeOutput(given(out.tokens), given(out.logprobs), given(out.valid), columns, read)
+
+    def copy(self, state: Cache, sources: Sequence[int], targets: Sequence[int]) -> Cache:
+        for start in range(0, len(sources), cache.COPIES):
+            at = np.full((2, cache.COPIES), self._sizes.padding_block, np.int32)
+            for side, blocks in zip(at, (sources, targets), strict=True):
+                part = blocks[start : start + cache.COPIES]
+                side[: len(part)] = part
+            state = self.copy_program(state, *at)
+        return state
+
+    def _generation(self, decoded: Sequence[DecodeRow]) -> _Generation:
+        if len(self._generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
+            return self._generations[0]
+        return self._generations[-1]
+
+    def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces[np.ndarray]:
+        return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block)
+
+    # The programs.
+
+    def _abstract_state(self) -> Tree:
+        """Shape and dtype of every array of a state."""
+        return jax.eval_shape(self._initial)
+
+    def _initial(self) -> Cache:
+        return self.placement.empty_cache(self._sizes, self.dtype)
+
+    def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces[np.ndarray]) -> Cache:
+        over_heads = self.placement.over_heads
+        return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed, over_heads)
+
+    def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+        return cache.copy_blocks(self._attention, state, sources, targets)
+
+
+@functools.lru_cache(maxsize=8)
+def share_backend(config: ModelConfig, lora: Lora | None, **sizes: Any) -> JaxDecodeBackend:
+    """The backend of these sizes, which are JaxDecodeBackend's; one for all runs of a process.
+
+    A backend holds programs and no state, so that a second run of the same shapes traces and compiles nothing.
+    """
+    return JaxDecodeBackend(Decoder(config, lora=lora), **sizes)

@@ -1,0 +1,131 @@
+"""Answers to the prompts of a batch under given weights: all have A tokens, and the noise of a single run.
+
+A prompt is read once for all answers of its group. Shapes: B, G, P, A as in __init__.py; C = A - 1 tokens of an answer
+are read again; N = B * G answers; T = P + G * C places that an answer can see.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.models.attention import packed_rows_attention
+from areal_jax.models.decoder import Attend
+from areal_jax.rollout.decode import sampling
+from areal_jax.studies.arms.setting import Constants, Setting
+from areal_jax.types import Tree
+
+_MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
+
+
+class Answers(NamedTuple):
+    """Answers of a batch, or of several batches with leading axes."""
+
+    tokens: jax.Array  # int32 [B, G, A]
+    behavior_logprobs: jax.Array  # float32 [B, G, A]
+
+
+class _Cache(NamedTuple):
+    """Keys or values of a layer."""
+
+    prompts: jax.Array  # [B, P, K, D]
+    answers: jax.Array  # [B, G, C, K, D]
+
+    def write(self, new: jax.Array, number: jax.Array) -> _Cache:
+        """With [N, K, D] of token `number` of every answer."""
+        rows = new.reshape(*self.answers.shape[:2], *new.shape[1:])
+        return self._replace(answers=jax.lax.dynamic_update_index_in_dim(self.answers, rows, number, 2))
+
+    def whole(self) -> jax.Array:
+        """[B, T, K, D]."""
+        flat = self.answers.reshape(len(self.answers), -1, *self.answers.shape[3:])
+        return jnp.concatenate([self.prompts, flat], axis=1)
+
+
+def generate(setting: Setting, constants: Constants, params: Tree, prompts: jax.Array, draws: jax.Array) -> Answers:
+    """Answers to prompts int32 [B, P] with the draw numbers int32 [B]."""
+    groups, length = prompts.shape
+    size, steps, decoder = setting.group_size, setting.answer_tokens - 1, setting.decoder
+    keys = _request_keys(constants.seed, draws, size)  # [N, 2]
+    temperature = jnp.full(groups * size, constants.temperature)
+
+    def sample(logits: jax.Array, index: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        tokens, logprobs, _ = sampling.sample_tokens(logits, keys, jnp.full(groups * size, index), temperature)
+        return tokens, logprobs
+
+    positions = jnp.tile(jnp.arange(length), groups)
+    hidden, caches = decoder.hidden(params, prompts.reshape(-1), positions, _prefill(setting, groups, length))
+    last = decoder.logits(params, hidden.reshape(groups, length, -1)[:, -1])  # [B, V]
+    first = sample(jnp.repeat(last, size, axis=0), length)
+    if not steps:
+        return _shape(first[0][None], first[1][None], groups)
+
+    def step(carry: tuple[jax.Array, Tree], number: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
+        tokens, caches = carry
+        place = jnp.full(groups * size, length + number)
+        hidden, caches = decoder.hidden(params, tokens, place, _decode(groups, number), caches)
+        tokens, logprobs = sample(decoder.logits(params, hidden), length + number + 1)
+        return (tokens, caches), (tokens, logprobs)
+
+    _, rest = jax.lax.scan(step, (first[0], caches), jnp.arange(steps))
+    tokens, logprobs = (jnp.concatenate([one[None], others]) for one, others in zip(first, rest, strict=True))
+    return _shape(tokens, logprobs, groups)
+
+
+def _request_keys(seed: jax.Array, draws: jax.Array, size: int) -> jax.Array:
+    """uint32 [N, 2]."""
+    samples = jnp.tile(jnp.arange(size, dtype=jnp.uint32), len(draws))
+    n = len(draws) * size
+    return sampling.request_keys(jnp.broadcast_to(seed, (n, 2)), jnp.repeat(draws, size).astype(jnp.uint32), samples)
+
+
+def _shape(tokens: jax.Array, logprobs: jax.Array, groups: int) -> Answers:
+    """From [A, N]."""
+    shaped = lambda x: x.T.reshape(groups, -1, len(x))
+    return Answers(shaped(tokens), shaped(logprobs))
+
+
+def _prefill(setting: Setting, groups: int, length: int) -> Attend:
+    """Attention inside prompts, which fills an empty cache."""
+    room = (groups, setting.group_size, setting.answer_tokens - 1)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
+        queries, keys, values = (x.reshape(groups, length, *x.shape[1:]) for x in (q, k, v))
+        segments = jnp.ones((groups, length), jnp.int32)
+        scale = q.shape[-1] ** -0.5
+        out = packed_rows_attention(queries, keys, values, segments, segments, scale=scale, impl='dense')
+        cache = tuple(_Cache(x, jnp.zeros((*room, *x.shape[2:]), x.dtype)) for x in (keys, values))
+        return out.reshape(q.shape), cache
+
+    return attend
+
+
+def _decode(groups: int, number: jax.Array) -> Attend:
+    """Attention of token `number` of every answer to its prompt and to itself; other answers are masked."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
+        size = len(q) // groups
+        cache = tuple(side.write(new, number) for side, new in zip(entry, (k, v), strict=True))
+        keys, values = (side.whole() for side in cache)
+        prompt, steps = cache[0].prompts.shape[1], cache[0].answers.shape[2]
+        seen = jnp.asarray(_own_places(size, prompt, steps)) & (_step_of(size, prompt, steps) <= number)  # [G, T]
+        grouped = q.reshape(groups, size, keys.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum('bgkhd,btkd->bkght', grouped, keys) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, _MASKED), axis=-1)
+        return jnp.einsum('bkght,btkd->bgkhd', weights, values).reshape(q.shape), cache
+
+    return attend
+
+
+def _own_places(size: int, prompt: int, steps: int) -> np.ndarray:
+    """bool [G, T]: the prompt and the answer's own tokens."""
+    owner = np.concatenate([np.full(prompt, -1), np.repeat(np.arange(size), steps)])
+    return (owner == -1) | (owner == np.arange(size)[:, None])
+
+
+def _step_of(size: int, prompt: int, steps: int) -> np.ndarray:
+    """int [T]: the number of a token in its answer; -1 in the prompt."""
+    return np.concatenate([np.full(prompt, -1), np.tile(np.arange(steps), size)])

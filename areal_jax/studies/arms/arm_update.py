@@ -1,0 +1,216 @@
+"""One update of one arm: a batch becomes rewards, advantages, minibatches and optimizer steps.
+
+The arithmetic equals a single run's (learning/), with arrays in place of what a single run decides on the host.
+It runs under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups each; N = G * A
+loss tokens of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.learning.objective.advantages import ESTIMATORS, STD_FLOOR
+from areal_jax.learning.objective.losses import decoupled_ppo_loss, entropy_bonus, masked_sum
+from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs
+from areal_jax.studies.arms.answer_generation import Answers
+from areal_jax.studies.arms.group_forward import answer_logprobs
+from areal_jax.studies.arms.setting import Constants, Setting
+from areal_jax.types import Tree
+
+Rows = Mapping[str, jax.Array]  # see `make_rows`
+Sums = dict[str, jax.Array]  # float32 scalars: what `series.py` makes the metrics of an update from
+
+
+class Batch(NamedTuple):
+    """The groups of an update."""
+
+    prompts: jax.Array  # int32 [B, P]
+    truths: jax.Array  # int32 [B, A]
+    answers: Answers
+
+
+class _Minibatches(NamedTuple):
+    """Groups in the places of minibatches; a place that no group has is not `filled`."""
+
+    groups: jax.Array  # int32 [M, E]
+    filled: jax.Array  # bool [M, E]
+
+
+class _Carry(NamedTuple):
+    params: Tree
+    state: Tree
+    rate: jax.Array  # float32, learning rate of the last step
+
+
+def update(
+    setting: Setting, constants: Constants, params: Tree, state: Tree, batch: Batch, version: jax.Array
+) -> tuple[Tree, Tree, Sums]:
+    """(weights, optimizer state, sums) after the update of the weights of `version`."""
+    right = jnp.sum(batch.answers.tokens == batch.truths[:, None], axis=-1)  # int32 [B, G]
+    kept = ~constants.filters | (right.max(axis=1) != right.min(axis=1))  # [B]
+    minibatches = split_groups(setting, kept)
+    policy_version = jnp.maximum(version - constants.delay, 0)
+    scalars = {'version': version, 'scale': _denominator_scale(setting, constants, kept)}
+    rows = make_rows(batch, advantages(setting, constants, right), policy_version, minibatches)  # leaves [M, E, ...]
+    rows |= {'recomputed_logprobs': _recompute(setting, constants, params, rows)}
+
+    def step(carry: _Carry, now: tuple[Rows, jax.Array]) -> tuple[_Carry, tuple[Sums, jax.Array]]:
+        return _step(setting, constants, scalars, carry, *now)
+
+    number = setting.minibatches * setting.epochs
+    whole = {name: jnp.concatenate([array] * setting.epochs) for name, array in rows.items()}
+    start = _Carry(params, state, jnp.zeros((), jnp.float32))
+    carry, (steps, logprobs) = jax.lax.scan(step, start, (whole, jnp.arange(number) == 0))
+    sums = {name: values.max() if name.endswith('_max') else values.sum() for name, values in steps.items()}
+    sums |= {'kept': kept.sum(), 'right': right.sum(), 'right_squares': (right**2).sum(), 'learning_rate': carry.rate}
+    sums |= _mismatch(setting, constants, rows, logprobs[0], policy_version == version)
+    return carry.params, carry.state, {name: value.astype(jnp.float32) for name, value in sums.items()}
+
+
+def advantages(setting: Setting, constants: Constants, right: jax.Array) -> jax.Array:
+    """float32 [B, G] of answers with so many right symbols, int32 [B, G]: advantages.group_advantages.
+
+    A reward is right / (A + 1), as the end of an answer counts, which no answer has. Differences of rewards are taken
+    between integers: equal rewards have the advantage 0, whatever their mean is.
+    """
+    size, unit = right.shape[1], right.shape[1] * (setting.answer_tokens + 1)
+    above = size * right - right.sum(axis=1, keepdims=True)  # (reward - mean) * unit
+    centred = above / unit
+    deviation = jnp.sqrt(jnp.mean(above**2, axis=1, keepdims=True)) / unit
+    found = {
+        'group': centred / (deviation + STD_FLOOR),
+        'group_mean': centred,
+        'rloo': centred * (size / max(size - 1, 1)),
+    }
+    return jnp.stack([found[name] for name in ESTIMATORS])[constants.advantage]
+
+
+def split_groups(setting: Setting, kept: jax.Array) -> _Minibatches:
+    """The minibatches of packing.split_minibatches: groups of equal length go round, in the order of their draws."""
+    order = jnp.argsort(~kept, stable=True)  # the kept ones first
+    rank = np.arange(setting.minibatches)[:, None] + setting.minibatches * np.arange(setting.minibatch_groups)
+    return _Minibatches(order[np.minimum(rank, setting.groups - 1)], jnp.asarray(rank) < kept.sum())
+
+
+def make_rows(
+    batch: Batch, values: jax.Array, policy_version: jax.Array, minibatches: _Minibatches
+) -> dict[str, jax.Array]:
+    """The groups in their minibatches, leaves [M, E, ...]; what the loss reads is [M, E, N]."""
+    _, size, answer = batch.answers.tokens.shape
+    of_groups = lambda x: x[minibatches.groups]
+    by_token = lambda x: of_groups(x).reshape(*minibatches.groups.shape, -1)
+    mask = jnp.repeat(minibatches.filled[..., None], size * answer, axis=-1)
+    return {
+        'prompts': of_groups(batch.prompts),
+        'answers': of_groups(batch.answers.tokens),
+        'loss_mask': mask,
+        'behavior_logprobs': by_token(batch.answers.behavior_logprobs),
+        'advantages': by_token(jnp.repeat(values[..., None], answer, axis=-1)),
+        'policy_versions': jnp.broadcast_to(policy_version, mask.shape),
+    }
+
+
+def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) -> jax.Array:
+    """denominators.denominator_scale of groups with equally many tokens."""
+    return jnp.where(constants.counts_all, setting.groups / jnp.maximum(kept.sum(), 1), 1.0)
+
+
+def _recompute(setting: Setting, constants: Constants, params: Tree, rows: Rows) -> jax.Array:
+    """float32 [M, E, N]: log-probs under the weights before the update, where a later step needs them, else 0."""
+    zeros = jnp.zeros_like(rows['behavior_logprobs'])
+    first = 0 if setting.epochs > 1 else 1  # the first step computes the log-probs of its own minibatch
+    if not setting.recomputes or first == setting.minibatches:
+        return zeros
+    prompts, answers = (rows[name][first:].reshape(-1, *rows[name].shape[2:]) for name in ('prompts', 'answers'))
+    logprobs, _ = answer_logprobs(setting, params, prompts, answers, constants.temperature)
+    return zeros.at[first:].set(logprobs.reshape(zeros[first:].shape))
+
+
+def _step(
+    setting: Setting,
+    constants: Constants,
+    scalars: Mapping[str, jax.Array],
+    carry: _Carry,
+    rows: Rows,
+    first: jax.Array,
+) -> tuple[_Carry, tuple[Sums, jax.Array]]:
+    """One optimizer step on a minibatch, rows [E, ...]; none on one that has no group."""
+    denominator = jnp.maximum(rows['loss_mask'].sum(), 1).astype(jnp.float32) * scalars['scale']
+    scalars = {**scalars, 'denominator': denominator, 'first': first}
+
+    def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+        return _loss(setting, constants, params, rows, scalars)
+
+    gradients, (sums, logprobs) = jax.grad(loss, has_aux=True)(carry.params)
+    params, state, measured = setting.optimizer.apply(carry.params, carry.state, gradients, constants.learning_rate)
+    made = rows['loss_mask'].any()
+    select = lambda new, old: jnp.where(made, new, old)
+    sums |= {
+        'steps': made,
+        'skip_count': select(measured['skip_count'], 0.0),
+        'grad_norm': select(measured['grad_norm'], 0.0),
+    }
+    after = _Carry(
+        jax.tree.map(select, params, carry.params),
+        jax.tree.map(select, state, carry.state),
+        select(measured['learning_rate'], carry.rate),
+    )
+    return after, (sums, logprobs)
+
+
+def _loss(
+    setting: Setting, constants: Constants, params: Tree, rows: Rows, scalars: Mapping[str, jax.Array]
+) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+    """(loss of the minibatch, (sums, log-probs [E, N])), as train_step.Programs has it."""
+    policy_logprobs, entropy = answer_logprobs(setting, params, rows['prompts'], rows['answers'], constants.temperature)
+    centres = [
+        proximal_logprobs(
+            kind,
+            policy_logprobs,
+            rows['behavior_logprobs'],
+            rows['policy_versions'],
+            scalars['version'],
+            rows['recomputed_logprobs'],
+            scalars['first'],
+        )
+        for kind in KINDS
+    ]
+    mask, denominator = rows['loss_mask'], scalars['denominator']
+    loss, sums = decoupled_ppo_loss(
+        policy_logprobs,
+        jnp.stack(centres)[constants.proximal],
+        rows['behavior_logprobs'],
+        rows['advantages'],
+        mask,
+        denominator,
+        clip_epsilon=constants.clip_epsilon,
+        clip_epsilon_high=constants.clip_epsilon_high,
+        behavior_weight_cap=constants.behavior_weight_cap,
+    )
+    if setting.rewards_entropy:
+        loss = loss - constants.entropy_coefficient * entropy_bonus(entropy, mask, denominator)
+    sums |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, mask)}
+    return loss, (jax.lax.stop_gradient(sums), policy_logprobs)
+
+
+def _mismatch(setting: Setting, constants: Constants, rows: Rows, first: jax.Array, current: jax.Array) -> Sums:
+    """Sums of diagnostics.mismatch_metrics: |behavior - learner's log-prob| where both are of the same weights.
+
+    `first`: float32 [E, N], log-probs of the first minibatch before its step.
+    """
+    before = rows['recomputed_logprobs'].at[0].set(first)
+    recomputed = setting.recomputes & (constants.proximal == KINDS.index('recompute'))
+    known = (jnp.arange(setting.minibatches) == 0) | recomputed
+    compared = rows['loss_mask'] & known[:, None, None] & current
+    differences = jnp.where(compared, jnp.abs(rows['behavior_logprobs'] - before), 0.0)
+    return {
+        'mismatch_count': compared.sum(),
+        'mismatch_sum': differences.sum(),
+        'mismatch_max': differences.max(),
+        'mismatch_exact': (compared & (differences == 0)).sum(),
+    }

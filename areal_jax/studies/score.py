@@ -1,0 +1,72 @@
+"""Scores of final weights: right places of sampled answers to all training prompts, with one noise for all arms.
+
+Shapes: S prompts, R answers to each, A tokens of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.app.build.task_builder import build_task
+from areal_jax.app.model.model import describe_model
+from areal_jax.config import TrackedConfig, default_config
+from areal_jax.studies.arms.answer_generation import generate
+from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.arms.setting import make_constants, make_setting
+from areal_jax.types import Tree
+
+SEED = 2**31 - 1  # of the noise
+MOST_PROMPTS = 64  # of tasks that have more, the first ones of one order
+ANSWERS = 64  # to each prompt
+
+
+def make_scorer(arm: Arm) -> Callable[[Tree], float]:
+    """A function from weights of the arm's model to their score.
+
+    The share of the task.length places of an answer that are right. Unless rollout.ignore_eos, the end is one place
+    more, and what is behind an end is wrong.
+    """
+    config = arm.config.copy_and_resolve_references().unlock()
+    ends = not config.rollout.ignore_eos
+    config.run.seed = SEED
+    config.rollout.temperature = 1.0
+    config.rollout.max_new_tokens = config.task.length + ends
+    config.loss.advantage = default_config().loss.advantage  # a score has none, and the arm's may be the user's own
+    config.staleness.schedule, config.staleness.eta = 'fixed(0)', default_config().staleness.eta
+    prompts, truths = _problems(TrackedConfig(config), ends)
+    eos = describe_model(TrackedConfig(config)).tokenizer.eos_id if ends else None
+    asked = [Arm(arm.name, config)]
+    setting = make_setting(asked)
+    constants = jax.tree.map(lambda x: x[0], make_constants(asked))
+    repeats = -(-ANSWERS // setting.group_size)
+    tiled, draws = np.repeat(prompts, repeats, axis=0), np.arange(len(prompts) * repeats)
+
+    @jax.jit
+    def answer(params: Tree) -> jax.Array:
+        return generate(setting, constants, params, jnp.asarray(tiled), jnp.asarray(draws)).tokens  # [S * R / G, G, A]
+
+    return lambda params: share_right(np.asarray(answer(params)), np.repeat(truths, repeats, axis=0), eos)
+
+
+def share_right(answers: np.ndarray, truths: np.ndarray, eos: int | None) -> float:
+    """Share of right places of answers [N, G, A] to truths [N, A]; none is right behind an EOS, unless that is None."""
+    right = answers == truths[:, None]
+    if eos is not None:
+        is_end = answers == eos
+        right &= np.cumsum(is_end, axis=-1) == is_end  # no end before this place
+    return float(np.mean(right))
+
+
+def _problems(config: TrackedConfig, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+    """int32 prompts [S, P] and truths [S, A]."""
+    tokenizer = describe_model(config).tokenizer
+    task = build_task(config, tokenizer)
+    stream = task.prompts('train', 0)
+    drawn = [stream.draw() for _ in range(min(task.sizes()['train'], MOST_PROMPTS))]
+    end = [tokenizer.eos_id] if ends else []
+    truths: Sequence[np.ndarray] = [np.append(tokenizer.encode(prompt.problem['answer']), end) for prompt in drawn]
+    return np.stack([prompt.tokens for prompt in drawn]), np.stack(truths).astype(np.int32)

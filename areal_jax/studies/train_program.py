@@ -1,0 +1,76 @@
+"""The process of a program of arms: python -m areal_jax.studies.train_program LIST.
+
+LIST is the file that arm_programs.py writes. Each arm gets what a run leaves: config.json, metrics.jsonl and, last,
+report.json. What an earlier process left of these arms is removed first.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+from areal_jax import files
+from areal_jax.app.build.compilations import use_compilation_cache
+from areal_jax.app.model.model import build_model
+from areal_jax.app.process.ending import ProcessEnd, end_command
+from areal_jax.app.process.noise import silence_libraries
+from areal_jax.config import TrackedConfig
+from areal_jax.errors import ExitCode
+from areal_jax.publication.manifest import weights_sha256
+from areal_jax.report.report import FILE as REPORT
+from areal_jax.studies.arm_programs import read_list
+from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.arms.arm_training import ArmResult, train_arms
+from areal_jax.studies.score import make_scorer
+from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import FILE as METRICS
+from areal_jax.telemetry.values import Line, number
+
+
+def train(path: pathlib.Path) -> int:
+    """Trains, scores and reports the arms of the list; returns the exit code."""
+    listed = read_list(path)
+    arms = [Arm(name, config) for name, (_, config) in listed.items()]
+    workdirs = [workdir for workdir, _ in listed.values()]
+    for workdir in workdirs:
+        for file in (REPORT, METRICS):
+            (workdir / file).unlink(missing_ok=True)
+    with use_compilation_cache(TrackedConfig(arms[0].config)):
+        results = train_arms(arms, workdirs[0].parent, announce=lambda done, total: print(done, total, flush=True))
+        score = make_scorer(arms[0])
+        for result, workdir in zip(results, workdirs, strict=True):
+            files.write_json(workdir / REPORT, make_report(result, score(result.params)), allow_nan=True)
+    return ExitCode.FINISHED
+
+
+def make_report(result: ArmResult, score: float) -> files.JsonObject:
+    """What a study reads of the report of a run, and the score."""
+    series = lambda name: [_number(line, name) for line in result.lines]
+    trained, ages = series(names.TOKENS_TRAINED), series(names.TOKEN_AGE_MEAN)
+    tokens = sum(trained)
+    steps = {name: sum(series(f'update/{name}')) for name in ('optimizer_steps', 'skipped_steps')}
+    initial = build_model(TrackedConfig(result.arm.config)).params
+    assert initial is not None
+    return {
+        'steps': len(result.lines),
+        'finished': True,
+        'optimizer_steps': {'applied': steps['optimizer_steps'], 'skipped': steps['skipped_steps']},
+        'token_age': {
+            'mean': sum(age * count for age, count in zip(ages, trained, strict=True)) / tokens if tokens else None,
+            'max': max(series(names.TOKEN_AGE_MAX)),
+        },
+        'score': score,
+        'weights_sha256': result.weights_sha256,
+        'initial_weights_sha256': weights_sha256(initial),
+    }
+
+
+def _number(line: Line, name: str) -> float:
+    """The metric; 0 in an update that has none, because it trained no token."""
+    return number(line, name) or 0.0
+
+
+if __name__ == '__main__':
+    silence_libraries()
+    end = ProcessEnd()
+    sys.exit(end.note(end_command(lambda: train(pathlib.Path(sys.argv[1])), doing='writing the arms of a program')))

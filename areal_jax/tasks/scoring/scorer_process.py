@@ -1,0 +1,106 @@
+"""The process that runs a scorer: a line in, a line out, until the pipe closes. Its parent is tasks/scoring/worker.py.
+
+First line out: {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...},
+one line out: {"id": ..., "reward": 0.5} or {"id": ..., "error": "..."}; beside a reward, "label" unless it is 'ok'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import sys
+from typing import TYPE_CHECKING, cast
+
+from areal_jax.plugins import load_function, load_module
+from areal_jax.tasks.scoring.score_call import ScoringError, describe_error, score_answer
+
+if TYPE_CHECKING:
+    from areal_jax.tasks.task import Scorer
+
+
+def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
+    """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises.
+
+    Args:
+      scorer: 'module:function' or '/path/to/file.py:function'.
+      memory_mb: see `limit_memory`.
+      requests, replies: file descriptors, inherited by no child process.
+    """
+    limit_memory(memory_mb)
+    own_pid = os.getpid()
+    # A forked child that returns from the scorer must not answer a second time, nor take the next request.
+    os.register_at_fork(after_in_child=lambda: _close_quietly(requests, replies))
+    # Line buffering shows the output of a scorer that hangs. backslashreplace lets it print lone surrogates.
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
+    score = load_scorer(scorer)
+    _end_fork(own_pid)
+    write_whole(replies, b'{"ready": true}\n')
+    with os.fdopen(requests, 'rb', closefd=False) as lines:
+        for line in lines:
+            reply = reply_to(score, line)
+            _end_fork(own_pid)
+            _flush_output()
+            write_whole(replies, json.dumps(reply).encode() + b'\n')
+
+
+def load_scorer(spec: str) -> Scorer:
+    """The function that plugins.load_function finds, warmed up if its module has a `warm_up`."""
+    score = cast('Scorer', load_function(spec, 'scorer'))
+    getattr(load_module(spec, 'scorer'), 'warm_up', lambda: None)()
+    return score
+
+
+def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
+    """The reply to one request. An exception of the scorer becomes a reply with `error`."""
+    reply: dict[str, object] = {}
+    try:
+        request = json.loads(line)
+        reply['id'] = request.get('id')
+        scored = score_answer(score, request['problem'], request['text'], request['finish_reason'])
+        reply['reward'] = float(scored)
+        if scored.label != 'ok':
+            reply['label'] = scored.label
+    except ScoringError as error:
+        reply['error'] = str(error)
+    except (Exception, KeyboardInterrupt) as error:
+        reply['error'] = describe_error(error)
+    return reply
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Bound the heap and the private mappings of this process and of each child (RLIMIT_DATA), in MiB; 0 = no bound.
+
+    The address space (RLIMIT_AS) is not bounded: allocators and BLAS libraries reserve far more of it than they use.
+    Memory shared between processes is not counted; the stack of a thread is, with its full 8 MiB.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump of a crashed scorer: it takes seconds to write
+    if memory_mb:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        bound = memory_mb * 2**20 if hard == resource.RLIM_INFINITY else min(memory_mb * 2**20, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write all of `data` to a blocking descriptor."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _end_fork(own_pid: int) -> None:
+    if os.getpid() != own_pid:
+        os._exit(0)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):  # a scorer may have closed or replaced them
+        with contextlib.suppress(Exception, SystemExit):
+            stream.flush()
+
+
+def _close_quietly(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,296 @@
+"""Verification: from an answer's tokens to its reward, inline or in worker processes.
+
+Worker processes (worker_process.py) are asked through `clock.call`.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from areal_jax import lanes
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
+from areal_jax.protocols import Clock, Event
+from areal_jax.tasks.scoring.audit import Audit
+from areal_jax.tasks.scoring.score_call import SCORED, Score, ScoringError, make_printable, score_answer, to_reward
+from areal_jax.tasks.task import Problem, Scorer, TaskError
+from areal_jax.types import FinishReason, Prompt, Verdict, Work
+from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
+
+# of an attempt; 'error': the scorer raised, or returned no reward; for 'unparsed' see scoring.Score
+LABELS = (*SCORED, 'timeout', 'crash', 'error')
+LANE = lanes.REWARD
+
+_CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
+
+_log = logging.getLogger(__name__)
+
+Decode = Callable[[np.ndarray], str]
+StartWorker = Callable[[str, int], WorkerProcess]  # (scorer, memory_mb)
+
+
+class VerifierError(UserError, RuntimeError):
+    """The workers of a verifier could not be started."""
+
+
+class InlineVerifier:
+    """Scores on the event loop: for scorers that are fast and trusted to return.
+
+    `trial` is a problem whose empty answer is scored at the start: a scorer that fails, named `scorer`, ends the run.
+    """
+
+    def __init__(self, score: Scorer, decode: Decode, trial: Problem | None = None, scorer: str = ''):
+        self.attempts_by_label = dict.fromkeys(LABELS, 0)
+        self._score = score
+        self._decode = decode
+        self._trial, self._scorer = trial, scorer
+
+    def launch(self) -> None:
+        """Nothing: there are no workers."""
+
+    def start(self) -> None:
+        """Raises VerifierError where the trial fails."""
+        if self._trial is not None:
+            try:
+                score_answer(self._score, copy.deepcopy(dict(self._trial)), '', 'stop')
+            except ScoringError as error:
+                raise _trial_failed(self._scorer, error) from error
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+        """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
+        problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
+        try:
+            score = score_answer(self._score, problem, self._decode(answer_tokens), finish_reason)
+            verdict = Verdict(float(score), label=score.label)
+        except ScoringError as error:
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
+            verdict = Verdict(0.0, label='error')
+        self.attempts_by_label[verdict.label] += 1
+        return verdict
+
+
+def _trial_failed(scorer: str, error: Exception) -> VerifierError:
+    return VerifierError(
+        f'the scorer {scorer} fails at an empty answer to the first problem: {make_printable(str(error))}; it must '
+        'give every answer a number'
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Slot:
+    """Room for one worker at a time."""
+
+    worker: WorkerProcess
+
+
+@dataclasses.dataclass(eq=False)
+class _Ticket:
+    """A place in the queue for a slot; `slot` is set when its turn has come."""
+
+    turn: Event
+    slot: _Slot | None = None
+
+
+class ProcessVerifier:
+    """Scores in worker processes, first come, first served, each attempt with a deadline.
+
+    If an attempt hangs ('timeout'), or its worker ends or sends anything but one reply ('crash'), the worker is killed
+    with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
+    scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
+    `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
+    compares a share of the scored answers a second time, which changes no reward.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        scorer: str,
+        decode: Decode,
+        *,
+        workers: int,
+        deadline_s: float,
+        attempts: int,
+        memory_mb: int,
+        start_deadline_s: float = 120.0,
+        lane: str = LANE,
+        trial: Problem | None = None,
+        audit: Audit | None = None,
+        start_worker: StartWorker = WorkerProcess,
+    ):
+        if workers < 1 or attempts < 1 or deadline_s <= 0:
+            raise TaskError(
+                f'task.verifier_workers={workers}, task.verifier_attempts={attempts}, '
+                f'task.verifier_deadline_s={deadline_s}: at least one worker, one attempt and some time are needed'
+            )
+        self.attempts_by_label = dict.fromkeys(LABELS, 0)
+        self._clock, self._lane = clock, lane
+        self._scorer = scorer
+        self._decode = decode
+        self._n_workers = workers
+        self._is_closed = False
+        self._deadline_s = deadline_s
+        self._start_deadline_s = start_deadline_s
+        self._attempts = attempts
+        self._memory_mb = memory_mb
+        self._trial = trial
+        self._audit = audit
+        self._start_worker = start_worker
+        self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
+        self._free: collections.deque[_Slot] = collections.deque()
+        self._queue: collections.deque[_Ticket] = collections.deque()
+
+    def launch(self) -> None:
+        """Starts all workers and returns at once; `start` waits for them. Call it before jax is in use.
+
+        Raises VerifierError.
+        """
+        try:
+            self._free.extend([_Slot(self._spawn()) for _ in range(self._n_workers)])
+        except OSError as error:
+            raise self._not_started(error) from error
+
+    def start(self) -> None:
+        """Blocks until all workers are ready; launches them first where that was not done. Raises VerifierError."""
+        if not self._free:
+            self.launch()
+        end_s = time.monotonic() + self._start_deadline_s
+        try:
+            for slot in self._free:
+                slot.worker.wait_until_ready(end_s)
+        except (OSError, WorkerDiedError) as error:
+            raise self._not_started(error) from error
+        if self._trial is not None:
+            self._try_out(self._free[0].worker, self._trial)
+
+    def _not_started(self, error: Exception) -> VerifierError:
+        """Ends what has been started; the error to raise."""
+        self.close()
+        return VerifierError(
+            f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
+            f'(task.verifier_memory_mb={self._memory_mb})'
+        )
+
+    def close(self) -> None:
+        """End all workers and every process of their scorers, for good; takes a few seconds at most."""
+        self._is_closed = True
+        for worker in self._workers:
+            worker.kill()
+        end_s = time.monotonic() + _CLOSE_S
+        for worker in self._workers:
+            worker.close(max(0.0, end_s - time.monotonic()))
+        self._workers.clear()
+
+    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+        """The verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
+        request = {
+            'draw': prompt.draw,
+            'problem': dict(prompt.problem),
+            'text': self._decode(answer_tokens),
+            'finish_reason': finish_reason,
+        }
+        slot = await self._take_slot()
+        try:
+            for attempt in range(1, self._attempts + 1):
+                verdict = await self._attempt(slot, request, prompt, attempt)
+                self.attempts_by_label[verdict.label] += 1
+                if verdict.label not in ('timeout', 'crash'):
+                    break
+            return self._audited(verdict, prompt, request)
+        finally:
+            self._release_slot(slot)
+
+    def _try_out(self, worker: WorkerProcess, problem: Problem) -> None:
+        request = {'draw': 0, 'problem': dict(problem), 'text': '', 'finish_reason': 'stop'}
+        try:
+            reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
+            if 'error' in reply:
+                raise ScoringError(reply['error'])
+            to_reward(reply['reward'])
+        except TimeoutError as error:
+            self.close()
+            late = ScoringError(f'it takes more than task.verifier_deadline_s={self._deadline_s:g}')
+            raise _trial_failed(self._scorer, late) from error
+        except (ScoringError, WorkerDiedError, TypeError, ValueError, OverflowError) as error:
+            self.close()
+            raise _trial_failed(self._scorer, error) from error
+
+    def _audited(self, verdict: Verdict, prompt: Prompt, request: JsonObject) -> Verdict:
+        if self._audit is None or verdict.failed or request['finish_reason'] != 'stop':
+            return verdict
+        return dataclasses.replace(verdict, audit=self._audit.check(prompt, request['text'], verdict.reward))
+
+    async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
+        try:
+            reply = await self._ask(slot, request, {'draw': prompt.draw, 'attempt': attempt})
+        except (TimeoutError, WorkerDiedError) as error:
+            label = 'timeout' if isinstance(error, TimeoutError) else 'crash'
+            _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
+            slot.worker.kill()
+            slot.worker = self._spawn()  # loads its scorer before the next request needs it
+            return Verdict(0.0, attempt, label)
+        except BaseException:
+            slot.worker.kill()  # cancelled: a late reply may still arrive, so the slot's next user starts a new worker
+            raise
+        try:
+            if 'error' in reply:
+                raise ScoringError(reply['error'])
+            score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
+            return Verdict(float(score), attempt, score.label)
+        except (ScoringError, TypeError, ValueError, OverflowError) as error:
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
+            return Verdict(0.0, attempt, 'error')
+
+    async def _ask(self, slot: _Slot, request: JsonObject, detail: JsonObject) -> JsonObject:
+        if slot.worker.is_killed:
+            slot.worker = self._spawn()
+        if not slot.worker.is_ready:
+            start = Work('reward', 0.0, {**detail, 'worker': 'start'}, recorded=True)
+            await self._clock.call(self._lane, slot.worker.become_ready, start, self._start_deadline_s)
+            slot.worker.is_ready = True  # also in a replay, where the worker has no process
+        ask = functools.partial(slot.worker.ask, request)
+        work = Work('reward', 1.0, detail, recorded=True)
+        return await self._clock.call(self._lane, ask, work, self._deadline_s)
+
+    def _spawn(self) -> WorkerProcess:
+        self._workers = [worker for worker in self._workers if not worker.is_gone()]
+        if self._is_closed:
+            raise VerifierError('the verifier was closed while an answer was being scored')
+        self._workers.append(self._start_worker(self._scorer, self._memory_mb))
+        return self._workers[-1]
+
+    async def _take_slot(self) -> _Slot:
+        if not self._workers:
+            raise VerifierError('the verifier has no workers: call start() before, close() after the last answer')
+        if self._free:
+            return self._free.popleft()
+        ticket = _Ticket(self._clock.event('a free verifier worker'))
+        self._queue.append(ticket)
+        try:
+            await self._clock.wait(ticket.turn)
+        except BaseException:
+            if ticket.slot is None:
+                self._queue.remove(ticket)
+            else:
+                self._release_slot(ticket.slot)
+            raise
+        assert ticket.slot is not None
+        return ticket.slot
+
+    def _release_slot(self, slot: _Slot) -> None:
+        if not self._queue:
+            self._free.append(slot)
+            return
+        ticket = self._queue.popleft()
+        ticket.slot = slot
+        ticket.turn.set()

@@ -1,0 +1,337 @@
+"""Tokenizers: text to tokens for the prompts of the tasks, tokens to text for the verifier."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from areal_jax.files import JsonObject
+from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
+from areal_jax.text.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError, Tools
+from areal_jax.text.tokenizer_files import CONFIG, TOKENIZER, describe_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_BATCH = 1024  # texts encoded at once: bounds memory
+_HF_TEMPLATE = 'chat_template.jinja'
+_HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
+
+
+class Tokenizer(Protocol):
+    """Text <-> token ids; `eos_id` ends an answer and is a token like any other."""
+
+    eos_id: int
+    vocab_size: int  # ids are below it
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], nothing added."""
+        ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat form shows tools."""
+        ...
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
+
+        `tools` are for forms that show them. Raises ConversationError for the first one that has no such form.
+        """
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of the tokens, special ones spelled out, except for an EOS at the very end."""
+        ...
+
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that control the model and are left out of a text for readers."""
+        ...
+
+    def fits(self, vocab_size: int) -> None:
+        """Raises TokenizerError when a model with `vocab_size` embeddings lacks some of the ids."""
+        ...
+
+
+def chat_messages(question: str, system_prompt: str = '') -> list[dict[str, str]]:
+    """One user turn; an empty system prompt leaves the choice to the chat template."""
+    system = [{'role': 'system', 'content': system_prompt}] if system_prompt else []
+    return [*system, {'role': 'user', 'content': question}]
+
+
+class _SizedTokenizer:
+    eos_id: int
+    vocab_size: int
+    source: str  # what describes the vocabulary, for errors
+
+    def fits(self, vocab_size: int) -> None:
+        if vocab_size < self.vocab_size:
+            raise TokenizerError(
+                f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids ({self.source}): '
+                'tokens beyond the model would read garbage. Use the tokenizer that belongs to the model'
+            )
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat form shows tools."""
+        return False
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def encode_chat(self, messages: Messages) -> np.ndarray:
+        """int32 [P]: one conversation; many together cost little more."""
+        return self.encode_chats([messages])[0]
+
+    def _without_final_eos(self, tokens: np.ndarray) -> list[int]:
+        ids = [int(token) for token in tokens]
+        return ids[:-1] if ids and ids[-1] == self.eos_id else ids
+
+
+class _BpeTokenizer(_SizedTokenizer):
+    """Text through a tokenizer of the library tokenizers, chats through a template."""
+
+    _bpe: tokenizers.Tokenizer
+    _template: ChatTemplate | None
+
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self._template is not None
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], nothing added; the text of a special token becomes that token."""
+        with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
+            return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
+
+    @property
+    def takes_tools(self) -> bool:
+        return self._template is not None and self._template.takes_tools
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
+        assert self._template is not None
+        texts = self._template.render(conversations, tools)
+        for index, text in enumerate(texts):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f'half of a surrogate pair, {text[error.start]!r}'
+                raise ConversationError(index, f'its prompt has {half}: write the whole character') from error
+        batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+        found = [tokens for batch in batches for tokens in self._encode_batch(batch)]
+        for index, tokens in enumerate(found):
+            if not len(tokens):
+                raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
+        return found
+
+    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        with naming(f'{self.source}: the prompts cannot be encoded'):
+            found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in found]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of the tokens, special ones spelled out, except for an EOS at the very end.
+
+        Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
+        """
+        return self._bpe.decode(self._without_final_eos(tokens), skip_special_tokens=False)
+
+    def special_token_ids(self) -> frozenset[int]:
+        added = self._bpe.get_added_tokens_decoder()
+        return frozenset({self.eos_id, *(token for token, entry in added.items() if entry.special)})
+
+
+class GgufTokenizer(_BpeTokenizer):
+    """Byte-level BPE and chat template as a GGUF file describes them.
+
+    `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
+    pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally bos_id, pad_id, unk_id, add_bos and add_eos,
+    as formats.gguf.describe_gguf has them. Raises TokenizerError for a missing field, an unknown `pre`, an unknown id,
+    and fields that do not fit together.
+    """
+
+    def __init__(self, fields: JsonObject, source: str = 'the GGUF file'):
+        required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
+        if missing := [name for name in required if fields.get(name) in (None, '', [])]:
+            raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
+        self.source = source
+        tokens = require_tokens(fields, source)
+        self.vocab_size = len(tokens)
+        self.eos_id = require_id('eos_id', fields['eos_id'], tokens, source)
+        self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer_files.describe_tokenizer
+        for role in ('bos', 'pad', 'unk'):
+            if fields.get(f'{role}_id') is not None:
+                self.special_ids[role] = require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
+        self._fields = fields
+        self._bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
+        bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
+        values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
+        self._template = ChatTemplate(fields['chat_template'], values, source)
+
+    def hf_files(self) -> dict[str, str]:
+        """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
+
+        add_bos and add_eos of the GGUF file hold there for plain text. `encode` adds nothing, whatever they say.
+        """
+        add_bos, add_eos = (bool(self._fields.get(name)) for name in ('add_bos', 'add_eos'))
+        template = self._fields['chat_template']
+        return describe_tokenizer(self._bpe, self.special_ids, add_bos=add_bos, add_eos=add_eos, template=template)
+
+
+class HfTokenizer(_BpeTokenizer):
+    """Tokenizer and chat template of a local Hugging Face checkpoint directory.
+
+    Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
+    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. Without any
+    template `encode_chats` raises; everything else works. Templates see no clock: those that ask whether `strftime_now`
+    exists fall back to their fixed date, and prompts do not change overnight.
+
+    Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
+    id the two files disagree about.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        directory = pathlib.Path(directory)
+        self.source = str(directory / TOKENIZER)
+        path = directory / CONFIG
+        fields = _read_object(path)
+        self._bpe = _read_hf_tokenizer(directory / TOKENIZER)
+        _add_tokens(self._bpe, fields.get('added_tokens_decoder') or {}, path)
+        specials = {name: _token_text(fields[name], path, name) for name in _HF_SPECIALS if fields.get(name)}
+        if 'eos_token' not in specials:
+            raise TokenizerError(f'{path} has no eos_token; name the token that ends an answer')
+        eos_id = self._bpe.token_to_id(specials['eos_token'])
+        if eos_id is None:
+            raise TokenizerError(f'{path}: eos_token={specials["eos_token"]!r} is not in the vocabulary')
+        self.eos_id = int(eos_id)
+        self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
+        self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None})
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        if self._template is None:
+            raise ConversationError(
+                0,
+                f'{pathlib.Path(self.source).parent} has a chat template neither in {_HF_TEMPLATE} nor in '
+                f'{CONFIG}: its model was not trained to chat, or the file was not copied',
+            )
+        return super().encode_chats(conversations, tools)
+
+
+class CharacterTokenizer(_SizedTokenizer):
+    """One id per character, for models that are trained from nothing: id 0 is EOS, `characters[i]` has id i + 1.
+
+    Without an EOS `characters[i]` has id i, and `eos_id` is an id that no model with this vocabulary samples.
+    """
+
+    source = 'one id per character'
+    eos_text = '<eos>'  # how an EOS inside a text is shown
+
+    def __init__(self, characters: str, has_eos: bool = True):
+        if not characters or len(set(characters)) != len(characters):
+            raise TokenizerError(f'characters={characters!r} must be at least one, each once')
+        self.characters = characters
+        self._texts = (self.eos_text, *characters) if has_eos else tuple(characters)
+        self.vocab_size = len(self._texts)
+        self.eos_id = 0 if has_eos else self.vocab_size
+        self._ids = {character: self._texts.index(character) for character in characters}
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n]; raises TokenizerError for a character without an id."""
+        if unknown := sorted(set(text) - set(self._ids)):
+            raise TokenizerError(f'{text!r} has characters {unknown} that are not among {self.characters!r}')
+        return np.asarray([self._ids[character] for character in text], np.int32)
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        """int32 [P] of each: the contents one after the other, since such a model has no chat form."""
+        found = []
+        for index, messages in enumerate(conversations):
+            try:
+                found.append(self.encode(''.join(str(message['content']) for message in messages)))
+            except TokenizerError as error:
+                raise ConversationError(index, str(error)) from error
+        return found
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of the tokens, `eos_text` for an EOS that is not the last token."""
+        return ''.join(self._texts[token] for token in self._without_final_eos(tokens))
+
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset({self.eos_id} if self.eos_id < self.vocab_size else ())
+
+
+def _read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Reader
+
+    text = _read_text(path)
+    with naming(f'{path} describes no tokenizer'):
+        tokenizer = Reader.from_str(text)
+        if not tokenizer.get_vocab(with_added_tokens=True):
+            raise ValueError('it has no tokens')
+        tokenizer.no_padding()  # the file may ask for both, meant for other models: prompts stay as they are
+        tokenizer.no_truncation()
+        return tokenizer
+
+
+def _read_text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f'{path} cannot be read ({error}); a directory with a tokenizer has it') from error
+
+
+def _read_object(path: pathlib.Path) -> JsonObject:
+    text = _read_text(path)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f'{path} is no JSON: {error}') from error
+    if not isinstance(fields, dict):
+        raise TokenizerError(f'{path} holds a {type(fields).__name__}, not an object')
+    return fields
+
+
+def _token_text(value: object, path: pathlib.Path, name: str) -> str:
+    """A token is its text, or an object with its text and how it is matched."""
+    text = value.get('content') if isinstance(value, dict) else value
+    if not isinstance(text, str) or any('\ud800' <= character <= '\udfff' for character in text):
+        raise TokenizerError(f'{path}: {name}={value!r} is no token')
+    return text
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Path) -> None:
+    """Tokens that tokenizer_config.json adds to tokenizer.json, by id."""
+    from tokenizers import AddedToken
+
+    flags = ('special', 'normalized', 'lstrip', 'rstrip', 'single_word')
+    if not isinstance(added, dict) or not all(number.isdecimal() and len(number) < 10 for number in added):
+        raise TokenizerError(f'{path}: added_tokens_decoder={str(added)[:80]} must have the ids of tokens as its keys')
+    for number, fields in sorted(added.items(), key=lambda item: int(item[0])):
+        text = _token_text(fields, path, f'added_tokens_decoder.{number}')
+        if tokenizer.token_to_id(text) is None:
+            chosen = {flag: fields[flag] for flag in flags if flag in fields} if isinstance(fields, dict) else {}
+            add = tokenizer.add_special_tokens if chosen.get('special') else tokenizer.add_tokens
+            with naming(f'{path}: added_tokens_decoder.{number} cannot be added'):
+                add([AddedToken(text, **chosen)])
+        if tokenizer.token_to_id(text) != int(number):
+            raise TokenizerError(
+                f'{path}: added_tokens_decoder gives {text!r} the id {number}, {TOKENIZER} the id '
+                f'{tokenizer.token_to_id(text)}: take both files from the same checkpoint'
+            )
+
+
+def _hf_template(directory: pathlib.Path, fields: JsonObject, values: JsonObject) -> ChatTemplate | None:
+    """The chat template, or None; of several that have names the one called default."""
+    path, source = directory / CONFIG, fields.get('chat_template')
+    if (directory / _HF_TEMPLATE).is_file():
+        path = directory / _HF_TEMPLATE
+        source = _read_text(path)
+    elif isinstance(source, list):
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get('name') == 'default']
+        source = named[0].get('template') if named else None
+    return None if source is None else ChatTemplate(source, values, str(path))

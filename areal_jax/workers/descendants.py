@@ -1,0 +1,128 @@
+"""Finds the processes that a program started, through Linux's /proc, and ends them.
+
+worker.py and worker_process.py use it for scorers, launch/ for servers and trainers.
+
+A process that left its session (setsid) or whose parent has ended (a daemon) is still found: the worker is the
+subreaper of its descendants, and each carries the worker's mark in its environment. Without /proc nothing
+is found here. Callers therefore kill the scorer's process group first, which reaches every process that stayed in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+MARK = 'AREAL_JAX_WORKER'  # environment variable: which worker a process descends from
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PAUSE_S = 0.005  # between two looks
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends (Linux only)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (Linux only)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """An entry of the process table."""
+
+    pid: int
+    parent: int
+    group: int
+    is_alive: bool  # False: a zombie, which keeps its numbers until its parent waits for it
+
+
+def list_descendants(root: int) -> list[Process]:
+    """Everything below the process `root`, zombies included."""
+    children: dict[int, list[Process]] = {}
+    for process in _list_processes():
+        children.setdefault(process.parent, []).append(process)
+    found, unvisited = [], [root]
+    while unvisited:
+        below = children.get(unvisited.pop(), [])
+        found += below
+        unvisited += [process.pid for process in below]
+    return found
+
+
+def list_marked(mark: str, variable: str = MARK) -> list[Process]:
+    """Living processes that were started with variable=mark in their environment, and their forks."""
+    entry = f'{variable}={mark}'.encode()
+    return [process for process in _list_processes() if entry in _read_proc(process.pid, 'environ').split(b'\0')]
+
+
+def end_descendants(reap: Callable[[], bool], within_s: float) -> bool:
+    """SIGKILL to every descendant of this process until it has no child; False if time runs out.
+
+    Orphans become children of this process (`adopt_orphans`), so once there is no child there is no descendant. The
+    group of a zombie is killed too, because of chains of processes that fork and exit at once: the one that lives is
+    not found in time. A chain that also leaves its process group at every step may escape.
+
+    Args:
+      reap: waits for the children that have ended; False when there are no others.
+    """
+    end_s = time.monotonic() + within_s
+    while True:
+        kill_processes(list_descendants(os.getpid()))
+        if not reap():
+            return True
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_PAUSE_S)
+
+
+def kill_processes(processes: Iterable[Process]) -> None:
+    """SIGKILL to the processes and to their groups, except the group of the caller."""
+    own_group = os.getpgrp()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            if process.group != own_group:
+                os.killpg(process.group, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def end_processes(find: Callable[[], list[Process]], within_s: float) -> bool:
+    """Kill what `find` returns, again and again until none of it is alive; False if time runs out."""
+    end_s = time.monotonic() + within_s
+    while alive := [process for process in find() if process.is_alive]:
+        kill_processes(alive)
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == 'linux':
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _list_processes() -> Iterator[Process]:
+    try:
+        pids = [int(name) for name in os.listdir('/proc') if name.isdigit()]
+    except OSError:
+        return
+    for pid in pids:
+        state, *numbers = _read_proc(pid, 'stat').rpartition(b')')[2].split()[:3] or [b'']
+        if numbers:
+            yield Process(pid, int(numbers[0]), int(numbers[1]), is_alive=state not in (b'Z', b'X'))
+
+
+def _read_proc(pid: int, name: str) -> bytes:
+    try:
+        with open(f'/proc/{pid}/{name}', 'rb') as file:
+            return file.read()
+    except OSError:  # it has ended, or belongs to somebody else
+        return b''
