@@ -1,6 +1,7 @@
 """The house: sizes of files, functions and classes, no import circle, types, one version, what tests reach into."""
 
 import ast
+import collections
 import importlib.metadata
 import pathlib
 import re
@@ -198,3 +199,60 @@ def test_a_mutation_is_found_where_its_line_was_broken():
 def test_a_mutation_without_a_place_is_refused(where, before, refused):
     with pytest.raises(ValueError, match=refused):
         mutate(Mutation('a', where, before, 'MUTATED', ''))
+
+
+MOST_FILES, MOST_SHARED = 25, 20
+MOST_METHODS = 36  # of a class, those of its bases included
+RUN_METHODS, RUN_ATTRIBUTES = 30, 25
+OF_A_RUN = ('Run', 'RunContext', 'OwnSite', 'RemoteSite', 'ReplaySite', 'Loop', 'SftTraining', 'LoopParts', 'Host')
+
+
+def members(code: dict[str, ast.ClassDef], name: str) -> tuple[set[str], set[str]]:
+    """(methods, attributes) of a class and of the bases that the package has."""
+    node, methods, attributes = code[name], set(), set()
+    for base in node.bases:
+        known = ast.unparse(base).partition('[')[0].rpartition('.')[2]
+        if known in code and known != name:
+            of_base = members(code, known)
+            methods |= of_base[0]
+            attributes |= of_base[1]
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            methods.add(part.name)
+        elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            attributes.add(part.target.id)
+        elif isinstance(part, ast.Assign):
+            attributes |= {target.id for target in part.targets if isinstance(target, ast.Name)}
+    stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return methods, attributes | {n.attr for n in stored if ast.unparse(n.value) == 'self'}
+
+
+def classes(under: str = '') -> dict[str, ast.ClassDef]:
+    """By name; where two modules have a class of one name, the last one."""
+    return {
+        node.name: node
+        for name, source in sources().items() if name.startswith(f'areal_jax{under}')
+        for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)
+    }  # fmt: skip
+
+
+def test_no_class_has_more_methods_than_a_reader_holds():
+    code = classes()
+    assert {name: len(members(code, name)[0]) for name in code if len(members(code, name)[0]) > MOST_METHODS} == {}
+    run = classes('.app.run')
+    counted = {name: tuple(map(len, members(run, name))) for name in OF_A_RUN}
+    assert {name: found for name, found in counted.items() if found[0] > RUN_METHODS or found[1] > RUN_ATTRIBUTES} == {}
+
+
+def test_methods_and_attributes_of_bases_are_counted():
+    tree = ast.parse('class A:\n x: int\n def f(self): self.y = 1\nclass B(A):\n z = 2\n def g(self): ...')
+    code = {node.name: node for node in tree.body}
+    assert members(code, 'B') == ({'f', 'g'}, {'x', 'y', 'z'})
+
+
+def test_folders_are_small_and_few_files_share_a_name():
+    files = list(PACKAGE.rglob('*.py'))
+    by_folder = collections.Counter(path.parent.relative_to(PACKAGE).as_posix() for path in files)
+    assert {folder: count for folder, count in by_folder.items() if count > MOST_FILES} == {}
+    by_name = collections.Counter(path.name for path in files if path.name != '__init__.py')
+    assert len([name for name, count in by_name.items() if count > 1]) <= MOST_SHARED
