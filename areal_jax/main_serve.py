@@ -29,8 +29,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, bind, build, serve; returns the exit code."""
     answer(COMMAND, argv[1:])
 
-    from areal_jax.app.build.extras import API_KEY, require_serving
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
+    from areal_jax.app.parts.extras import API_KEY, require_serving
     from areal_jax.app.process.noise import silence_libraries
 
     silence_libraries()

@@ -263,7 +263,7 @@ class Channel(Protocol):
         """The weights as an engine's backend takes them, checked against the manifest.
 
         Runs on the lane `publish/K` of engine K: from several threads at the same time. The channels of publication/
-        also take the devices of the engine, which app/build/engines.py binds.
+        also take the devices of the engine, which app/parts/engines.py binds.
         """
         ...
 

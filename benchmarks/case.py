@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.app.build.part_settings import build_learner_settings, build_optimizer
+from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.forward import forward
 from areal_jax.learning.objective.advantages import group_advantages

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from areal_jax.app.build.task_builder import build_task
 from areal_jax.app.command_line import load_config
 from areal_jax.app.model.model import Model, build_model
+from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.decode_weights import PreparedWeights

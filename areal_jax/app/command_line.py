@@ -21,8 +21,8 @@ from typing import TypeVar
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from areal_jax.app.build.extras import require_extras
 from areal_jax.app.config_file import find_config_file, suggest_config
+from areal_jax.app.parts.extras import require_extras
 from areal_jax.config import validate
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS

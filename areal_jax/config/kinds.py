@@ -105,8 +105,8 @@ VLLM = ServerKind(
 )
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
 
-DEVICE = ChannelKind('device', 'areal_jax.app.build.channels:build_device', reaches_processes=False, shares_copy=True)
-FILES = ChannelKind('files', 'areal_jax.app.build.channels:build_files', reaches_processes=True)
+DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
+FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True)
 
 SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, EXTERNAL)}
 CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES)}

@@ -1,6 +1,6 @@
 """The settings of an update and of the optimizer; each value names its config field when it refuses.
 
-app/build/part_settings.py makes them from a config. They have no defaults where a config field decides:
+app/parts/part_settings.py makes them from a config. They have no defaults where a config field decides:
 config/declarations.py has the only one, and the meaning of each field.
 """
 

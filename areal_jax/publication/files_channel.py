@@ -1,6 +1,6 @@
 """Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load.
 
-app/build/engines.py builds the channel for publication.channel=files, and a server loads versions with `find_version`
+app/parts/engines.py builds the channel for publication.channel=files, and a server loads versions with `find_version`
 and `load_version`. version_directory.py writes, versions.py names and locks directories, manifest.py checks the values.
 """
 

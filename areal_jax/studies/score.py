@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.app.build.task_builder import build_task
 from areal_jax.app.model.model import describe_model
+from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.studies.arms.answer_generation import generate
 from areal_jax.studies.arms.arm import Arm

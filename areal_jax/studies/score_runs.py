@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from areal_jax import files
-from areal_jax.app.build.compilations import use_compilation_cache
 from areal_jax.app.model.earlier_run import EarlierRun
 from areal_jax.app.model.model import describe_model
+from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.noise import silence_libraries
 from areal_jax.config import TrackedConfig

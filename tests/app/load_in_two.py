@@ -18,8 +18,8 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'
 import jax
 import numpy as np
 
-from areal_jax.app.build.learner_builder import build_learner
 from areal_jax.app.model.model import build_model
+from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.roles.processes import join_processes
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.formats.hf_directory import load_hf

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.app.build.compilations import use_compilation_cache
+from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.config import TrackedConfig
 from tests.app.small import small_config
 

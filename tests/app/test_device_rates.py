@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.build.part_settings import build_allocation, build_device_rates
+from areal_jax.app.parts.part_settings import build_allocation, build_device_rates
 from areal_jax.config import TrackedConfig
 from areal_jax.report.lane_intervals import lane_intervals
 from areal_jax.telemetry import devices

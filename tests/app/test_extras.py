@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.build.extras import EXTRAS, require_extras
+from areal_jax.app.parts.extras import EXTRAS, require_extras
 from areal_jax.config import default_config
 from areal_jax.config.ranges import ConfigError
 

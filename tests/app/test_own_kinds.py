@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from areal_jax.app.build.own_code import FILE
+from areal_jax.app.parts.own_code import FILE
 from tests.app.small import SmallRun, equal
 from tests.app.test_servers import OWN, check_whole, finish, launch
 

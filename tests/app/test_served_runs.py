@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from areal_jax.app.build.server_builder import build_server_settings, find_max_mismatch
-from areal_jax.app.build.server_parts import EndedBy, Servers
-from areal_jax.app.build.task_builder import build_task
+from areal_jax.app.parts.server_builder import build_server_settings, find_max_mismatch
+from areal_jax.app.parts.server_parts import EndedBy, Servers
+from areal_jax.app.parts.task_builder import build_task
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.run.loop import build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here

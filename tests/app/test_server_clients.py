@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from areal_jax.app.build.clock import SERVERS_S, build_clock
-from areal_jax.app.build.server_builder import ClientMaker, build_server_settings, find_needs
+from areal_jax.app.parts.clock import SERVERS_S, build_clock
+from areal_jax.app.parts.server_builder import ClientMaker, build_server_settings, find_needs
 from areal_jax.config import TrackedConfig
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError

@@ -5,12 +5,12 @@ import re
 import jax
 import pytest
 
-from areal_jax.app.build import part_settings as build
-from areal_jax.app.build import sizes
-from areal_jax.app.build.engines import build_backend, build_evaluation_backends
-from areal_jax.app.build.learner_builder import build_learner
 from areal_jax.app.model.model import build_model
 from areal_jax.app.model.text_model import read_shape
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts import sizes
+from areal_jax.app.parts.engines import build_backend, build_evaluation_backends
+from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.process import memory
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from areal_jax.app.build.tracker_builder import headline
+from areal_jax.app.parts.tracker_builder import headline
 from areal_jax.app.training import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry.trackers import TRACKERS

@@ -5,8 +5,8 @@ import json
 import psutil
 import pytest
 
-from areal_jax.app.build import task_builder
 from areal_jax.app.model.text_model import describe_text_model
+from areal_jax.app.parts import task_builder
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.tasks import token_reversal
 from areal_jax.tasks.answers import mathematics

@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from areal_jax.app.build import part_settings as build
-from areal_jax.app.build import sizes
-from areal_jax.app.build.engines import build_backend
 from areal_jax.app.model.text_model import read_shape
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts import sizes
+from areal_jax.app.parts.engines import build_backend
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder

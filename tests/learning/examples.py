@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.app.build.part_settings import build_learner_settings, build_optimizer_settings
+from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer_settings
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.optimizer.optimizer import make_optimizer as make

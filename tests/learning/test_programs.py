@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.app.build.compilations import CompilationCounter
+from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.learner_state import describe_state, place_state
 from areal_jax.learning.programs import CompiledPrograms

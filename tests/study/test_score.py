@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.build.task_builder import build_task
 from areal_jax.app.model.model import build_model
+from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.controls import shuffled_advantages

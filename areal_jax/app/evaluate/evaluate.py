@@ -12,19 +12,19 @@ from typing import Any
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.build.clock import build_clock
-from areal_jax.app.build.compilations import use_compilation_cache
-from areal_jax.app.build.engines import build_backends, build_engines, describe_caches, place_of
-from areal_jax.app.build.extras import require_extras
-from areal_jax.app.build.part_settings import build_sampling
-from areal_jax.app.build.sizes import require_room_to_evaluate
-from areal_jax.app.build.task_builder import build_task, build_verifier
-from areal_jax.app.build.workflow_builder import build_workflow
 from areal_jax.app.evaluate.evaluation_config import adapt_config
 from areal_jax.app.evaluate.evaluation_workdir import EvaluationWorkdir
 from areal_jax.app.model.model import Model, build_model
 from areal_jax.app.model.model_origin import read_version
 from areal_jax.app.model.text_model import describe_loading, describe_source
+from areal_jax.app.parts.clock import build_clock
+from areal_jax.app.parts.compilations import use_compilation_cache
+from areal_jax.app.parts.engines import build_backends, build_engines, describe_caches, place_of
+from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.parts.part_settings import build_sampling
+from areal_jax.app.parts.sizes import require_room_to_evaluate
+from areal_jax.app.parts.task_builder import build_task, build_verifier
+from areal_jax.app.parts.workflow_builder import build_workflow
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
 from areal_jax.app.workdir.run_directory import note_weights, sample_digest

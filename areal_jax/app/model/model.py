@@ -9,9 +9,9 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-from areal_jax.app.build.part_settings import build_mesh
 from areal_jax.app.model.earlier_run import EarlierRun
 from areal_jax.app.model.text_model import character_tokenizer, describe_text_model, gguf_file, random_shape
+from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.config import TrackedConfig
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf

@@ -9,7 +9,7 @@ import pathlib
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.build.extras import API_KEY, require_serving
+from areal_jax.app.parts.extras import API_KEY, require_serving
 from areal_jax.app.process.ending import code_of_stopped_server
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name

@@ -10,9 +10,9 @@ import pathlib
 
 from ml_collections import config_dict
 
-from areal_jax.app.build.learner_builder import build_learner
 from areal_jax.app.export.run_export import separates_head
 from areal_jax.app.model.model import build_model
+from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.process.interrupt import ignore_signals
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner

@@ -13,14 +13,14 @@ from collections.abc import Collection
 
 from ml_collections import config_dict
 
-from areal_jax.app.build.clock import build_clock
-from areal_jax.app.build.compilations import use_compilation_cache
-from areal_jax.app.build.engines import build_serving_backend, describe_caches, place_of
-from areal_jax.app.build.extras import require_extras
 from areal_jax.app.evaluate.evaluation_config import adapt_config
 from areal_jax.app.model.model import Model, build_model, describe_model
 from areal_jax.app.model.model_origin import read_version
 from areal_jax.app.model.text_model import describe_loading, describe_source
+from areal_jax.app.parts.clock import build_clock
+from areal_jax.app.parts.compilations import use_compilation_cache
+from areal_jax.app.parts.engines import build_serving_backend, describe_caches, place_of
+from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation

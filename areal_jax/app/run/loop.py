@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 
-from areal_jax.app.build.server_parts import Servers
+from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.run.ledger_check import find_ledger_fault
 from areal_jax.app.run.loop_parts import LoopParts, Outside, build_parts
 from areal_jax.app.run.overlap import alone_seconds

@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from areal_jax.app.build import part_settings as build
-from areal_jax.app.build.clock import build_clock
-from areal_jax.app.build.server_parts import Servers
-from areal_jax.app.build.task_builder import build_task, build_verifier
-from areal_jax.app.build.workflow_builder import WorkflowFactory, build_workflow
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.clock import build_clock
+from areal_jax.app.parts.server_parts import Servers
+from areal_jax.app.parts.task_builder import build_task, build_verifier
+from areal_jax.app.parts.workflow_builder import WorkflowFactory, build_workflow
 from areal_jax.app.run.evaluations import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.run.observer import StepObserver
 from areal_jax.app.run.run_context import Checkpoint, RunContext, State
@@ -215,7 +215,7 @@ def _build_generation(
         engines, pool = site.build_rollout(published, host.clock, host.log, host.supervisor)
         return Generation(channel, ring, newest, pool, engines)
 
-    from areal_jax.app.build.server_builder import build_servers  # needs aiohttp, which runs without servers do not
+    from areal_jax.app.parts.server_builder import build_servers  # needs aiohttp, which runs without servers do not
 
     servers = build_servers(
         host.config, host.clock, host.log, host.supervisor,

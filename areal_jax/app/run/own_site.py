@@ -10,10 +10,15 @@ import jax
 import numpy as np
 from ml_collections import config_dict
 
-from areal_jax.app.build import part_settings as build
-from areal_jax.app.build.channels import ChannelParts, PlacedChannel, build_channel
-from areal_jax.app.build.compilations import CompilationCounter, use_compilation_cache
-from areal_jax.app.build.engines import (
+from areal_jax.app.export.finished_export import DIRECTORY as EXPORT
+from areal_jax.app.export.finished_export import holds_export
+from areal_jax.app.export.run_export import replace_export, write_export
+from areal_jax.app.model.model import Model, build_model
+from areal_jax.app.model.text_model import describe_loading, require_rules_of_origin
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.channels import ChannelParts, PlacedChannel, build_channel
+from areal_jax.app.parts.compilations import CompilationCounter, use_compilation_cache
+from areal_jax.app.parts.engines import (
     build_backends,
     build_engines,
     build_evaluation_backends,
@@ -21,13 +26,8 @@ from areal_jax.app.build.engines import (
     describe_caches,
     restore_ring,
 )
-from areal_jax.app.build.learner_builder import build_learner, require_finite_weights
-from areal_jax.app.build.sizes import measure_parts, require_room
-from areal_jax.app.export.finished_export import DIRECTORY as EXPORT
-from areal_jax.app.export.finished_export import holds_export
-from areal_jax.app.export.run_export import replace_export, write_export
-from areal_jax.app.model.model import Model, build_model
-from areal_jax.app.model.text_model import describe_loading, require_rules_of_origin
+from areal_jax.app.parts.learner_builder import build_learner, require_finite_weights
+from areal_jax.app.parts.sizes import measure_parts, require_room
 from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.profile import DIRECTORY, TracedLearner

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.build.own_code import FILE as OWN_CODE
-from areal_jax.app.build.own_code import Digests
+from areal_jax.app.parts.own_code import FILE as OWN_CODE
+from areal_jax.app.parts.own_code import Digests
 from areal_jax.app.run.start_records import FILE as STARTS
 from areal_jax.app.run.start_records import Start, read_starts
 from areal_jax.config import CONFIG

@@ -14,9 +14,9 @@ from typing import TypedDict
 
 from ml_collections import config_dict
 
-from areal_jax.app.build.clock import lane_widths
-from areal_jax.app.build.own_code import load_own_code
 from areal_jax.app.model.model import Model
+from areal_jax.app.parts.clock import lane_widths
+from areal_jax.app.parts.own_code import load_own_code
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.loop_parts import Outside
 from areal_jax.app.run.own_site import OwnSite, require_here

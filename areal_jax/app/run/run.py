@@ -14,9 +14,9 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from ml_collections import config_dict
 
-from areal_jax.app.build.extras import require_extras
-from areal_jax.app.build.own_code import load_own_code
-from areal_jax.app.build.tracker_builder import headline
+from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.parts.own_code import load_own_code
+from areal_jax.app.parts.tracker_builder import headline
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.run.run_context import RunContext
 from areal_jax.app.run.site import Site

@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 from ml_collections import config_dict
 
-from areal_jax.app.build.own_code import Digests, note_own_code
-from areal_jax.app.build.part_settings import build_hook_function
-from areal_jax.app.build.tracker_builder import build_feed, build_tracker
+from areal_jax.app.parts.own_code import Digests, note_own_code
+from areal_jax.app.parts.part_settings import build_hook_function
+from areal_jax.app.parts.tracker_builder import build_feed, build_tracker
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.workdir.provenance import Hardware, git_commit, package_versions
 from areal_jax.app.workdir.run_directory import (

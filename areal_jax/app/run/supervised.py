@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from areal_jax.app.build.part_settings import build_device_rates, build_mesh
-from areal_jax.app.build.task_builder import build_demonstrations
+from areal_jax.app.parts.part_settings import build_device_rates, build_mesh
+from areal_jax.app.parts.task_builder import build_demonstrations
 from areal_jax.app.run.own_site import OwnSite
 from areal_jax.app.run.run_context import Checkpoint, RunContext
 from areal_jax.app.run.sft_report import SftFacts, write_sft_report

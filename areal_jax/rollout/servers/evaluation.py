@@ -1,6 +1,6 @@
 """A pool with servers of its own for the evaluation beside training, which hold an earlier version meanwhile.
 
-app/build/server_builder.py puts it in the place of a ServerPool where evaluation.engines sets servers aside. While
+app/parts/server_builder.py puts it in the place of a ServerPool where evaluation.engines sets servers aside. While
 nothing is evaluated they follow training from version to version, so that a probe can compare them with the learner.
 """
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.app.build.task_builder import build_task
+from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.rollout.decode.decode_rows import Array
 from areal_jax.text.tokenizer import Tokenizer

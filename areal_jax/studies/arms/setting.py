@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.app.build.part_settings import build_learner_settings, build_optimizer, build_schedule
 from areal_jax.app.model.model import describe_model
+from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer, build_schedule
 from areal_jax.config import TrackedConfig
 from areal_jax.learning.objective.advantages import ESTIMATORS
 from areal_jax.learning.objective.proximal import KINDS

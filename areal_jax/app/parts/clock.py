@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_jax import lanes
-from areal_jax.app.build.part_settings import uses_servers
+from areal_jax.app.parts.part_settings import uses_servers
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.control.clocks.loop import LoopClock

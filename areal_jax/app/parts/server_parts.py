@@ -10,8 +10,8 @@ from areal_jax.errors import LostPeerError
 from areal_jax.protocols import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.mismatch import MismatchWatch
-from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.telemetry.values import Line
 
 

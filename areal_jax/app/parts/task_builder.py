@@ -16,13 +16,13 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, is_own, load_function
 from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
-from areal_jax.workers.worker_process import WorkerProcess
 from areal_jax.tasks.registry import make_task, value_names
+from areal_jax.tasks.scoring.audit import Audit
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import Scorer, Split, Task, TaskError
 from areal_jax.text.tokenizer import Tokenizer
-from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
+from areal_jax.workers.worker_process import WorkerProcess
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from areal_jax.app.build.part_settings import build_learner_settings, build_lora, build_mesh, build_optimizer
 from areal_jax.app.model.model import Model
 from areal_jax.app.model.text_model import describe_source
+from areal_jax.app.parts.part_settings import build_learner_settings, build_lora, build_mesh, build_optimizer
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.leader import CommandLeader

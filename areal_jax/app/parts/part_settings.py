@@ -20,9 +20,9 @@ from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, Rati
 from areal_jax.plugins import Function, load_function
 from areal_jax.rollout import requirements
 from areal_jax.rollout.requirements import Requirement
-from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 from areal_jax.telemetry.hook import FIELD
+from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
-from areal_jax.app.build import part_settings as build
-from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.app.model.text_model import read_shape
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.ranges import ConfigError

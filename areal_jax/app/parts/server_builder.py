@@ -16,9 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
-from areal_jax.app.build.part_settings import build_requirements
-from areal_jax.app.build.extras import API_KEY
-from areal_jax.app.build.server_parts import EndedBy, Servers, ServersBeside
+from areal_jax.app.parts.extras import API_KEY
+from areal_jax.app.parts.part_settings import build_requirements
+from areal_jax.app.parts.server_parts import EndedBy, Servers, ServersBeside
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve
@@ -30,12 +30,12 @@ from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
-from areal_jax.rollout.servers.server_fit import LogprobsMode, ServerFacts, require_fit
 from areal_jax.rollout.servers.mismatch import MismatchWatch
-from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.rollout.servers.probe import Score
-from areal_jax.rollout.servers.server_entries import ServerEntry, read_address, read_registry
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
+from areal_jax.rollout.servers.server_entries import ServerEntry, read_address, read_registry
+from areal_jax.rollout.servers.server_fit import LogprobsMode, ServerFacts, require_fit
+from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights, Work
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from areal_jax.app.build.part_settings import count_cache_blocks, cuts_softmax
-from areal_jax.app.build.channels import PlacedChannel
+from areal_jax.app.parts.channels import PlacedChannel
+from areal_jax.app.parts.part_settings import count_cache_blocks, cuts_softmax
 from areal_jax.app.run.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
@@ -18,9 +18,9 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.rollout.backend import DecodeBackend
+from areal_jax.rollout.decode.decode_weights import share_prepared
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
 from areal_jax.rollout.decode.parallel import weight_shardings
-from areal_jax.rollout.decode.decode_weights import share_prepared
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import IN_TRAINING, LogprobFailure
 from areal_jax.sharding.allocation import Allocation, EngineDevices
