@@ -31,7 +31,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
     from areal_jax.app.parts.extras import API_KEY, require_serving
-    from areal_jax.app.process.noise import silence_libraries
+    from areal_jax.app.process.library_messages import silence_libraries
 
     silence_libraries()
     values = _define_flags()
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     listener = bind(values.host, values.port)
 
-    from areal_jax.app.process.garbage import space_full_collections
+    from areal_jax.app.process.full_collections import space_full_collections
     from areal_jax.app.process.memory import return_freed_memory
 
     return_freed_memory()  # before jax is imported

@@ -543,7 +543,7 @@ MUTATIONS = [
     ),
     Mutation(
         'search all objects as often as Python does',
-        'areal_jax.app.process.garbage:FullCollections.note',
+        'areal_jax.app.process.full_collections:FullCollections.note',
         'self._set(waiting=True)',
         'pass',
         'tests/app/test_garbage.py',

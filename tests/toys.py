@@ -27,7 +27,7 @@ from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import EqualRewardsFilter
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.beside import EvaluationBeside
+from areal_jax.evaluation.during_training import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.protocols import Clock, Workflow

@@ -31,7 +31,7 @@ class EvaluationScores:
 
 @dataclasses.dataclass(frozen=True)
 class VersionScores:
-    """Scores of one version, evaluated beside training. Producer: evaluation/beside.py."""
+    """Scores of one version, evaluated beside training. Producer: evaluation/during_training.py."""
 
     version: int
     seconds: float  # clock seconds that it took

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from areal_jax.app.process.garbage import FullCollections
+from areal_jax.app.process.full_collections import FullCollections
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_collections_of_new_objects_put_nothing_off(collector):
 # Open requests come and go, as many as there are: Python alone searches all of them again and again.
 PROGRAM = """
 import collections, gc, sys, weakref
-from areal_jax.app.process.garbage import space_full_collections
+from areal_jax.app.process.full_collections import space_full_collections
 if sys.argv[1] == 'spaced':
     space_full_collections()
 full = 0

@@ -26,7 +26,7 @@ from areal_jax.control.controller import Controller
 from areal_jax.control.event_writer import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.beside import EvaluationBeside
+from areal_jax.evaluation.during_training import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
