@@ -208,7 +208,7 @@ import bokeh.plotting, scipy.special
 jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
-from areal_jax.app.process import garbage
+from areal_jax.app.process import full_collections
 from areal_jax.app.process import memory
 from areal_jax.native import kept_blocks as blocks
 from tests.app.small import small_config
@@ -220,7 +220,7 @@ def collector():
     raise AssertionError('the garbage collector was set')
 
 memory.return_freed_memory = allocator
-garbage.space_full_collections = collector
+full_collections.space_full_collections = collector
 blocks.keep_blocks = allocator
 
 def subreaper():
