@@ -546,7 +546,7 @@ MUTATIONS = [
         'areal_jax.app.process.full_collections:FullCollections.note',
         'self._set(waiting=True)',
         'pass',
-        'tests/app/test_garbage.py',
+        'tests/app/test_full_collections.py',
     ),
     Mutation(
         'save whatever training made',
