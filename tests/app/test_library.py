@@ -27,9 +27,9 @@ from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.tasks.scoring.verifier import InlineVerifier
+from tests.app.process.test_run_thread import interruptible, press_ctrl_c
+from tests.app.run.test_supervised import sft_config
 from tests.app.small import small_config
-from tests.app.test_run_thread import interruptible, press_ctrl_c
-from tests.app.test_sft import sft_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG_FILE = 'from tests.app.small import small_config\n\n\ndef get_config():\n    return small_config(run__steps=3)\n'

@@ -22,9 +22,9 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.failures import PublicationError
 from areal_jax.rollout.stream import LogprobError
+from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, small_config
 from tests.app.test_session import logprob_gaps
-from tests.app.test_sft import sft_config
 from tests.tasks import hf_directory
 
 

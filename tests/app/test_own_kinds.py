@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from areal_jax.app.parts.own_code import FILE
+from tests.app.parts.test_server_builder import OWN, check_whole, finish, launch
 from tests.app.small import SmallRun, equal
-from tests.app.test_servers import OWN, check_whole, finish, launch
 
 CHANNEL = """
 import jax

@@ -9,8 +9,8 @@ import pytest
 from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config.ranges import ConfigError
+from tests.app.run.test_supervised import final, metrics, run, sft_config
 from tests.app.small import SmallRun, call_after, equal
-from tests.app.test_sft import final, metrics, run, sft_config
 
 FIELDS = {'run__steps': 2, 'evaluation__problems': 4, 'evaluation__samples': 1}
 

@@ -69,7 +69,7 @@ def test_a_table_is_looked_up_and_multiplied_as_by_columns(tokens):
     np.testing.assert_allclose(NATIVE.logits(x, stored), Columns().logits(x, table), atol=1e-5)
 
 
-# Attention. tests/rollout/decode/attention/test_check.py compares values with float64.
+# Attention. tests/rollout/decode/attention/test_cache_check.py compares values with float64.
 
 
 def make_rows(lengths, block_tokens, heads=6, kv_heads=2, size=64):

@@ -1,0 +1,218 @@
+"""What a run holds is freed when building fails at any step, when it ends, and when freeing a part fails itself."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import threading
+
+import psutil
+import pytest
+from jax._src import monitoring
+
+from areal_jax.app.run.loop import Loop
+from areal_jax.app.run.supervised import SftTraining
+from areal_jax.app.training import build_run
+from areal_jax.control.event_writer import EventLog
+from areal_jax.files import DirectoryLock
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.tasks.scoring.verifier import InlineVerifier
+from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.resources import ResourceSampler
+from tests.app.run.test_supervised import sft_config
+from tests.app.small import small_config
+
+# processes, threads and files: a worker of the verifier, the sampler of resources, a line of progress, TensorBoard
+RL = {'task__verifier': 'process', 'task__verifier_workers': 1, 'telemetry__progress': True, 'evaluation__problems': 2}
+SFT = {'telemetry__progress': True}
+
+# what building calls, in its order; by the module that calls it
+RUN, OWN = 'areal_jax.app.run.run_context', 'areal_jax.app.run.own_site'
+LOOP, STORE = 'areal_jax.app.run.loop_parts', 'areal_jax.checkpoint.store.CheckpointStore'
+OF_EVERY_RUN = [
+    f'{RUN}.prepare_workdir',
+    f'{STORE}.remove_unfinished',
+    f'{OWN}.use_compilation_cache',
+    f'{OWN}.CompilationCounter',
+    f'{OWN}.build_model',
+    f'{OWN}.note_weights',
+    f'{OWN}.build_learner',
+    f'{OWN}.lead',
+    f'{OWN}.require_finite_weights',
+    f'{RUN}.MetricsWriter',
+    f'{RUN}.MetricsWriter.truncate',
+    'areal_jax.config.TrackedConfig.require_all_read',
+    'areal_jax.config.TrackedConfig.idle_fields',
+]
+OF_SESSION = [
+    *(
+        f'{LOOP}.{name}'
+        for name in (
+            *('build_task', 'Scores', 'truncate_events', 'EventLog', 'build_clock', 'build_verifier', 'Supervisor'),
+            *(
+                'build.build_ring',
+                'StepObserver',
+                'build.build_sampling',
+                'build.build_gate',
+                'Controller',
+                'Evaluator',
+            ),
+        )
+    ),
+    *(f'{OWN}.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'Pool')),
+    'areal_jax.workers.worker_process.WorkerProcess.wait_until_ready',
+]
+OF_SFT = [
+    'areal_jax.app.run.supervised.build_demonstrations',
+    'areal_jax.tasks.demonstrations.Demonstrations.stream',
+    'areal_jax.tasks.demonstrations.Demonstrations.held_out_groups',
+]
+OF_EVERY_RESUME = [
+    f'{STORE}.restore_latest',
+    'areal_jax.learning.learner.SpmdLearner.restore',
+    f'{RUN}.continue_run',
+]
+OF_SESSION_RESUME = [f'{LOOP}.decode_run_state', 'areal_jax.control.controller.Controller.restore']
+
+KINDS = {'rl': (Loop, small_config, RL), 'sft': (SftTraining, sft_config, SFT)}
+FIRST = [*[('rl', step) for step in OF_EVERY_RUN + OF_SESSION], *[('sft', step) for step in OF_EVERY_RUN + OF_SFT]]
+RESUMED = [*[('rl', step) for step in OF_EVERY_RESUME + OF_SESSION_RESUME], *[('sft', s) for s in OF_EVERY_RESUME]]
+
+
+class InjectedError(Exception):
+    pass
+
+
+def held():
+    """What this process holds now, each with a name."""
+    descriptors = {}
+    for number in os.listdir('/proc/self/fd'):
+        try:
+            descriptors[int(number)] = os.readlink(f'/proc/self/fd/{number}')
+        except FileNotFoundError:  # the one that listed them
+            continue
+    return {
+        'files': descriptors,
+        'processes': {child.pid for child in psutil.Process().children(recursive=True)},
+        'threads': set(threading.enumerate()),
+        'listeners': len(monitoring.get_event_duration_listeners()),
+    }
+
+
+def inject(monkeypatch, step):
+    def fail(*args, **kwargs):
+        raise InjectedError(step)
+
+    monkeypatch.setattr(step, fail)
+
+
+def build(kind, workdir, resume=False, **fields):
+    expected, config, own = KINDS[kind]
+    run = build_run(config(**own | fields), workdir, resume=resume)
+    assert run.context.finished is not None or isinstance(run.program, expected)
+    return run
+
+
+def require_unlocked(workdir):
+    DirectoryLock(workdir).release()
+
+
+@pytest.fixture(scope='module')
+def built(tmp_path_factory):
+    """Whatever a process keeps after its first run (pools of libraries) is there."""
+    for kind in KINDS:
+        build(kind, tmp_path_factory.mktemp(kind)).close()
+
+
+@pytest.mark.parametrize(('kind', 'step'), FIRST, ids=[f'{kind} {step.rpartition(".")[2]}' for kind, step in FIRST])
+def test_a_build_that_fails_leaves_nothing(built, tmp_path, monkeypatch, kind, step):
+    inject(monkeypatch, step)
+    before = held()
+    with pytest.raises(InjectedError) as caught:  # which keeps the frames, so nothing is freed by their end
+        build(kind, tmp_path)
+    assert held() == before, caught
+    require_unlocked(tmp_path)
+
+
+@pytest.fixture(scope='module')
+def trained(built, tmp_path_factory):
+    """A workdir of each kind with a checkpoint after update 1."""
+    workdirs = {}
+    for kind in KINDS:
+        workdirs[kind] = tmp_path_factory.mktemp(f'trained_{kind}')
+        build(kind, workdirs[kind], run__steps=1).train()
+    build('rl', shutil.copytree(workdirs['rl'], tmp_path_factory.mktemp('rl') / 'run'), True, run__steps=2).close()
+    return workdirs
+
+
+@pytest.mark.parametrize(('kind', 'step'), RESUMED, ids=[f'{kind} {s.rpartition(".")[2]}' for kind, s in RESUMED])
+def test_a_resume_that_fails_leaves_nothing(trained, tmp_path, monkeypatch, kind, step):
+    workdir = pathlib.Path(shutil.copytree(trained[kind], tmp_path / 'run'))
+    inject(monkeypatch, step)
+    before = held()
+    with pytest.raises(InjectedError) as caught:
+        build(kind, workdir, resume=True, run__steps=2)
+    assert held() == before, caught
+    require_unlocked(workdir)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_run_that_ends_leaves_nothing(trained, tmp_path, kind):
+    before = held()
+    run = build(kind, tmp_path, run__steps=1)
+    assert held() != before
+    assert run.train()['steps'] == 1
+    assert held() == before
+    require_unlocked(tmp_path)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_finished_run_that_is_resumed_leaves_nothing(trained, tmp_path, kind):
+    workdir = pathlib.Path(shutil.copytree(trained[kind], tmp_path / 'run'))
+    before = held()
+    assert build(kind, workdir, resume=True, run__steps=1).train()['steps'] == 1
+    assert held() == before
+    require_unlocked(workdir)
+
+
+@pytest.fixture
+def freed(monkeypatch):
+    """Names of the parts in the order in which they are freed; each raises then."""
+    names = []
+
+    def break_end(part, name):
+        end = getattr(part, name)
+
+        def broken(self, **settings):
+            names.append(part.__name__)
+            end(self, **settings)
+            raise OSError(f'{part.__name__} failed')
+
+        monkeypatch.setattr(part, name, broken)
+
+    for part in (EventLog, InlineVerifier, SpmdLearner, MetricsWriter):
+        break_end(part, 'close')
+    break_end(DirectoryLock, 'release')
+    break_end(ResourceSampler, 'stop')
+    return names
+
+
+REVERSE = ['MetricsWriter', 'SpmdLearner', 'InlineVerifier', 'EventLog', 'ResourceSampler', 'DirectoryLock']
+
+
+def test_all_parts_are_freed_in_reverse_order_even_if_each_fails(tmp_path, freed):
+    run = build_run(small_config(), tmp_path)
+    with pytest.raises(OSError, match='failed'):
+        run.close()
+    assert freed == REVERSE
+    run.close()
+    assert freed == REVERSE
+
+
+@pytest.mark.parametrize('step', [f'{LOOP}.Controller', 'areal_jax.app.run.loop.Loop.warm_up'])
+def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, freed, step):
+    inject(monkeypatch, step)  # while it builds; when it runs
+    with pytest.raises(InjectedError):
+        build_run(small_config(), tmp_path).train()
+    assert freed == REVERSE
