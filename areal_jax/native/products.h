@@ -19,8 +19,7 @@ namespace areal_jax {
 // of a block of columns stays in registers.
 
 constexpr int kPanelRows = 8;
-constexpr int64_t kFetchAhead = 512 / sizeof(float);  // into L1
-constexpr int64_t kLine = 64 / sizeof(float);
+constexpr int64_t kFetchAhead = 2048 / sizeof(float);
 
 typedef float Half __attribute__((vector_size(32)));
 #ifdef __AVX512F__
@@ -88,17 +87,18 @@ template <typename Vector, int kVectors, int kPanels>
 inline void MultiplyPanels(const float* w, const float* x, int64_t columns, int64_t in, const Target& target) {
   constexpr int kLanes = sizeof(Vector) / sizeof(float), kWidth = kVectors * kLanes, kRows = kPanels * kPanelRows;
   Vector sums[kRows][kVectors] = {};
-  const float* next = w + kPanels * in * kPanelRows;  // what is behind goes to L2 meanwhile
+  // Few columns wait for memory, and what is behind goes to L2 meanwhile; many wait for products.
+  constexpr bool kWaits = sizeof(Vector) * kVectors <= sizeof(Half);
+  const float* next = w + kPanels * in * kPanelRows;
   for (int64_t i = 0; i < in; ++i) {
     Vector entries[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) entries[v] = Load<Vector>(x + i * kWidth + v * kLanes);
-    if (i % (kLine / kPanelRows) == 0) {
 #pragma GCC unroll 2
-      for (int p = 0; p < kPanels; ++p) {
-        __builtin_prefetch(next + (p * in + i) * kPanelRows, 0, 2);
-        __builtin_prefetch(w + (p * in + i) * kPanelRows + kFetchAhead, 0, 3);
-      }
+    for (int p = 0; p < kPanels; ++p) {
+      const int64_t at = (p * in + i) * kPanelRows;
+      if (kWaits && i % 2 == 0) __builtin_prefetch(next + at, 0, 2);
+      __builtin_prefetch(w + at + kFetchAhead, 0, 3);
     }
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
