@@ -95,7 +95,7 @@ def test_the_first_event_of_each_start_is_the_version_at_the_time_of_the_clock()
         (
             'drawn',
             {'draw': 1},
-            r"^event kind 'drawn' is not in the schema \(areal_jax/events\.py\); known: ",
+            r"^event kind 'drawn' is not in the schema \(areal_jax/events/schema\.py\); known: ",
         ),
         ('draw', {}, r"^event 'draw': fields left out: \['draw'\], not in the schema .*: \[\]$"),
         ('draw', {'draw': 1, 'sample': 2}, r"fields left out: \[\], not in the schema .*: \['sample'\]$"),

@@ -88,7 +88,7 @@ def test_a_gold_that_is_never_parsed_ends_its_process_and_is_named(monkeypatch, 
     # the gold is parsed by a program that hangs in C code at 'x'
     (tmp_path / 'hang.py').write_text(
         'import re\n'
-        'from areal_jax.tasks.answers import golds, mathematics\n'
+        'from areal_jax.tasks.answers import gold_answers as golds, mathematics\n'
         'golds._SECONDS = 1\n'
         "mathematics.parse_gold = lambda gold: [re.match('(a*)*b', 'a' * 40) if gold == 'x' else 1]\n"
         'golds.main()\n'
