@@ -1,7 +1,7 @@
 """What servers and channels can do, by kind: code asks an entry of these tables and never compares names.
 
 `rollout.server` names a ServerKind, `publication.channel` a ChannelKind: one of this file, or FILE.py:FUNCTION, a
-function of the user's own without parameters that returns one (docs/design/server_pool.md has an example). A kind says
+function of the user's own without parameters that returns one (tests/app/test_own_kinds.py has two). A kind says
 where its functions are by name, 'package.module:function', so that the table imports neither jax nor a network library.
 """
 
@@ -23,7 +23,7 @@ class ClientKind:
     """A protocol that this project speaks with a server."""
 
     name: str  # `kind` of the entry in the registry; the address in rollout.urls is 'NAME+http://host:port'
-    connect: Reference  # (rollout.http.clients.wiring.Wiring) -> ServerEngine
+    connect: Reference  # (rollout.http.clients.engine.ClientParts) -> ServerEngine
     has_address: bool = True  # may stand in rollout.urls
     packs_tied_head: bool = False  # on a CPU it keeps the head of its first version where that is the embedding
 
@@ -64,7 +64,7 @@ class ChannelKind:
     """How weights get from the learner to the engines."""
 
     name: str
-    build: Reference  # (app.channels.ChannelParts) -> protocols.Channel
+    build: Reference  # (app.parts.channels.ChannelParts) -> protocols.Channel
     reaches_processes: bool  # servers can load its versions, and each process of a learner writes its own part
     shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
 

@@ -31,8 +31,8 @@ class Evaluator:
     The sampling noise is the same in every evaluation, so the scores of two evaluations are paired. No weights may be
     published while it runs: all answers are of the version that the engines hold. An answer that cannot be verified
     scores 0; `max_failed` of them in a row raise UnverifiedError. `announce` is called after each answer with the
-    number of answers so far and in all. `version`: of an evaluation beside training (during_training.py), whose events are of
-    kinds of their own.
+    number of answers so far and in all. `version`: of an evaluation beside training (during_training.py), whose events
+    are of kinds of their own.
     """
 
     def __init__(

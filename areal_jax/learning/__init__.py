@@ -1,8 +1,9 @@
 """Packing and update: groups become packed rows, packed rows become the next version of the weights.
 
-groups -> advantages.py -> examples.py -> packing.py (bins, balance, rows, buckets)      numpy, on the host
-       -> row_layout.py -> passes.py -> train_step.py (forward, proximal, losses, optimizer)  jax, on the mesh
-learner.py has the commands and is all that the controller sees; update.py loops over minibatches and epochs.
+groups -> objective/advantages.py -> packing/ (examples, packing, bins, balance, rows, buckets)      numpy, on the host
+       -> row_layout.py -> passes.py -> train_step.py (forward, objective/, optimizer/)             jax, on the mesh
+learner.py has the commands and is all that the controller sees; update.py loops over minibatches and epochs;
+measurement.py and diagnostics/ say what an update did; weights/ has the forms of the weights.
 
 Shapes: M micro-batches of a minibatch, R rows of a micro-batch, T tokens of a row, N loss tokens of a row, S segments,
 A answer tokens, B groups per update; of the model d width, H query heads, K key heads, D head size, V vocabulary. The

@@ -1,14 +1,14 @@
 """Many runs as one program: arms of a study in lock-step on token reversal, trained together as one vmap.
 
-    arm.py         a config with a name; what arms of one program may differ in
-    setting.py     what they share, and the constants that each has of its own
-    problems.py    the prompts of every update, from the task's stream
-    generation.py  answers to the prompts of a batch
-    forward.py     log-probs of the answers of a batch
-    update.py      a batch becomes rewards, advantages, minibatches and optimizer steps
-    program.py     updates in a loop on the device, arms side by side
-    series.py      the metrics of every update, in the form of a run
-    training.py    from configs to results
+    arm.py                a config with a name; what arms of one program may differ in
+    setting.py            what they share, and the constants that each has of its own
+    problems.py           the prompts of every update, from the task's stream
+    answer_generation.py  answers to the prompts of a batch
+    group_forward.py      log-probs of the answers of a batch
+    arm_update.py         a batch becomes rewards, advantages, minibatches and optimizer steps
+    program.py            updates in a loop on the device, arms side by side
+    series.py             the metrics of every update, in the form of a run
+    arm_training.py       from configs to results
 
 Shapes, in addition to those in areal_jax/__init__.py: U updates of a run, C updates of a call of the program; for the
 answers: B groups, G answers of a group, P tokens of a prompt, A tokens of an answer. All of them are the same for every
