@@ -11,12 +11,12 @@ from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
 from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.start_warnings import print_warnings
-from areal_jax.app.run.supervised import SftTraining, build_sft
+from areal_jax.app.run.supervised import SftTraining
 
 LoopRun: TypeAlias = Run[OwnSite, Loop]
 SftRun: TypeAlias = Run[OwnSite, SftTraining]
 LOOP: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, OwnSite, build_loop)
-SFT: RunKind[OwnSite, SftTraining] = RunKind(require_here, print_warnings, OwnSite, build_sft)
+SFT: RunKind[OwnSite, SftTraining] = RunKind(require_here, print_warnings, OwnSite, SftTraining)
 
 
 def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> LoopRun | SftRun:

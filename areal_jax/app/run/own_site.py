@@ -62,7 +62,6 @@ from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.types import PublishedWeights, Tree, Work
 
 OwnLearner = SpmdLearner | CommandLeader
-_OF_LEARNER = ('params', 'optimizer')  # names in the arrays of a checkpoint
 
 
 def require_here(config: config_dict.ConfigDict) -> None:
@@ -115,7 +114,7 @@ class OwnSite:
         if checkpoint is None or context.finished is not None:
             return learner
         try:
-            learner.restore({name: checkpoint.arrays[name] for name in _OF_LEARNER})
+            learner.restore(checkpoint.of_learner)
         except NonFiniteError as error:
             raise CheckpointError(f'{context.workdir / CHECKPOINTS}: {error}') from error
         except ValueError as error:

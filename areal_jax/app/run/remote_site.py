@@ -44,7 +44,6 @@ from areal_jax.telemetry.devices import DeviceRates, peak_flops
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, Tree
 
-_OF_LEARNER = ('params', 'optimizer')  # names in the arrays of a checkpoint
 # sections of which the learner processes read what they need, and what the exporter reads
 _READ_ELSEWHERE = (
     *('model', 'learner', 'lora', 'loss', 'optimizer', 'cluster', 'distributed', 'publication', 'diagnostics'),
@@ -134,7 +133,7 @@ class RemoteSite:
         if checkpoint is None or context.finished is not None:
             return learner
         try:
-            learner.restore({name: checkpoint.arrays[name] for name in _OF_LEARNER})
+            learner.restore(checkpoint.of_learner)
         except RemoteUserError as error:
             raise CheckpointError(f'{context.workdir / CHECKPOINTS}: {error}') from error
         except RemoteValueError as error:

@@ -63,6 +63,11 @@ class Checkpoint:
     arrays: Tree  # by name: trees of the learner, and what else a kind of run has saved
     state: State
 
+    @property
+    def of_learner(self) -> Tree:
+        """What Learner.restore takes."""
+        return {name: self.arrays[name] for name in ('params', 'optimizer')}
+
 
 class CommonFacts(TypedDict):
     """The fields that RunFacts and SftFacts share; see there."""

@@ -25,11 +25,6 @@ from areal_jax.telemetry.values import Line
 _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 
 
-def build_sft(context: RunContext, site: OwnSite) -> SftTraining | None:
-    """None for a resumed run that has finished."""
-    return SftTraining(context, site)
-
-
 class SftTraining:
     """Supervised training (loss.objective='sft'); see run.Program.
 
