@@ -26,7 +26,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.command_line import parse_evaluation_command
     from areal_jax.app.evaluate.evaluation_config import adapt_config, set_benchmark
-    from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.process.setup import set_up_process, silence_libraries
 
     silence_libraries()
     values = _define_flags()
@@ -36,11 +36,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     adapt_config(command.config, values.model, command.overrides)  # names a wrong model before jax is imported
     copy = _require_place(values.json)
 
-    from areal_jax.app.process.full_collections import space_full_collections
-    from areal_jax.app.process.memory import return_freed_memory
-
-    return_freed_memory()  # before jax is imported
-    space_full_collections()
+    set_up_process()
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

@@ -44,15 +44,11 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
-    from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.process.setup import set_up_process, silence_libraries
 
     silence_libraries()
 
-    from areal_jax.app.process.full_collections import space_full_collections
-    from areal_jax.app.process.memory import return_freed_memory
-
-    return_freed_memory()  # before jax is imported
-    space_full_collections()
+    set_up_process()
 
     from areal_jax.app.run.recorded_run import read_packed, read_workdir
     from areal_jax.app.run.replay import replay

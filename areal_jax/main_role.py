@@ -28,7 +28,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
-    from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.process.setup import set_up_process, silence_libraries
     from areal_jax.app.roles.roles import require_role, require_roles
     from areal_jax.registry.self_test import require_path, require_usable
 
@@ -41,12 +41,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     require_role(command.config, process.role, process.index, values.count)
     require_usable(process.workdir)
 
-    from areal_jax.app.process.full_collections import space_full_collections
-    from areal_jax.app.process.memory import return_freed_memory
     from areal_jax.config.kinds import SERVER, find_server, resolve
 
-    return_freed_memory()  # before jax is imported
-    space_full_collections()
+    set_up_process()
     if process.role == 'controller':
         return _control(command, process, interrupts)
     if process.role == 'learner':

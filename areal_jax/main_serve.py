@@ -31,7 +31,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
     from areal_jax.app.parts.extras import API_KEY, require_serving
-    from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.process.setup import set_up_process, silence_libraries
 
     silence_libraries()
     values = _define_flags()
@@ -46,11 +46,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     listener = bind(values.host, values.port)
 
-    from areal_jax.app.process.full_collections import space_full_collections
-    from areal_jax.app.process.memory import return_freed_memory
-
-    return_freed_memory()  # before jax is imported
-    space_full_collections()
+    set_up_process()
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

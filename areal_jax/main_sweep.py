@@ -36,7 +36,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import defines, parse_command, require_workdir
-    from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
     from areal_jax.app.sweep.runner import Runner
     from areal_jax.app.sweep.sweep_directory import note_sweep, read_state, require_same_sweep

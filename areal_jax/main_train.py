@@ -24,17 +24,13 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import parse_train_command
-    from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.process.setup import set_up_process, silence_libraries
 
     silence_libraries()
     values = _define_flags()
     command = parse_train_command(argv, values)
 
-    from areal_jax.app.process.full_collections import space_full_collections
-    from areal_jax.app.process.memory import return_freed_memory
-
-    return_freed_memory()  # before jax is imported
-    space_full_collections()
+    set_up_process()
 
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds

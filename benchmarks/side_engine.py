@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.app.process.memory import return_freed_memory
+from areal_jax.app.process.setup import return_freed_memory
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog

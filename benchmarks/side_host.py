@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from areal_jax.app.process.full_collections import space_full_collections
+from areal_jax.app.process.setup import space_full_collections
 from areal_jax.control.clocks.loop import Block, Ready
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord

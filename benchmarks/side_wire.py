@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from areal_jax.app.process.full_collections import space_full_collections
+from areal_jax.app.process.setup import space_full_collections
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import StepRecord
 from areal_jax.control.event_writer import EventLog

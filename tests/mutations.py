@@ -543,10 +543,10 @@ MUTATIONS = [
     ),
     Mutation(
         'search all objects as often as Python does',
-        'areal_jax.app.process.full_collections:FullCollections.note',
+        'areal_jax.app.process.setup:FullCollections.note',
         'self._set(waiting=True)',
         'pass',
-        'tests/app/test_full_collections.py',
+        'tests/app/process/test_setup.py',
     ),
     Mutation(
         'save whatever training made',

@@ -47,10 +47,10 @@ def pattern(expected):
 def run(tmp_path, monkeypatch, capsys):
     """Runs a command of the page in this process; its exit code and what it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('areal_jax.app.process.memory.return_freed_memory', lambda: None)  # settings of a whole process
-    monkeypatch.setattr('areal_jax.app.process.full_collections.space_full_collections', lambda: None)
+    monkeypatch.setattr('areal_jax.app.process.setup.return_freed_memory', lambda: None)  # settings of a whole process
+    monkeypatch.setattr('areal_jax.app.process.setup.space_full_collections', lambda: None)
     monkeypatch.setattr('areal_jax.native.kept_blocks.keep_blocks', lambda: None)
-    monkeypatch.setattr('areal_jax.app.process.library_messages.silence_libraries', lambda: None)
+    monkeypatch.setattr('areal_jax.app.process.setup.silence_libraries', lambda: None)
 
     def run(words):
         assert words[:3] == ['python', '-m', 'areal_jax.main_train']

@@ -17,7 +17,7 @@ from areal_jax.app.model.earlier_run import EarlierRun
 from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.library_messages import silence_libraries
+from areal_jax.app.process.setup import silence_libraries
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import ExitCode
 from areal_jax.studies.arm_programs import SCORE, read_list

@@ -13,7 +13,7 @@ from areal_jax import files
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.library_messages import silence_libraries
+from areal_jax.app.process.setup import silence_libraries
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import ExitCode
 from areal_jax.publication.manifest import weights_sha256

@@ -208,8 +208,7 @@ import bokeh.plotting, scipy.special
 jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
-from areal_jax.app.process import full_collections
-from areal_jax.app.process import memory
+from areal_jax.app.process import setup
 from areal_jax.native import kept_blocks as blocks
 from tests.app.small import small_config
 
@@ -219,8 +218,8 @@ def allocator(*_):
 def collector():
     raise AssertionError('the garbage collector was set')
 
-memory.return_freed_memory = allocator
-full_collections.space_full_collections = collector
+setup.return_freed_memory = allocator
+setup.space_full_collections = collector
 blocks.keep_blocks = allocator
 
 def subreaper():

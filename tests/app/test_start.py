@@ -75,7 +75,7 @@ def test_a_clean_run_and_its_resumption_leave_stderr_empty(tmp_path):
 
 def test_the_libraries_are_silenced_before_jax_is_loaded():
     program = (
-        'import sys\nfrom areal_jax.app.process.library_messages import silence_libraries\nsilence_libraries()\n'
+        'import sys\nfrom areal_jax.app.process.setup import silence_libraries\nsilence_libraries()\n'
         'import os, logging\nprint("jax" in sys.modules, os.environ["TF_CPP_MIN_LOG_LEVEL"])\n'
         'logging.getLogger("matplotlib.font_manager").warning("building the font cache")\n'
         'from absl import logging as absl_logging\nabsl_logging.warning("sharding info not provided")\n'

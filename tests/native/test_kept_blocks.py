@@ -17,7 +17,7 @@ pytestmark = [
 START = """
 import gc, json, resource, sys
 import jax, jax.numpy as jnp, numpy as np
-from areal_jax.app.process.memory import return_freed_memory
+from areal_jax.app.process.setup import return_freed_memory
 from areal_jax.native import kept_blocks as blocks
 from areal_jax.native import arrays
 return_freed_memory()

@@ -1,30 +1,10 @@
-"""The memory limit of this process, and allocator settings that return freed memory to the system."""
+"""How much memory this process may use."""
 
 from __future__ import annotations
 
-import ctypes
 import pathlib
-import platform
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # names of mallopt(3) options, from malloc.h
-_MMAP_BYTES = 1 << 20  # larger blocks are mapped, and returned to the system when they are freed
-_TRIM_BYTES = 1 << 26  # free memory that a heap keeps at its end: compilers free and allocate in turns
 _CGROUP_ROOT, _CGROUPS = pathlib.Path('/sys/fs/cgroup'), pathlib.Path('/proc/self/cgroup')
-
-
-def return_freed_memory() -> bool:
-    """Call it before jax is imported; True where the C library is glibc and took the settings.
-
-    By default, glibc raises its mmap threshold (up to 32 MB) each time that a larger block is freed. Weights,
-    gradients and checkpoint copies of a few MB are then allocated on heaps that never shrink. A fixed threshold of 1 MB
-    returns them to the system. Measured on SmolLM2-135M: peak memory 8.6 -> 6.8 GB.
-    """
-    if platform.libc_ver()[0] != 'glibc':
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    settings = ((_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _TRIM_BYTES), (_ARENA_MAX, 2))
-    taken = [mallopt(option, value) for option, value in settings]
-    return all(taken)
 
 
 def memory_limit_bytes() -> int:

@@ -1,10 +1,11 @@
 import gc
+import platform
 import subprocess
 import sys
 
 import pytest
 
-from areal_jax.app.process.full_collections import FullCollections
+from areal_jax.app.process.setup import FullCollections
 
 
 @pytest.fixture
@@ -54,9 +55,9 @@ def test_collections_of_new_objects_put_nothing_off(collector):
 
 
 # Open requests come and go, as many as there are: Python alone searches all of them again and again.
-PROGRAM = """
+TURNOVER = """
 import collections, gc, sys, weakref
-from areal_jax.app.process.full_collections import space_full_collections
+from areal_jax.app.process.setup import space_full_collections
 if sys.argv[1] == 'spaced':
     space_full_collections()
 full = 0
@@ -83,10 +84,34 @@ print(full / turned_over)
 def full_collections(setting):
     """In the time in which all objects are replaced once."""
     done = subprocess.run(
-        [sys.executable, '-c', PROGRAM, setting], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, '-c', TURNOVER, setting], capture_output=True, text=True, check=True, timeout=120
     )
     return float(done.stdout)
 
 
 def test_python_searches_all_objects_rarely_and_finds_circles_all_the_same():
     assert full_collections('spaced') < 0.3 * full_collections('as it is')
+
+
+# 400 blocks of 4 MB, freed in an order that leaves a heap full of holes: the last one keeps it from shrinking
+PROGRAM = """
+import psutil, numpy as np
+from areal_jax.app.process.setup import return_freed_memory
+{call}
+np.ones(3_000_000).sum()  # freeing 24 MB makes glibc raise its threshold for mapped blocks to that
+blocks = [np.ones(500_000) for _ in range(400)]
+keep = blocks[-1]
+del blocks
+print(psutil.Process().memory_info().rss >> 20)
+"""
+
+
+def resident_mb(call):
+    done = subprocess.run([sys.executable, '-c', PROGRAM.format(call=call)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='mallopt is of glibc')
+def test_freed_blocks_go_back_to_the_system():
+    assert resident_mb('pass') > 1000  # 1.6 GB of holes
+    assert resident_mb('assert return_freed_memory()') < 300
