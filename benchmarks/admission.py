@@ -155,7 +155,6 @@ def simulate(load: Load, max_running_groups: float, seed: int) -> dict[str, floa
         workflow=SingleTurn(pool, SamplingParams(load.limit_tokens, 1.0, 0, 1.0, (STOP,)), seed),
         verifier=ToyVerifier(clock), learner=ToyLearner(), channel=channel, gate=gate, ring=None,
         update_tokens=lambda groups: 1, on_step=on_step, observer_state=dict, save_checkpoint=lambda *_: None,
-        copy_version=lambda published: None,
     )  # fmt: skip
 
     async def program() -> None:

@@ -150,7 +150,7 @@ def make_controller(
         clock=clock, log=log, supervisor=supervisor, stream=ToyStream(PROMPT_TOKENS), pool=pool,
         workflow=SingleTurn(pool, sampling, 0), verifier=ToyVerifier(clock), learner=ToyLearner(),
         channel=ToyChannel(), gate=gate, ring=None, update_tokens=lambda groups: 1, on_step=on_step,
-        observer_state=dict, save_checkpoint=lambda *_: None, copy_version=lambda published: None,
+        observer_state=dict, save_checkpoint=lambda *_: None,
     )  # fmt: skip
 
 

@@ -38,10 +38,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config):
-    """The quick tests alone run each program a few times: not worth LLVM's passes. All others compile as a run does."""
+    """The quick tests alone run each program a few times: not worth the passes of LLVM and MLIR.
+
+    All others compile as a run does.
+    """
     quick = config.option.markexpr.startswith('not slow')
     if quick and 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
-        os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
+        os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
     # a GPU adds up in any order otherwise; and kernels that are not searched for compile sooner
     if config.option.markexpr == 'gpu' and 'xla_gpu_deterministic_ops' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false'

@@ -10,6 +10,7 @@ import pytest
 
 import areal_jax
 from tests.mutations import MUTATIONS, ROOT, Mutation, mutate, pattern_of
+from tests.test_imports import parse
 
 PACKAGE = pathlib.Path(areal_jax.__file__).parent
 PRIVATE_NAMES = ROOT / 'docs' / 'design' / 'private_names.md'
@@ -31,7 +32,7 @@ def long_parts(name: str, source: str) -> list[str]:
     """Files, functions and classes above their bounds, 'areal_jax.app.session: Session has 320 lines'."""
     lines = source.count('\n')
     found = [f'{name} has {lines} lines'] if lines > FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             most = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
             length = (node.end_lineno or 0) - node.lineno + 1
@@ -42,7 +43,7 @@ def long_parts(name: str, source: str) -> list[str]:
 def imports(name: str, source: str, known: set[str]) -> set[str]:
     """Modules of the package that this one imports anywhere, also in functions and under TYPE_CHECKING."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -84,7 +85,7 @@ def private_accesses(source: str) -> list[str]:
         if is_private(path.rpartition('.')[2]) and f'`{path}' not in listed:
             found.append((node.lineno, path))
 
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ('self', 'cls'):
             note(node, ast.unparse(node))
         elif isinstance(node, ast.ImportFrom):
@@ -161,7 +162,7 @@ def test_the_private_names_of_others_are_seen(source, found):
 
 
 def test_every_module_says_what_it_is():
-    assert [name for name, source in sources().items() if not ast.get_docstring(ast.parse(source))] == []
+    assert [name for name, source in sources().items() if not ast.get_docstring(parse(source))] == []
 
 
 def test_every_mutation_applies():
@@ -232,7 +233,7 @@ def classes(under: str = '') -> dict[str, ast.ClassDef]:
     return {
         node.name: node
         for name, source in sources().items() if name.startswith(f'areal_jax{under}')
-        for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)
+        for node in ast.walk(parse(source)) if isinstance(node, ast.ClassDef)
     }  # fmt: skip
 
 

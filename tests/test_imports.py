@@ -1,6 +1,7 @@
 """House rules: imports run one way, host code is free of jax, every wait goes through the clock."""
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
@@ -54,6 +55,7 @@ FORBIDDEN = {
 }  # fmt: skip
 
 
+@functools.cache  # several tests read all files; no test changes a tree
 def parse(source: str) -> ast.Module:
     try:
         return ast.parse(source)

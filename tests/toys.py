@@ -329,7 +329,7 @@ class ToyRun:
         if resume:
             self.learner.restore(resume['arrays'])
         parsed = parse_schedule(schedule, seed=0)
-        ring = VersionRing(parsed) if parsed else None
+        ring = VersionRing(parsed, lambda published: published.handle[0]) if parsed else None
         published = newest = channel.transfer(version, self.learner.w)
         if ring:
             for held, w in resume['earlier'].items() if resume else ():
@@ -365,7 +365,6 @@ class ToyRun:
             on_step=lambda record: self.note_step(record),
             save_checkpoint=lambda *state: self.save_checkpoint(*state),
             on_published=self._note_published,
-            copy_version=lambda published: published.handle[0],
             group_filter=EqualRewardsFilter(max_filtered) if max_filtered else None,
         )  # fmt: skip
         self.newest, self.resumed, self.unscored = newest, state, unscored

@@ -22,7 +22,7 @@ from areal_jax.control.failures import FailureCount
 from areal_jax.control.gate import HeldState, StalenessGate
 from areal_jax.control.group_filter import EqualRewardsFilter
 from areal_jax.control.groups import RunningGroups
-from areal_jax.control.lock_step import CopyVersion, LockStep
+from areal_jax.control.lock_step import LockStep
 from areal_jax.control.publisher import Publisher, Update
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.slot_demand import SlotDemand
@@ -106,7 +106,6 @@ class Controller:
         update_tokens: PriceUpdate,
         on_step: Callable[[StepRecord], None],
         save_checkpoint: SaveCheckpoint,
-        copy_version: CopyVersion,
         ring: VersionRing | None,
         observer_state: Callable[[], Mapping[str, Any]],
         on_published: Callable[[PublishedWeights], None] = lambda _: None,
@@ -136,7 +135,7 @@ class Controller:
         )  # fmt: skip
         self._admission = Admission(clock, gate, demand, self.stop_requested, self._start_group)
         pool.watch(self._admission.note_room)
-        self._lock_step = LockStep(clock, pool, gate, self._admission, ring, copy_version) if ring else None
+        self._lock_step = LockStep(clock, pool, gate, self._admission, ring) if ring else None
         self._publisher = Publisher(clock, log, channel, self._install, self._note_published, pool.pinned_versions)
         self._writer = CheckpointWriter(clock, supervisor)
 

@@ -5,8 +5,6 @@ The controller uses it in place of Admission.run where `staleness.schedule` is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from areal_jax.control.admission import Admission
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.schedule import VersionRing
@@ -14,17 +12,13 @@ from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Clock, Pool
 from areal_jax.types import PublishedWeights, Weights, Work
 
-CopyVersion = Callable[[PublishedWeights], Weights]  # the weights as a checkpoint can hold them; on lane `publish/0`
-
 
 class LockStep:
     """Admits the groups of one update after another, each after the engines have loaded its version."""
 
-    def __init__(
-        self, clock: Clock, pool: Pool, gate: StalenessGate, admission: Admission, ring: VersionRing, copy: CopyVersion
-    ):
+    def __init__(self, clock: Clock, pool: Pool, gate: StalenessGate, admission: Admission, ring: VersionRing):
         self._clock, self._pool, self._gate, self._admission = clock, pool, gate, admission
-        self._ring, self._copy = ring, copy
+        self._ring = ring
         self._loading = False
         self._load_ended = clock.event('a load for the next batch')
         self.generated_update: int | None = None  # the update whose batch the engines generate
@@ -77,5 +71,5 @@ class LockStep:
         held = self._ring.earlier()
         if not held:
             return {}
-        copy = lambda: {published.version: self._copy(published) for published in held}
+        copy = lambda: {published.version: self._ring.copy(published) for published in held}
         return await self._clock.run(publish_lane(0), copy, Work('snapshot', len(held)))

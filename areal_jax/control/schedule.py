@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.types import PublishedWeights
+from areal_jax.types import PublishedWeights, Weights
+
+CopyVersion = Callable[[PublishedWeights], Weights]  # the weights as a checkpoint can hold them; on lane `publish/0`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,8 @@ def parse_schedule(text: str, seed: int) -> Schedule | None:
 class VersionRing:
     """The published versions that a later batch may still ask for."""
 
-    def __init__(self, schedule: Schedule):
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, copy: CopyVersion):
+        self._schedule, self.copy = schedule, copy
         self._weights: dict[int, PublishedWeights] = {}
 
     def version_for(self, update: int) -> int:

@@ -286,16 +286,26 @@ def test_an_abandoned_program_ends_with_keyboard_interrupt(make, when):
 
 
 def test_the_end_of_the_program_waits_for_work_as_long_as_it_is_told():
-    ended = []
+    ended, release, done = [], threading.Event(), threading.Event()
 
-    async def program(clock, supervisor):
-        supervisor.start('slow', clock.run('a', lambda: (time.sleep(0.5), ended.append(True)), Work('x')))
-        await clock.run('b', lambda: time.sleep(0.1), Work('x'))
+    def work():
+        release.wait(20)
+        ended.append(True)
+        done.set()
 
-    execute(RealClock(LANES, EventLog(), 30.0, end_of_work_s=0.01), program)
+    def run(end_of_work_s, beside):
+        async def program(clock, supervisor):
+            supervisor.start('slow', clock.run('a', work, Work('x')))
+            await clock.run('b', beside, Work('x'))
+
+        execute(RealClock(LANES, EventLog(), 30.0, end_of_work_s=end_of_work_s), program)
+
+    run(0.01, lambda: None)
     assert ended == []
-    time.sleep(0.6)
-    execute(RealClock(LANES, EventLog(), 30.0, end_of_work_s=10.0), program)
+    release.set()
+    assert done.wait(20)
+    release.clear()
+    run(20.0, lambda: threading.Timer(0.2, release.set).start())
     assert ended == [True, True]
 
 

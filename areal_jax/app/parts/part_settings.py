@@ -15,7 +15,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
-from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
+from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
 from areal_jax.plugins import Function, load_function
 from areal_jax.rollout import requirements
@@ -214,10 +214,10 @@ def build_schedule(config: TrackedConfig) -> Schedule | None:
         raise ConfigError(f'staleness.schedule={text!r}: the file or number cannot be read ({reason})') from error
 
 
-def build_ring(config: TrackedConfig) -> VersionRing | None:
+def build_ring(config: TrackedConfig, copy: CopyVersion) -> VersionRing | None:
     """The versions that a lock-step schedule may still ask for; None without one."""
     schedule = build_schedule(config)
-    return VersionRing(schedule) if schedule else None
+    return VersionRing(schedule, copy) if schedule else None
 
 
 def build_group_filter(config: TrackedConfig) -> EqualRewardsFilter | None:

@@ -204,15 +204,16 @@ def _build_generation(
 ) -> Generation:
     version, checkpoint, snapshot = host.origin
     channel = site.build_channel()
-    ring = build.build_ring(host.config)
-    if ring and checkpoint:
-        site.restore_ring(ring, checkpoint.arrays[_RING])
+    local = site.engine_site
+    ring = None if local is None else build.build_ring(host.config, local.copy_version)
+    if local is not None and ring and checkpoint:
+        local.restore_ring(ring, checkpoint.arrays[_RING])
     newest = published = channel.transfer(version, learner.publish(version))
     if ring:
         ring.add(published)
         published = ring.in_use(snapshot['generated_update'] if snapshot else None)
-    if not build.uses_servers(host.config):
-        engines, pool = site.build_rollout(published, host.clock, host.log, host.supervisor)
+    if local is not None and not build.uses_servers(host.config):
+        engines, pool = local.build_rollout(published, host.clock, host.log, host.supervisor)
         return Generation(channel, ring, newest, pool, engines)
 
     from areal_jax.app.parts.server_builder import build_servers  # needs aiohttp, which runs without servers do not
@@ -267,7 +268,6 @@ def _build_controller(
         observer_state=lambda: {**observer.state(), **({UNDER_WAY: beside.under_way} if beside else {})},
         on_published=note_published,
         save_checkpoint=save_checkpoint,
-        copy_version=site.copy_version,
     )
 
 

@@ -32,7 +32,7 @@ from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.profile import DIRECTORY, TracedLearner
 from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, LocalRollout
+from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout
 from areal_jax.app.run.start_warnings import print_passed_over
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.provenance import Hardware, hardware
@@ -81,6 +81,7 @@ class OwnSite:
 
     def __init__(self, context: RunContext):
         context.parts.enter_context(use_compilation_cache(context.config))
+        self.engine_site: EngineSite | None = self
         self.compilations: Compilations = context.parts.enter_context(CompilationCounter())
         self._context, self._config = context, context.config
         self._backends: Mapping[EngineDevices, JaxDecodeBackend] = {}

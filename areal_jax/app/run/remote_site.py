@@ -19,16 +19,13 @@ from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, LocalRollout
+from areal_jax.app.run.site import EngineFacts, EngineSite
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.provenance import Hardware, describe_hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner
 from areal_jax.control.clocks.loop import LoopClock
-from areal_jax.control.event_writer import EventLog
-from areal_jax.control.schedule import VersionRing
-from areal_jax.control.supervisor import Supervisor
 from areal_jax.distributed.attempt import learner_name, read_attempt
 from areal_jax.distributed.handshake import Hello, connect, digest_config
 from areal_jax.distributed.key import key_path, load_key
@@ -42,7 +39,7 @@ from areal_jax.registry.presence import await_living
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 from areal_jax.text.tokenizer import Tokenizer
-from areal_jax.types import PublishedWeights, Tree
+from areal_jax.types import Tree
 
 # sections of which the learner processes read what they need, and what the exporter reads
 _READ_ELSEWHERE = (
@@ -99,6 +96,7 @@ class RemoteSite:
         counts = {entry.role: entry.count for entry in list_roles(given)}
         self.awaited_beside = given.evaluation.engines
         self.awaited_engines = counts.get('engine', 0) - given.evaluation.engines
+        self.engine_site: EngineSite | None = None
         self.compilations: Compilations = NoCompilations()
         context.config.note_used(_READ_ELSEWHERE)
         context.parts.enter_context(keep_name(process, given))
@@ -176,23 +174,12 @@ class RemoteSite:
         directory = self._config.publication.directory or self._context.workdir / 'publication'
         return RemoteChannel(self._peers, pathlib.Path(directory))
 
-    def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
-        raise NotImplementedError('config.validate refuses a schedule in lock-step with servers')
-
-    def build_rollout(
-        self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
-    ) -> LocalRollout:
-        raise NotImplementedError('require_roles refuses engines in this process')
-
     def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
         self._context.start.begin('compiling what trains:')
         return self.learner.warm_up()
 
     async def finish_compiling(self, clock: LoopClock) -> None:
         """All is compiled at the start."""
-
-    def copy_version(self, published: PublishedWeights) -> Tree:
-        raise NotImplementedError('config.validate refuses a schedule in lock-step with servers')
 
     def read_environment(self) -> Environment:
         return read_environment(self._list('devices'))

@@ -108,15 +108,8 @@ class Site(Protocol):
         ...
 
 
-class LoopSite(Site, Protocol):
-    """A site whose learner is trained by the asynchronous loop."""
-
-    awaited_engines: int  # engines in other processes that must serve before the run starts: for training,
-    awaited_beside: int  # and for evaluation
-
-    def find_rates(self) -> DeviceRates: ...
-
-    def build_channel(self) -> Channel: ...
+class EngineSite(Protocol):
+    """A site where engines decode in the process of the learner."""
 
     def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
         """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
@@ -126,16 +119,28 @@ class LoopSite(Site, Protocol):
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout: ...
 
+    def copy_version(self, published: PublishedWeights) -> Tree:
+        """Weights of an earlier version for a checkpoint, in host memory."""
+        ...
+
+
+class LoopSite(Site, Protocol):
+    """A site whose learner is trained by the asynchronous loop."""
+
+    engine_site: EngineSite | None  # None: engines decode in other processes
+    awaited_engines: int  # engines in other processes that must serve before the run starts: for training,
+    awaited_beside: int  # and for evaluation
+
+    def find_rates(self) -> DeviceRates: ...
+
+    def build_channel(self) -> Channel: ...
+
     def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
         """Compiles what the run needs at `version`; returns the number of programs."""
         ...
 
     async def finish_compiling(self, clock: LoopClock) -> None:
         """Compiles what was not yet needed."""
-        ...
-
-    def copy_version(self, published: PublishedWeights) -> Tree:
-        """Weights of an earlier version for a checkpoint, in host memory."""
         ...
 
     def find_final_weights(self) -> tuple[Tree, str]:

@@ -92,7 +92,7 @@ def test_a_schedule_that_cannot_be_read_is_an_error_of_the_config(schedule):
     config = default_config()
     config.staleness.schedule = schedule
     with pytest.raises(ConfigError, match=r"^staleness\.schedule='(fixed\(x\)' is not known|trace.*No such file)"):
-        build_ring(TrackedConfig(config))
+        build_ring(TrackedConfig(config), lambda published: published)
 
 
 def test_a_batch_that_the_learner_refuses_ends_the_run(tmp_path):
