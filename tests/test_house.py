@@ -86,12 +86,12 @@ def private_accesses(source: str) -> list[str]:
             found.append((node.lineno, path))
 
     for node in ast.walk(parse(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ('self', 'cls'):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in ('self', 'cls'):
             note(node, ast.unparse(node))
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 note(node, f'{node.module}.{alias.name}')
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition('.')[2] in BY_NAME:
+        elif isinstance(node, ast.Call) and getattr(node.func, 'attr', getattr(node.func, 'id', '')) in BY_NAME:
             for argument in node.args[:2]:  # ('module.name', value) or (owner, 'name', value)
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     note(node, argument.value)
