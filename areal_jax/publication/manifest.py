@@ -164,6 +164,29 @@ def weights_sha256(params: Tree) -> str:
     return digest.hexdigest()
 
 
+def change_of_sums(positions: np.ndarray, before: np.ndarray, after: np.ndarray) -> tuple[int, int]:
+    """What the two sums of a content gain, mod 2^32, where the elements at row-major `positions` change.
+
+    `before` and `after` are their bits, uint16 [n].
+    """
+    spread = positions.astype(np.uint32) * np.uint32(_GOLDEN)
+    scratch = np.empty_like(spread)
+    plain = int(after.sum(dtype=np.uint64)) - int(before.sum(dtype=np.uint64))
+    mixed = 0
+    for sign, words in ((1, after), (-1, before)):
+        found = spread + words
+        _mix_in_place(found, scratch)
+        mixed += sign * int(found.sum(dtype=np.uint64))
+    return plain % 2**32, mixed % 2**32
+
+
+def unfinite_bits(dtype: str) -> int:
+    """The bits that are all set in NaN and infinity of 16-bit floats, and in no other value; 0 for other dtypes."""
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        return 0
+    return int(np.array(np.inf, jnp.dtype(dtype)).view(np.uint16))
+
+
 def _by_path(params: Tree) -> dict[str, jax.Array | np.ndarray]:
     """Leaves by path, paths in order."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
