@@ -11,8 +11,12 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
+
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import LeafDigest, decode_manifest, encode_manifest, manifest_hash
+from areal_jax.types import Tree
 
 Part: TypeAlias = bytes | bytearray | memoryview  # C-contiguous bytes
 RecordKind = Literal['whole', 'delta']
@@ -86,6 +90,27 @@ class Record:
 
     header: RecordHeader
     parts: Sequence[Part]  # in the order of the sorted paths; whole: the bits of the leaf, row-major
+
+
+def leaf_bytes(leaf: np.ndarray) -> Part:
+    """The bits of a leaf, row-major, as a part of a whole record; a view where the leaf lies so."""
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+
+
+def tree_of_record(record: Record) -> dict[str, Tree]:
+    """The weights of a whole record as a nested dict of numpy arrays, views of its parts."""
+    tree: dict[str, Tree] = {}
+    for (path, digest), part in zip(sorted(record.header.leaves.items()), record.parts, strict=True):
+        put_leaf(tree, path, np.frombuffer(part, jnp.dtype(digest.dtype)).reshape(digest.shape))
+    return tree
+
+
+def put_leaf(tree: dict[str, Tree], path: str, leaf: Tree) -> None:
+    """Puts a leaf at its path, 'layers/0/mlp_norm', into a nested dict."""
+    *outer, name = path.split('/')
+    for key in outer:
+        tree = tree.setdefault(key, {})
+    tree[name] = leaf
 
 
 class RecordSender(Protocol):
