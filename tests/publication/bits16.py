@@ -12,8 +12,8 @@ from areal_jax.publication.record_channel import RecordChannel
 from tests.publication.tiny import CONFIG, host_params
 
 
-def first_version(dtype='bfloat16'):
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), host_params())
+def first_version(dtype='bfloat16', config=CONFIG):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), host_params(config=config))
 
 
 def next_version(params, seed, share=0.02):
@@ -26,8 +26,8 @@ def next_version(params, seed, share=0.02):
     return after
 
 
-def make_versions(count, share=0.02):
-    made = [first_version()]
+def make_versions(count, share=0.02, config=CONFIG):
+    made = [first_version(config=config)]
     for seed in range(1, count):
         made.append(next_version(made[-1], seed, share))
     return made
@@ -37,9 +37,8 @@ def held_of(params, version):
     return Held(version, manifest_hash(host_manifest(params)))
 
 
-def open_channel(directory, *, delta=True, base_every=20, verify=False, name='reader'):
-    sender = FilesSender(directory, CONFIG)
-    receiver = FilesReceiver(directory, CONFIG, name)
+def open_channel(directory, *, delta=True, base_every=20, verify=False, config=CONFIG):
+    sender, receiver = FilesSender(directory, config), FilesReceiver(directory, config, 'reader')
     return RecordChannel(sender, lambda address: receiver, delta=delta, base_every=base_every, verify=verify)
 
 
