@@ -94,8 +94,8 @@ class RecordSender(Protocol):
     def send(self, record: Record) -> str:
         """Makes a record available to every reader, and returns the address that readers are told.
 
-        A whole record begins a new chain; a delta continues it. The chain of the newest version stays readable, from its
-        whole record on, for readers that join. Parts may be reused when it returns. No reader delays it.
+        A whole record begins a new chain; a delta continues it. The chain of the newest version stays readable, from
+        its whole record on, for readers that join. Parts may be reused when it returns. No reader delays it.
 
         Raises PublicationError for lack of space, with both sizes, and for a failed write.
         """
@@ -118,10 +118,10 @@ class RecordReceiver(Protocol):
     """A reader's end of a carrier."""
 
     def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
-        """Brings the reader from what it holds to `version`: calls `consume` with the records that are missing, in order.
+        """Brings the reader from what it holds to `version`: `consume` gets the records that are missing, in order.
 
-        These are deltas alone where a chain leads from `held`, else the newest whole record and the deltas after it. Parts
-        are valid only during the call of `consume`; what it raises is raised here.
+        These are deltas alone where a chain leads from `held`, else the newest whole record and the deltas after it.
+        Parts are valid only during the call of `consume`; what it raises is raised here.
 
         Raises PublicationError for a version that is not there, a damaged record, a dead sender, or a missed deadline.
         """
