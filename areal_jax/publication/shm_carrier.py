@@ -19,7 +19,7 @@ from areal_jax.publication.shm_readers import ReaderRow, read_row
 from areal_jax.publication.shm_record import Entry, count_bytes, read_entries, read_record, write_record
 from areal_jax.publication.shm_segment import MOST_PLACES, Segment, create_segment, open_segment
 
-SCHEME = 'shm'
+SCHEME = 'shm:'
 _PAGE_BYTES = 1 << 21  # places begin at huge pages, where the system has them
 _FIRST_PLACES = 2
 _LOOK_S = 1e-3  # between two looks whether a place is free
@@ -58,7 +58,7 @@ class ShmSender:
 
     @property
     def address(self) -> str:
-        return f'{SCHEME}:{self._segment.path}'
+        return f'{SCHEME}{self._segment.path}'
 
     def send(self, record: Record) -> str:
         """See RecordSender. Raises ChainFull for a delta that the place of its chain has no room for."""
@@ -125,20 +125,28 @@ class ShmSender:
         """A place whose chain may go: no reader holds it, or its readers have had their time."""
         segment = self._segment
         others = [place for place in range(segment.n_places) if not self._chains.get(place) or place != segment.newest]
-        free = [place for place in others if not is_needed(self._chains.get(place, []), self._lowest, self._pinned)]
-        if not free and self._add_place():
+        released = [place for place in others if not is_needed(self._chains.get(place, []), self._lowest, self._pinned)]
+        if unheld := [place for place in released if not self._holders(place)]:
+            return unheld[0]
+        if self._add_place():
             return segment.n_places - 1
-        free = free or [place for place in others if not self._is_pinned(place)]  # late readers take the newest chain
-        if not free:
+        # readers of what is not released yet, and not pinned, take the newest chain
+        candidates = released or [place for place in others if not self._is_pinned(place)]
+        if not candidates:
             raise PublicationError(
                 f'all {segment.n_places} places of {segment.path} have versions that the run still needs '
                 f'({sorted(self._pinned)}): evaluate less often (evaluation.every)'
             )
+        return self._await_place(candidates)
+
+    def _await_place(self, candidates: Sequence[int]) -> int:
+        """The first place that its readers let go; after the deadline one that they hold still."""
         end_s = time.monotonic() + self._hold_deadline_s
-        while not (unheld := [place for place in free if not self._holders(place)]):
+        while not (unheld := [place for place in candidates if not self._holders(place)]):
             if time.monotonic() > end_s:
-                self._ignored[free[0]] = {reader: self._n_holds(reader) for reader in segment.holders(free[0])}
-                return free[0]
+                first = candidates[0]
+                self._ignored[first] = {reader: self._n_holds(reader) for reader in self._segment.holders(first)}
+                return first
             time.sleep(_LOOK_S)
         return unheld[0]
 

@@ -29,9 +29,15 @@ def path(tmp_path):
 
 @pytest.fixture
 def sender(path):
-    with_deadline = ShmSender(path, hold_deadline_s=0.05)
-    yield with_deadline
-    with_deadline.close()
+    with contextlib.closing(ShmSender(path)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def narrow(path):
+    """A sender that must overwrite a chain that is being read, and does so soon."""
+    with contextlib.closing(ShmSender(path, hold_deadline_s=0.01, most_places=2)) as sender:
+        yield sender
 
 
 def open_reader(path, name='engine 0'):
@@ -165,18 +171,18 @@ def test_many_readers_each_have_a_row(sender, path):
         receiver.close()
 
 
-def test_a_reader_that_is_overtaken_reads_again(sender, path):
+def test_a_reader_that_is_overtaken_reads_again(narrow, path):
     """While it reads version 0 for the first time, two newer versions fill both places."""
-    sender.send(make_record(0, SMALL))
+    narrow.send(make_record(0, SMALL))
     seen = []
 
     def consume(record):
         seen.append((record.header.version, [bytes(part) for part in record.parts]))
         if len(seen) == 1:
             for version in (1, 2):
-                sender.send(make_record(version, SMALL))
-                sender.release(version)
-            sender.send(make_record(0, SMALL))  # in the place that is being read
+                narrow.send(make_record(version, SMALL))
+                narrow.release(version)
+            narrow.send(make_record(0, SMALL))  # in the place that is being read
             raise PublicationError('what it read does not have the digest of version 0')
 
     open_reader(path).fetch(0, None, consume)
@@ -184,38 +190,55 @@ def test_a_reader_that_is_overtaken_reads_again(sender, path):
     assert seen[1][1] == list(make_record(0, SMALL).parts)
 
 
-def test_a_reader_that_is_always_overtaken_gives_up(sender, path):
-    sender.send(make_record(0, SMALL))
-    sender.release(9)
+def test_a_reader_that_is_always_overtaken_gives_up(narrow, path):
+    narrow.send(make_record(0, SMALL))
+    narrow.release(9)
     tries = []
 
     def consume(record):
         tries.append(record)
         for _ in range(2):
-            sender.send(make_record(0, SMALL))
+            narrow.send(make_record(0, SMALL))
 
     with pytest.raises(PublicationError, match=r'version 0 in .* was overwritten 5 times while it was read: give this'):
         open_reader(path).fetch(0, None, consume)
     assert len(tries) == 5
 
 
-def test_after_a_torn_delta_the_whole_record_comes_first(sender, path):
+def test_after_a_torn_delta_the_whole_record_comes_first(narrow, path):
     chain, seen = make_chain(4, SMALL, 1, (5,)), []
 
     def send_chain():
         for record in chain:
-            sender.send(record)
+            narrow.send(record)
 
     def consume(record):
         seen.append(record.header.version)
         if seen == [5]:
-            sender.send(make_record(6, SMALL))
+            narrow.send(make_record(6, SMALL))
             send_chain()
 
     send_chain()
-    sender.release(9)
+    narrow.release(9)
     open_reader(path).fetch(5, held(chain[0]), consume)
     assert seen == [5, 4, 5]
+
+
+def test_a_reader_that_is_slow_costs_a_place_before_it_costs_time(path):
+    """With a deadline that no test can wait for."""
+    sender = ShmSender(path, hold_deadline_s=1000.0)
+    sender.send(make_record(0, SMALL))
+    seen = []
+
+    def consume(record):
+        for version in range(1, 6):
+            sender.send(make_record(version, SMALL))
+            sender.release(version)
+        seen.append([bytes(part) for part in record.parts])
+
+    open_reader(path).fetch(0, None, consume)
+    assert seen == [list(make_record(0, SMALL).parts)]
+    sender.close()
 
 
 def test_two_senders_of_one_name_are_refused(sender, path):
