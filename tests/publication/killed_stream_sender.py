@@ -1,6 +1,6 @@
 """Senders over a Unix socket that kill themselves, each in a forked child: argv = directory, moments...
 
-Each child prints its address, and dies: created: when a reader asks; header: after the header of the record; part: in
+Each child prints its moment and address, and dies: created: when a reader asks; header: after the header of the record; part: in
 the middle of a part, after some of its frame; acknowledging: when a reader acknowledges; acknowledged: when it does so
 for the second time.
 """
@@ -51,8 +51,9 @@ def serve(directory: str, moment: str) -> None:
     DyingSocket.moment = moment
     stream_sender.FrameSocket = DyingSocket
     sender = stream_sender.StreamSender(prove_sender, directory=pathlib.Path(directory))
-    print(sender.send(make_record(0, SIZES)), flush=True)
+    print(moment, sender.send(make_record(0, SIZES)), flush=True)
     time.sleep(60)  # a reader ends it
+    os._exit(1)
 
 
 def main() -> None:

@@ -442,7 +442,7 @@ def killed(tmp_path_factory):
     directory = tmp_path_factory.mktemp('k')
     command = [sys.executable, '-m', 'tests.publication.killed_stream_sender', str(directory), *KILLED]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as senders:
-        yield {moment: senders.stdout.readline().strip() for moment in KILLED}
+        yield dict(senders.stdout.readline().split() for _ in KILLED)
         senders.stdout.read()
     assert senders.returncode == 0  # each died as it was told
     assert len(sweep_unix(directory)) == len(KILLED)
