@@ -34,7 +34,6 @@ from areal_jax.publication.stream_socket import (
     Prove,
     listen_tcp,
     listen_unix,
-    parse_listen,
     prepare,
     remove_unix,
     sweep_unix,
@@ -75,7 +74,7 @@ class StreamSender:
         self._listeners, self.address = [listener], f'{UNIX}{self._path}'
         if listen:
             try:
-                listener, where = listen_tcp(*parse_listen(listen))
+                listener, where = listen_tcp(listen)
             except PublicationError:
                 self.close()
                 raise

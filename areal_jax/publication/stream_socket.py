@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from areal_jax.addresses import address_family, join_address
+from areal_jax.addresses import address_family, join_address, split_address
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Part
 from areal_jax.publication.stream_frames import (
@@ -32,7 +32,6 @@ Prove: TypeAlias = Callable[[socket.socket], object]  # proves the key of the ru
 _MOST_PATH_BYTES = 107  # of sockaddr_un, without the zero at the end
 _FOLDER, _NAME, _UNBORN = 'areal_jax-weights-', 's', 'b'
 _BACKLOG = 128
-_MOST_PORT = 65535
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a host that is gone is noticed in 40 s
 
@@ -150,20 +149,11 @@ def _is_listening(path: pathlib.Path) -> bool:
     return True
 
 
-def parse_listen(listen: str) -> tuple[str, int]:
-    """(host, port) of 'host', 'host:port', '[v6]' or '[v6]:port'; port 0 = any free one. Raises PublicationError."""
-    has_port = ':' in listen and not listen.endswith(']')
-    host, port = listen.rsplit(':', 1) if has_port else (listen, '0')
-    if not host or not port.isdigit() or int(port) > _MOST_PORT or (':' in host and not host.startswith('[')):
-        raise PublicationError(
-            f'publication.listen={listen!r} must be a host or host:port, with brackets around a host of IPv6: name an '
-            'interface of this machine'
-        )
-    return host.strip('[]'), int(port)
-
-
-def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens at an address of this machine, and 'host:port'; raises PublicationError."""
+def listen_tcp(interface: str) -> tuple[socket.socket, str]:
+    """A socket that listens at 'host' or 'host:port' of this machine, and its 'host:port'; raises PublicationError."""
+    if (where := split_address(interface)) is None:
+        raise PublicationError(f'publication.listen={interface!r} must be a host or host:port of this machine')
+    host, port = where
     own = socket.socket(address_family(host), socket.SOCK_STREAM)
     try:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -141,6 +141,15 @@ BAD = [
         {'rollout.weights': 'int8', 'lora.rank': 4},
         r"rollout\.weights='int8' with lora\.rank=4: .* use lora\.rank=0, or rollout\.weights='published'",
     ),
+    (
+        _VLLM | {'publication.channel': 'shm'},
+        r"channel='shm' with rollout\.server='vllm': these servers load directories of files; use .*='files', or ",
+    ),
+    (
+        _SERVERS | {'publication.channel': 'stream', 'cluster.learner': 'hosts=1 x data=1'},
+        r"channel='stream' with cluster\.learner='hosts=1 x data=1': learners in roles .* use publication\.channel=",
+    ),
+    ({'publication.listen': 'node:port'}, r"listen='node:port' must be a host or host:port, with brackets"),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),
     (_SERVERS | {'run.clock': 'virtual'}, r"run\.clock='virtual' with rollout\.server='own': .* use run\.clock='real'"),
     (_SERVERS | {'publication.channel': 'device'}, r"channel='device' .* use publication\.channel='files'"),

@@ -1,8 +1,8 @@
 """Senders over a Unix socket that kill themselves, each in a forked child: argv = directory, moments...
 
-Each child prints its moment and address, and dies: created: when a reader asks; header: after the header of the record; part: in
-the middle of a part, after some of its frame; acknowledging: when a reader acknowledges; acknowledged: when it does so
-for the second time.
+Each child prints its moment and its address, and dies. created: when a reader asks; header: after the header of the
+record; part: in the middle of a part, after some of its frame; acknowledging: when a reader acknowledges; acknowledged:
+when it does so for the second time.
 """
 
 import os
