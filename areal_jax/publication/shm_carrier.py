@@ -54,7 +54,7 @@ class ShmSender:
         self._ends: dict[int, int] = {}  # where the next record of the place begins
         self._lowest, self._pinned = 0, frozenset[int]()
         self._ignored: dict[int, dict[int, int]] = {}  # by place: readers that were not waited for, and their `holds`
-        self._segment = create_segment(path)
+        self._segment, self._is_closed = create_segment(path), False
 
     @property
     def address(self) -> str:
@@ -82,9 +82,11 @@ class ShmSender:
         return {row.name: row.held for row in latest if row.held}
 
     def close(self) -> None:
-        """Removes the segment; readers that have it mapped can read its versions to the end."""
-        self._segment.end()
-        self._segment.close()
+        """Removes the segment, once; readers that have it mapped can read its versions to the end."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._segment.end()
+            self._segment.close()
 
     def _send_whole(self, record: Record, header: bytes, needed: int) -> None:
         segment = self._segment

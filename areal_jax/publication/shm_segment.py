@@ -172,7 +172,7 @@ class Segment:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Releases the locks of this opening, and its maps if nothing refers to them any more."""
+        """Releases the locks of this opening, and its maps if nothing refers to them any more; once."""
         self._words.release()
         self._bytes.release()
         for mapped in (self._control, *self._places.values()):

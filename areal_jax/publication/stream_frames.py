@@ -20,7 +20,7 @@ from typing import NamedTuple
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Part
 
-FRAME_BYTES = 4 << 20  # of a part in one frame
+FRAME_BYTES = 1 << 20  # of a part in one frame; the sender computes the crc of one while the reader checks another
 _MOST_BYTES = 64 << 20  # of any payload; a header has about 100 bytes a leaf
 _MAGIC = b'ajw1'
 _FIELDS = struct.Struct('!4sB3xqIIQ')

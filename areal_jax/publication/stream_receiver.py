@@ -67,7 +67,9 @@ class StreamReceiver:
     def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
         """See RecordReceiver; the deadline does not count the time of `consume`."""
         known = held
-        while record := self._repeat(lambda: self._next(version, known), f'version {version} was not received'):
+        while record := self._repeat(
+            lambda: self._next(version, known), f'version {version} was not received', self._record_deadline_s
+        ):
             try:
                 consume(record)
             finally:
@@ -84,7 +86,8 @@ class StreamReceiver:
             connection.send(Kind.ACKNOWLEDGE, encode_held(held))
             _require_kind(connection.receive_prefix(), Kind.NOTED)
 
-        self._repeat(tell, f'version {held.version} was not acknowledged')
+        # an engine has the version already: it does not wait for a sender that is silent
+        self._repeat(tell, f'version {held.version} was not acknowledged', self._frame_deadline_s)
         self._hello = self._hello._replace(held=held)  # what a new connection says
 
     def close(self) -> None:
@@ -92,12 +95,12 @@ class StreamReceiver:
             self._connection.close()
             self._connection = None
 
-    def _repeat(self, action: Callable[[], Result], failed: str) -> Result:
+    def _repeat(self, action: Callable[[], Result], failed: str, deadline_s: float) -> Result:
         """Does something over a connection, and again over a new one where it breaks, until the deadline.
 
         Raises PublicationError, which begins with `failed`.
         """
-        end_s = time.monotonic() + self._record_deadline_s
+        end_s = time.monotonic() + deadline_s
         while True:
             try:
                 return action()
@@ -112,8 +115,8 @@ class StreamReceiver:
                 self.close()
                 if time.monotonic() + _RETRY_S > end_s:
                     raise PublicationError(
-                        f'{failed} from {self._address} within {self._record_deadline_s:g} s ({error}): raise '
-                        'publication.record_deadline_s, or look at the network between learner and engine'
+                        f'{failed} from {self._address} within {deadline_s:g} s ({error}): look '
+                        'at the network between learner and engine, or raise publication.record_deadline_s'
                     ) from error
             except BaseException:
                 self.close()

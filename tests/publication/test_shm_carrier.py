@@ -254,6 +254,7 @@ def test_the_owner_removes_the_segment_and_readers_are_told(path):
     sender.send(record := make_record(0, SMALL))
     receiver, reader = open_reader(path), Reader()
     sender.close()
+    sender.close()  # also by who ends the run
     assert not path.exists()
     receiver.fetch(0, None, reader)  # what was complete can be read
     assert_got(reader, [record])

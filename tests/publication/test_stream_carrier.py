@@ -22,7 +22,8 @@ from tests.publication.stream_proxy import StreamProxy, prove_reader, prove_send
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = (0, 1, 255, 256, 70_000)
-LARGE = (3, 9_000_000, 1)  # more than the system holds for a connection; parts of 1, 3 and 1 frames
+LARGE = (3, 3 * FRAME_BYTES - 5, 1)  # parts of 1, 3 and 1 frames
+HUGE = (3, 16_000_000, 1)  # more than the system keeps for a connection
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_a_broken_connection_goes_on_at_the_frame_that_is_missing(sender, direct
 
 def test_a_record_that_is_gone_after_a_break_is_not_mixed_with_the_next(sender, directory, open_reader):
     """The same version is published again with other bits, as after a resume, while a reader has a part of it."""
-    second = make_record(5, (3, 8_999_999, 2))
+    second = make_record(5, (3, 3 * FRAME_BYTES - 6, 2))
 
     def meddle(number, frames):
         yield next(frames)
@@ -346,11 +347,11 @@ def drain(own):
 
 @pytest.mark.parametrize('kind', [0, 1], ids=['unix', 'tcp'])
 def test_a_slow_reader_delays_nobody(sender, open_reader, kind):
-    """Others get six versions while it stays in the middle of the first, whose buffer is then taken from it."""
-    sender.send(make_record(0, LARGE))
+    """Others get five versions while it stays in the middle of the first, whose buffer is then taken from it."""
+    sender.send(make_record(0, HUGE))
     slow = ask_without_reading(addresses(sender)[kind], 0)
     receiver, reader = open_reader(sender.address), Reader()
-    records = [make_record(version, LARGE) for version in range(6)]
+    records = [make_record(version, SMALL) for version in range(1, 6)]
     for record in records:
         sender.send(record)
         receiver.fetch(record.header.version, None, reader)
@@ -358,18 +359,18 @@ def test_a_slow_reader_delays_nobody(sender, open_reader, kind):
     assert_got(reader, records)
     # its buffer was not needed with three of them; it is with both others pinned
     sender.release(5, pinned=[4, 5])
-    sender.send(make_record(6, LARGE))
-    assert drain(slow) < sum(LARGE)
+    sender.send(make_record(6, SMALL))
+    assert drain(slow) < sum(HUGE)
     slow.close()
 
 
 def test_a_reader_that_takes_nothing_in_is_cut_off(directory):
     with contextlib.closing(StreamSender(prove_sender, directory=directory, frame_deadline_s=0.05)) as sender:
-        sender.send(make_record(0, LARGE))
+        sender.send(make_record(0, HUGE))
         slow = ask_without_reading(sender.address, 0)
         slow.settimeout(30.0)
         await_no_reader(sender)
-        assert drain(slow) < sum(LARGE)
+        assert drain(slow) < sum(HUGE)
         slow.close()
 
 
