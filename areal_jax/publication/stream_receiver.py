@@ -27,6 +27,7 @@ from areal_jax.publication.stream_frames import (
 from areal_jax.publication.stream_socket import FrameSocket, Prove, connect
 
 _RETRY_S = 0.05
+_LINE_BYTES = 64
 _GONE = (ConnectionRefusedError, FileNotFoundError)  # nobody listens there, and nobody will: addresses are not reused
 
 Result = TypeVar('Result')
@@ -169,8 +170,9 @@ class StreamReceiver:
             return partial
         if (prefix.leaf, prefix.offset) != (0, 0):
             raise FrameError(f'version {header.version} goes on at a place that nobody asked for')
-        if len(self._buffer) < header.n_bytes:
-            self._buffer = bytearray(header.n_bytes)
+        needed = sum(map(_align, header.sizes))
+        if len(self._buffer) < needed:
+            self._buffer = bytearray(needed)
         return _PartialRecord(header, memoryview(self._buffer))
 
 
@@ -183,7 +185,7 @@ class _PartialRecord:
         self._parts, at = list[memoryview](), 0
         for size in header.sizes:
             self._parts.append(buffer[at : at + size])
-            at += size
+            at += _align(size)
 
     def receive(self, connection: FrameSocket) -> None:
         """Raises FrameError for any frame but the next one, with nothing of it counted."""
@@ -204,6 +206,11 @@ class _PartialRecord:
 def _require_kind(prefix: Prefix, kind: Kind) -> None:
     if prefix.kind is not kind:
         raise FrameError(f'the sender of weights sent {prefix.kind.name}, and {kind.name} is next')
+
+
+def _align(size: int) -> int:
+    """Bytes that a part takes, so that each begins where elements of any dtype may begin."""
+    return -(-size // _LINE_BYTES) * _LINE_BYTES
 
 
 def _let_go(record: Record) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from areal_jax.distributed.wire import prove_as_client
@@ -159,6 +160,17 @@ def test_what_consume_raises_is_raised_and_views_end_with_it(sender, open_reader
     reader = Reader()
     receiver.fetch(0, None, reader)
     assert_got(reader, [make_record(0, SMALL)])
+
+
+def test_parts_begin_where_elements_may(sender, open_reader):
+    sender.send(make_record(0, (3, 8, 1, 70_000, 4)))
+    starts = []
+
+    def consume(record):
+        starts.extend(np.frombuffer(part, np.uint8).ctypes.data for part in record.parts)
+
+    open_reader(sender.address).fetch(0, None, consume)
+    assert [start % 16 for start in starts] == [0] * 5
 
 
 def test_nothing_can_be_written_through_a_part(sender, open_reader):
