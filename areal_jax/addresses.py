@@ -6,10 +6,21 @@ import socket
 
 from areal_jax.errors import UserError
 
+_MOST_PORT = 65535
+
 
 def join_address(host: str, port: int) -> str:
     """'host:port', with brackets around a host of version 6."""
     return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """(host, port) of 'host', 'host:port', '[v6]' or '[v6]:port'; port 0 where none is named. None for other texts."""
+    has_port = ':' in text and not text.endswith(']')
+    host, port = text.rsplit(':', 1) if has_port else (text, '0')
+    if not host or not port.isdecimal() or int(port) > _MOST_PORT or (':' in host and not host.startswith('[')):
+        return None
+    return host.strip('[]'), int(port)
 
 
 def address_family(host: str) -> socket.AddressFamily:

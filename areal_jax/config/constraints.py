@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
+from areal_jax.addresses import split_address
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
@@ -29,6 +30,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _capacity_problems(c)
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
+        yield from _record_problems(c)
         yield from _quantization_problems(c)
         yield from _delta_problems(c)
     yield from _task_and_model_problems(c)
@@ -145,6 +147,28 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
             "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
+        )
+
+
+def _record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Who can send versions as records, and who can read them."""
+    setting = f'publication.channel={c.publication.channel!r}'
+    if c.publication.listen and split_address(c.publication.listen) is None:
+        yield (
+            f'publication.listen={c.publication.listen!r} must be a host or host:port, with brackets around a host of '
+            'IPv6: name an interface of this machine'
+        )
+    if not find_channel(c.publication.channel).sends_records:
+        return
+    if not find_server(c.rollout.server).reads_records:
+        yield (
+            f'{setting} with rollout.server={c.rollout.server!r}: these servers load directories of files; use '
+            "publication.channel='files', or rollout.server='own'"
+        )
+    if parse_learner(c.cluster.learner).hosts is not None:
+        yield (
+            f'{setting} with cluster.learner={c.cluster.learner!r}: learners in roles or over several processes write '
+            "files; use publication.channel='files', or a learner in one process"
         )
 
 
@@ -320,7 +344,7 @@ def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     channel, server = c.publication.channel, c.rollout.server
     for path, value, fix, asks in (
         ('run.export', c.run.export, False, c.run.export),
-        ('publication.channel', channel, DEVICE.name, find_channel(channel).reaches_processes),
+        ('publication.channel', channel, DEVICE.name, find_channel(channel).writes_files),
         ('rollout.server', server, IN_PROCESS.name, not find_server(server).in_process),
     ):
         if asks:

@@ -247,7 +247,12 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'publication': Section(
         'How weights get to the engines',
-        channel=ChoiceOrOwn('device', tuple(CHANNELS), "'device': in this process, 'files': safetensors directories"),
+        channel=ChoiceOrOwn(
+            'device',
+            tuple(CHANNELS),
+            "'device': in this process, 'files': safetensors directories, 'shm': shared memory of a host, 'stream': "
+            'sockets',
+        ),
         directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
         delta=Flag(
@@ -255,6 +260,13 @@ SECTIONS: Mapping[str, Section] = {
         ),
         base_every=Integer(20, COUNT, 'publication.delta: versions from a whole one to the next'),
         verify=Flag(False, 'engines recompute the digest of every leaf that they receive'),
+        listen=Text(
+            '', "stream: host or host:port, an interface that engines on other hosts reach; '' = this host only"
+        ),
+        reader_deadline_s=Real(
+            10.0, SECONDS, 'shm, stream: an engine that stops while it reads a version is not waited for longer'
+        ),
+        record_deadline_s=Real(600.0, SECONDS, 'stream: for one version to reach an engine'),
     ),
     'checkpoint': Section(
         'What is saved',

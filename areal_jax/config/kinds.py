@@ -52,6 +52,7 @@ class ServerKind:
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
     modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
+    reads_records: bool = False  # loads versions that a channel sends as records, and not only directories of files
     reads: tuple[str, ...] = ()  # fields, or whole sections, of the config of the run that its servers use
 
     @property
@@ -66,9 +67,15 @@ class ChannelKind:
 
     name: str
     build: Reference  # (app.parts.channels.ChannelParts) -> protocols.Channel
-    reaches_processes: bool  # servers can load its versions, and each process of a learner writes its own part
+    reaches_processes: bool  # servers can load its versions
     has_deltas: bool = False  # publication.delta
     shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
+    sends_records: bool = False  # versions are records (publication/record.py), from one learner process
+
+    @property
+    def writes_files(self) -> bool:
+        """Versions are directories that any server loads, and each process of a learner writes its own part."""
+        return self.reaches_processes and not self.sends_records
 
 
 Kind = TypeVar('Kind', ServerKind, ChannelKind)
@@ -77,7 +84,14 @@ OWN_CLIENT = ClientKind('own', 'areal_jax.rollout.http.clients.own:connect', has
 VLLM_CLIENT = ClientKind('vllm', 'areal_jax.rollout.http.clients.vllm:connect', packs_tied_head=True)
 SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:connect')
 
-IN_PROCESS = ServerKind('in_process', reads_deltas=True, keeps_kv=True, gives_sampling_logprobs=True, modules=())
+IN_PROCESS = ServerKind(
+    'in_process',
+    reads_deltas=True,
+    reads_records=True,
+    keeps_kv=True,
+    gives_sampling_logprobs=True,
+    modules=(),
+)
 OWN = ServerKind(
     'own',
     (OWN_CLIENT,),
@@ -91,6 +105,7 @@ OWN = ServerKind(
     keeps_kv=True,
     gives_sampling_logprobs=True,
     limits_streams=True,
+    reads_records=True,
     reads=(
         *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
         *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
@@ -110,9 +125,23 @@ EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
 
 DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
 FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True, has_deltas=True)
+SHM = ChannelKind(
+    'shm',
+    'areal_jax.app.parts.record_channels:build_shm',
+    reaches_processes=True,
+    has_deltas=True,
+    sends_records=True,
+)
+STREAM = ChannelKind(
+    'stream',
+    'areal_jax.app.parts.record_channels:build_stream',
+    reaches_processes=True,
+    has_deltas=True,
+    sends_records=True,
+)
 
 SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, EXTERNAL)}
-CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES)}
+CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES, SHM, STREAM)}
 
 
 def find_server(name: str) -> ServerKind:

@@ -1,4 +1,4 @@
-"""The error of publication, raised by every module of this package."""
+"""The errors of publication, raised by every module of this package."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from areal_jax.errors import UserError
 
 class PublicationError(UserError, RuntimeError):
     """Weights cannot be sent, or differ from what was sent; the message names version, leaf or directory, and fix."""
+
+
+class ChainFull(PublicationError):
+    """A carrier has no room for a delta behind the newest whole record; the channel then sends the version whole."""

@@ -153,6 +153,15 @@ BAD = [
     ),
     (_DELTA | {'rollout.server': 'vllm'}, r"server='vllm': these servers load whole directories; use .*='own', or"),
     ({'publication.base_every': 0}, r'publication\.base_every=0 must be at least 1'),
+    (
+        _VLLM | {'publication.channel': 'shm'},
+        r"channel='shm' with rollout\.server='vllm': these servers load directories of files; use .*='files', or ",
+    ),
+    (
+        _SERVERS | {'publication.channel': 'stream', 'cluster.learner': 'hosts=1 x data=1'},
+        r"channel='stream' with cluster\.learner='hosts=1 x data=1': learners in roles .* use publication\.channel=",
+    ),
+    ({'publication.listen': 'node:port'}, r"listen='node:port' must be a host or host:port, with brackets"),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),
     (_SERVERS | {'run.clock': 'virtual'}, r"run\.clock='virtual' with rollout\.server='own': .* use run\.clock='real'"),
     (_SERVERS | {'publication.channel': 'device'}, r"channel='device' .* use publication\.channel='files'"),

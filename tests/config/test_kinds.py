@@ -22,8 +22,15 @@ from areal_jax.errors import UserError
 ROOT = pathlib.Path(__file__).parents[2]
 CLIENTS = {client.name: client for kind in SERVERS.values() for client in kind.clients}
 NAMES = {*SERVERS, *CHANNELS, *CLIENTS}
-# 'files' of a dictionary of results, and 'device' of an axis of places, are other words
-OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/shares.py': {'device'}}
+# 'files' of a dictionary of results, 'device' of an axis of places, and 'stream' of prompts and of answers over HTTP
+# are other words
+OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/shares.py': {'device'}} | {
+    f'areal_jax/{path}.py': {'stream'}
+    for path in (
+        *('app/run/supervised', 'checkpoint/state', 'control/controller'),
+        *('rollout/http/wire/sglang', 'rollout/http/wire/vllm'),
+    )
+}
 
 
 def compared(source: str) -> list[str]:

@@ -1,0 +1,221 @@
+"""Receives records of weights over a socket; a connection that breaks is opened again, and the record goes on.
+
+stream_sender.py is the other end, stream_frames.py has what they say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from areal_jax.errors import UserError
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.record import Held, Record, RecordHeader, decode_header
+from areal_jax.publication.stream_frames import (
+    FrameError,
+    Hello,
+    Kind,
+    Prefix,
+    Request,
+    cut_pieces,
+    encode_held,
+    encode_hello,
+    encode_request,
+)
+from areal_jax.publication.stream_socket import FrameSocket, Prove, connect
+
+_RETRY_S = 0.05
+_LINE_BYTES = 64
+_GONE = (ConnectionRefusedError, FileNotFoundError)  # nobody listens there, and nobody will: addresses are not reused
+
+Result = TypeVar('Result')
+
+
+class _RefusedError(Exception):
+    """The sender answers, and does not have the version."""
+
+
+class StreamReceiver:
+    """record.RecordReceiver over a socket. Calls come from one thread.
+
+    Its parts are views of one buffer, which the next record overwrites.
+
+    Args:
+      address: 'unix:PATH' or 'tcp:HOST:PORT'.
+      name: of the reader, for `RecordSender.held`; unique among the readers of a sender.
+      prove: proves the key of the run as the side that connects; raises UserError, OSError or EOFError.
+      frame_deadline_s: for the sender to answer, and for each frame; the connection is opened again after it.
+      record_deadline_s: for all of a record, connections that broke included.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        prove: Prove,
+        *,
+        frame_deadline_s: float = 30.0,
+        record_deadline_s: float = 600.0,
+    ):
+        self._address, self._hello, self._prove = address, Hello(name, None), prove
+        self._frame_deadline_s, self._record_deadline_s = frame_deadline_s, record_deadline_s
+        self._connection: FrameSocket | None = None
+        self._partial: _PartialRecord | None = None
+        self._buffer = bytearray()
+
+    def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
+        """See RecordReceiver; the deadline does not count the time of `consume`."""
+        known = held
+        while record := self._repeat(
+            lambda: self._next(version, known), f'version {version} was not received', self._record_deadline_s
+        ):
+            try:
+                consume(record)
+            finally:
+                _let_go(record)
+            known = Held(record.header.version, record.header.manifest_hash)
+            if known.version == version:
+                return
+
+    def acknowledge(self, held: Held) -> None:
+        """See RecordReceiver; raises PublicationError where the sender cannot be reached."""
+
+        def tell() -> None:
+            connection = self._connect()
+            connection.send(Kind.ACKNOWLEDGE, encode_held(held))
+            _require_kind(connection.receive_prefix(), Kind.NOTED)
+
+        # an engine has the version already: it does not wait for a sender that is silent
+        self._repeat(tell, f'version {held.version} was not acknowledged', self._frame_deadline_s)
+        self._hello = self._hello._replace(held=held)  # what a new connection says
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _repeat(self, action: Callable[[], Result], failed: str, deadline_s: float) -> Result:
+        """Does something over a connection, and again over a new one where it breaks, until the deadline.
+
+        Raises PublicationError, which begins with `failed`.
+        """
+        end_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                return action()
+            except _RefusedError as error:
+                raise PublicationError(f'{failed}: {error}') from None
+            except _GONE as error:
+                raise PublicationError(
+                    f'{failed}: nobody listens at {self._address} ({error.strerror}): is the learner alive, and on '
+                    'a host that reaches this one?'
+                ) from error
+            except (FrameError, EOFError, OSError) as error:
+                self.close()
+                if time.monotonic() + _RETRY_S > end_s:
+                    raise PublicationError(
+                        f'{failed} from {self._address} within {deadline_s:g} s ({error}): look '
+                        'at the network between learner and engine, or raise publication.record_deadline_s'
+                    ) from error
+            except BaseException:
+                self.close()
+                raise
+            time.sleep(_RETRY_S)
+
+    def _connect(self) -> FrameSocket:
+        """The connection, opened and proved if there is none."""
+        if self._connection is None:
+            own = connect(self._address, self._frame_deadline_s)
+            connection = FrameSocket(own, self._frame_deadline_s)
+            try:
+                self._prove(own)
+                connection.send(Kind.HELLO, encode_hello(self._hello))
+            except UserError as error:
+                connection.close()
+                raise PublicationError(
+                    f'{self._address} is no sender of weights of this run ({error}): start learner and engines with '
+                    'one --workdir, which they share'
+                ) from error
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _next(self, version: int, known: Held | None) -> Record | None:
+        """The record after `known`; raises what a broken connection raises, with the bytes that came kept."""
+        connection, partial = self._connect(), self._partial
+        request = Request(version, known)
+        if partial is not None:
+            request = Request(version, known, partial.held, partial.leaf, partial.offset)
+        connection.send(Kind.NEXT, encode_request(request), version)
+        prefix = connection.receive_prefix()
+        payload = connection.receive_payload(prefix)
+        if prefix.kind is Kind.DONE:
+            return None
+        if prefix.kind is Kind.REFUSED:
+            raise _RefusedError(bytes(payload).decode(errors='replace'))
+        _require_kind(prefix, Kind.HEADER)
+        partial = self._partial = self._begin(decode_header(payload), prefix)
+        partial.receive(connection)
+        self._partial = None
+        return partial.record()
+
+    def _begin(self, header: RecordHeader, prefix: Prefix) -> _PartialRecord:
+        """The record to which the next frames belong: the one that came in part, or a new one."""
+        partial, held = self._partial, Held(header.version, header.manifest_hash)
+        if partial is not None and (partial.held, partial.leaf, partial.offset) == (held, prefix.leaf, prefix.offset):
+            return partial
+        if (prefix.leaf, prefix.offset) != (0, 0):
+            raise FrameError(f'version {header.version} goes on at a place that nobody asked for')
+        needed = sum(map(_align, header.sizes))
+        if len(self._buffer) < needed:
+            self._buffer = bytearray(needed)
+        return _PartialRecord(header, memoryview(self._buffer))
+
+
+class _PartialRecord:
+    """A record of which the bytes before `leaf` and `offset` are here."""
+
+    def __init__(self, header: RecordHeader, buffer: memoryview):
+        self._header, self.held = header, Held(header.version, header.manifest_hash)
+        self.leaf = self.offset = 0
+        self._parts, at = list[memoryview](), 0
+        for size in header.sizes:
+            self._parts.append(buffer[at : at + size])
+            at += _align(size)
+
+    def receive(self, connection: FrameSocket) -> None:
+        """Raises FrameError for any frame but the next one, with nothing of it counted."""
+        for piece in cut_pieces(self._header.sizes, self.leaf, self.offset):
+            prefix = connection.receive_prefix()
+            _require_kind(prefix, Kind.PART)
+            found, expected = prefix[1:5], (self.held.version, *piece)
+            if found != expected:
+                raise FrameError(f'a frame has (version, leaf, offset, bytes) {found}, and {expected} is next')
+            end = piece.offset + piece.n_bytes
+            connection.receive_payload(prefix, self._parts[piece.leaf][piece.offset : end])
+            self.leaf, self.offset = piece.leaf, end
+
+    def record(self) -> Record:
+        return Record(self._header, [part.toreadonly() for part in self._parts])
+
+
+def _require_kind(prefix: Prefix, kind: Kind) -> None:
+    if prefix.kind is not kind:
+        raise FrameError(f'the sender of weights sent {prefix.kind.name}, and {kind.name} is next')
+
+
+def _align(size: int) -> int:
+    """Bytes that a part takes, so that each begins where elements of any dtype may begin."""
+    return -(-size // _LINE_BYTES) * _LINE_BYTES
+
+
+def _let_go(record: Record) -> None:
+    """Views of the parts that `consume` has kept raise from now on, instead of showing the next record."""
+    for part in record.parts:
+        if isinstance(part, memoryview):
+            with contextlib.suppress(BufferError):  # an array shows it
+                part.release()
