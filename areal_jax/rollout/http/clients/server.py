@@ -75,9 +75,14 @@ class Server:
         """'' = every call."""
         await self._act(action, lambda: self._dialect.abort(self._connection, wire_id))
 
-    async def pause(self, action: str) -> None:
+    @property
+    def keeps_answers(self) -> bool:
+        """See Dialect: of what the server has answered so far."""
+        return self._dialect.keeps_answers
+
+    async def pause(self, action: str, keeps_answers: bool = False) -> None:
         """`action` is what the pause is for."""
-        await self._act(action, lambda: self._dialect.pause(self._connection))
+        await self._act(action, lambda: self._dialect.pause(self._connection, keeps_answers))
 
     async def resume(self) -> None:
         await self._act('resume', lambda: self._dialect.resume(self._connection))

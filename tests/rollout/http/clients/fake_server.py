@@ -237,7 +237,8 @@ class FakeSglang(FakeServer):
             return 200, found | {'weight_version': self.version}
         if path == '/pause_generation':
             self.is_paused = True
-            self._abort(list(self.jobs))
+            if body['mode'] == 'abort':
+                self._abort(list(self.jobs))
         elif path == '/continue_generation':
             self.is_paused = False
         elif path == '/abort_request':

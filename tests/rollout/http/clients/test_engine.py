@@ -44,12 +44,16 @@ def make_clock(log):
 
 
 class Factory:
-    """Makes engines of one server, which begins with version 0."""
+    """Makes engines of one server, which begins with version 0.
+
+    `asks`: the server has answered before the check, so that the client knows whether its replies have spans.
+    """
 
     setting = Setting(make_clock, PACE)
 
-    def __init__(self, server, dialect, folder, limits=LIMITS):
+    def __init__(self, server, dialect, folder, limits=LIMITS, asks=False):
         self.server, self._dialect, self._folder, self._limits = server, dialect, folder, limits
+        self._asks = asks
 
     def published(self, version, equal=False):
         w = 0 if equal else version
@@ -65,6 +69,8 @@ class Factory:
             await engine.fence()
             await engine.stage(self.published(0))
             await engine.swap(0)
+            if self._asks:
+                await engine.ask()
 
         return Subject(engine, engine.start, self.published, prepare, engine.close)
 
@@ -86,8 +92,84 @@ def factory(kind, server, tmp_path):
 
 
 @pytest.mark.parametrize('check', CHECKS, ids=lambda check: check.__name__)
-def test_the_contract_holds(factory, check):
-    check(factory)
+def test_the_contract_holds(server, kind, check, tmp_path):
+    check(Factory(server, KINDS[kind][1](), tmp_path, asks=True))
+
+
+@pytest.fixture
+def sglang(tmp_path):
+    """(server, factory of engines) of SGLang's protocol, whose replies have been seen."""
+    with FakeSglang(token_s=0.01 * PACE) as server:
+        yield server, Factory(server, SglangDialect(), tmp_path, asks=True)
+
+
+def test_where_replies_have_spans_an_answer_stays_on_the_server_over_an_update(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        await bench.end_of(one)
+        return one.versions(), one.tokens()
+
+    versions, tokens = Bench(factory).run(script)
+    assert tokens == [1 + (7 * version + 3 + i) % 9 for i, version in enumerate(versions)]
+    assert set(versions) == {0, 1}
+    # a fence, version 0, version 1: no reply had come before the first two
+    assert [body['mode'] for body in server.sent('/pause_generation')] == ['abort', 'abort', 'retract']
+    assert len(server.sent('/generate')) == 2  # the question, and the answer in one call
+
+
+def test_a_pause_ends_calls_also_where_replies_have_spans(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        await bench.pass_time(0.001)
+        assert 0 < len(one.tokens()) < LONGEST
+        await bench.load(1)  # while it is paused
+        bench.engine.resume()
+        await bench.end_of(one)
+        return set(one.versions())
+
+    assert Bench(factory).run(script) == {0, 1}
+    assert len(server.sent('/generate')) == 3
+
+
+def test_a_reply_that_lost_its_spans_over_an_update_is_not_used(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        one = bench.engine.generate(request(0))
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        server.spans = False
+        with pytest.raises(RequestFailedError, match=r'does not say which of the versions \[0, 1\] generated its tok'):
+            await anext(one)
+        (again,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(2)
+        await bench.end_of(again)
+        return set(again.versions())
+
+    assert Bench(factory).run(script) == {1, 2}
+    assert [body['mode'] for body in server.sent('/pause_generation')][2:] == ['retract', 'abort']
+
+
+def test_no_id_of_a_call_begins_with_another(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        for _ in range(12):  # the same request, as one that is sent again after each pause
+            await bench.end_of(*bench.collect(0, max_new_tokens=1))
+
+    Bench(factory).run(script)
+    ids = [body['rid'] for body in server.sent('/generate') if body.get('rid')]
+    assert len(ids) == 12
+    assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
 
 
 @pytest.mark.parametrize(
