@@ -103,12 +103,22 @@ VLLM = ServerKind(
     ),
     reads=('cluster.engines',),
 )
+SGLANG = ServerKind(
+    'sglang',
+    (SGLANG_CLIENT,),
+    launch=Launch(
+        'areal_jax.app.roles.sglang_server:serve_engine',
+        'areal_jax.app.roles.sglang_server:plan_server',
+        require='areal_jax.app.roles.sglang_server:find_python',
+    ),
+    reads=('cluster.engines',),
+)
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
 
 DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
 FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True)
 
-SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, EXTERNAL)}
+SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, SGLANG, EXTERNAL)}
 CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES)}
 
 
@@ -131,8 +141,9 @@ def resolve(reference: Reference, field: str) -> Callable[..., Any]:
 
 
 def name_launched() -> str:
-    """ "'own' or 'vllm'": the kinds that launchers start, for errors."""
-    return ' or '.join(repr(kind.name) for kind in SERVERS.values() if kind.launch)
+    """ "'own', 'vllm' or 'sglang'": the kinds that launchers start, for errors."""
+    *names, last = [repr(kind.name) for kind in SERVERS.values() if kind.launch]
+    return f'{", ".join(names)} or {last}'
 
 
 def _find(field: str, name: str, table: Mapping[str, Kind], expected: type[Kind]) -> Kind:

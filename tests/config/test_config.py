@@ -125,8 +125,8 @@ BAD = [
     ({'lora.rank': -1}, r'lora\.rank=-1 must not be negative'),
     ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
     (
-        {'rollout.server': 'sglang'},
-        r"server='sglang' is not known; use one of in_process, own, vllm, external",
+        {'rollout.server': 'tgi'},
+        r"server='tgi' is not known; use one of in_process, own, vllm, sglang, external",
     ),
     ({'rollout.urls': ('vllm+http://a:1',)}, r"rollout\.urls=.* with rollout\.server='in_process' would not be used"),
     (
