@@ -20,8 +20,7 @@ refuse() {
   exit 2
 }
 
-MARK="$VERSION $(cksum <launch/empty_modules.py)"
-[ "$(cat "$FOLDER/installed" 2>/dev/null)" != "$MARK" ] || exit 0
+[ "$(cat "$FOLDER/installed" 2>/dev/null)" != "$VERSION" ] || exit 0
 [ "$(uname -sm)" = "Linux x86_64" ] || refuse "SGLang is installed for Linux on x86-64, and this is $(uname -sm)"
 python3.11 -c 'import ensurepip, venv' 2>/dev/null ||
   refuse "SGLang needs python3.11 with venv, and the PATH has none: install it, or set AREAL_JAX_SGLANG_PYTHON"
@@ -49,4 +48,4 @@ cp launch/empty_modules.py "$MODULES/areal_jax_empty_modules.py"
 echo 'import areal_jax_empty_modules; areal_jax_empty_modules.provide()' >"$MODULES/areal_jax_empty_modules.pth"
 SGLANG_USE_CPU_ENGINE=1 "$FOLDER/bin/python" -c 'import sglang.srt.entrypoints.http_server' >"$FOLDER/import.log" 2>&1 ||
   refuse "SGLang is installed and cannot be imported: $FOLDER/import.log says why"
-echo "$MARK" >"$FOLDER/installed"
+echo "$VERSION" >"$FOLDER/installed"

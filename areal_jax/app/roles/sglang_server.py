@@ -51,7 +51,7 @@ def name_cpu_flags(cache_tokens: int) -> list[str]:
     """What SGLang needs on a CPU without its kernels: attention and sampling are those of torch."""
     return [
         *('--device', 'cpu', '--attention-backend', 'torch_native', '--sampling-backend', 'pytorch'),
-        *('--grammar-backend', 'none', '--disable-overlap-schedule', '--disable-cuda-graph'),
+        *('--grammar-backend', 'none', '--disable-overlap-schedule', '--disable-cuda-graph', '--sleep-on-idle'),
         *('--mem-fraction-static', '0.1', '--max-total-tokens', str(cache_tokens)),
     ]
 

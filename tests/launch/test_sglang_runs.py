@@ -1,0 +1,53 @@
+"""A whole run that generates with a real SGLang server; skipped unless AREAL_JAX_SGLANG_PYTHON names an interpreter.
+
+launch/test_external.sh sets it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from areal_jax.registry.entries import read_entries
+from areal_jax.report.draw_ledger import conservation
+from tests.launch.test_local import is_alive
+from tests.launch.test_role_runs import ROOT, Launched
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get('AREAL_JAX_SGLANG_PYTHON'), reason='AREAL_JAX_SGLANG_PYTHON names no interpreter with SGLang'
+    ),
+]
+STEPS = 6
+FIELDS = {
+    'rollout__server': 'sglang', 'cluster__engines': '1 x shared', 'cluster__learner': 'data=1', 'run__steps': STEPS,
+    'evaluation__problems': 0, 'run__stall_timeout_s': 300.0, 'rollout__prefill_buckets': None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('kills', [0, 1])
+def test_a_run_trains_with_sglang_and_a_server_that_is_killed_loses_nothing(tmp_path, kills):
+    """Every token has the log-prob of the version that its server named: the ratio of the two policies shows it."""
+    with Launched(tmp_path / 'run', **FIELDS) as run:
+        if kills:
+            run.await_publications(2)
+            (entry,) = read_entries(run.workdir)
+            run.kill(entry.name)
+        code, output = run.finish()
+    assert code == 0, output
+    assert output.count('was ended by SIGKILL') == kills
+    events, report = run.events(), json.loads((run.workdir / 'report.json').read_text())
+    assert report['finished']
+    assert [event['version'] for event in events if event['kind'] == 'publish'] == list(range(1, STEPS + 1))
+    assert conservation(events) == []  # each draw was trained, dropped for a reason or is open; none twice
+    serving = [e for e in events if e['kind'] == 'engine_state' and e['state'] == 'serving']
+    assert len(serving) == 1 + kills
+    assert {e['outcome'] for e in events if e['kind'] == 'probe'} == {'passed'}
+    assert report['mismatch']['n'] > 1000
+    assert report['mismatch']['max'] < 1e-5
+    check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
+    assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
+    assert not any(is_alive(entry.process) for entry in read_entries(run.workdir))
