@@ -71,7 +71,7 @@ run_contract() {
 
 if [ "${1:-}" = sglang ] && [[ ${2:-} = http* ]]; then
   FOLDER=${3:-}
-  [ -f "$FOLDER/v1/config.json" ] || refuse "$FOLDER holds no checkpoints: see the head of this script"
+  [ -f "$FOLDER/v1/config.json" ] || refuse "FOLDER=$FOLDER holds no checkpoints: see the head of this script"
   make_environment dev
   "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/health", timeout=60)' "$2" \
     2>/dev/null || refuse "$2/health does not answer: start the server, or name the URL of one that runs"

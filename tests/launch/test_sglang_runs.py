@@ -46,7 +46,7 @@ def test_a_run_trains_with_sglang_and_a_server_that_is_killed_loses_nothing(tmp_
     serving = [e for e in events if e['kind'] == 'engine_state' and e['state'] == 'serving']
     assert len(serving) == 1 + kills
     assert {e['outcome'] for e in events if e['kind'] == 'probe'} == {'passed'}
-    assert report['mismatch']['n'] > 1000
+    assert report['mismatch']['n'] > 200  # tokens
     assert report['mismatch']['max'] < 1e-5
     check = [sys.executable, '-m', 'areal_jax.main_check_log', str(run.workdir)]
     assert subprocess.run(check, cwd=ROOT, check=False).returncode == 0
