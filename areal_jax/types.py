@@ -216,12 +216,22 @@ class PackedBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class PublicationSize:
+    """What a version took on its way to the engines. Producer: publication/."""
+
+    record: str  # 'whole', or 'delta': what changed since the version before
+    nbytes: int  # of the record's parts: without headers, names and tokenizer
+    changed: float | None = None  # share of the elements with other bits than in the version before; None: unknown
+
+
+@dataclasses.dataclass(frozen=True)
 class PublishedWeights:
     """Weights of one version on their way to the engines. Producer: publication/, the only one to open `handle`."""
 
     version: int
     manifest_hash: str  # of names, shapes, dtypes and contents
     handle: Any
+    size: PublicationSize | None = None  # None: the channel does not say
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
         yield from _quantization_problems(c)
+        yield from _delta_problems(c)
     yield from _task_and_model_problems(c)
     yield from _file_problems(c)
     yield from _device_problems(c)
@@ -168,6 +169,35 @@ def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
                 f"rollout.weights='int8' with {path}={value!r}: {why}; use {path}={fix!r}, or "
                 "rollout.weights='published'"
             )
+
+
+def _delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Who cannot send or take what changed between two versions."""
+    publication, server = c.publication, c.rollout.server
+    if not publication.delta:
+        return
+    for path, value, fits, why in (
+        (
+            *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
+            "it carries whole versions only; use publication.channel='files'",
+        ),
+        (
+            *('publication.dtype', publication.dtype, publication.dtype != 'float32'),
+            '99.8 % of the elements of float32 weights change in each update, so that no delta is smaller; use '
+            "publication.dtype='bfloat16'",
+        ),
+        (
+            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None),
+            'each process writes its own leaves, and a delta needs the version before in one process; use a learner '
+            'in the process of the trainer',
+        ),
+        (
+            *('rollout.server', server, find_server(server).reads_deltas),
+            "these servers load whole directories; use rollout.server='own'",
+        ),
+    ):
+        if not fits:
+            yield f'publication.delta=True with {path}={value!r}: {why}, or publication.delta=False'
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -250,6 +250,10 @@ SECTIONS: Mapping[str, Section] = {
         channel=ChoiceOrOwn('device', tuple(CHANNELS), "'device': in this process, 'files': safetensors directories"),
         directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
+        delta=Flag(
+            False, 'files: send what changed since the version before; for 16-bit dtypes and one learner process'
+        ),
+        base_every=Integer(20, COUNT, 'publication.delta: versions from a whole one to the next'),
         verify=Flag(False, 'engines recompute the digest of every leaf that they receive'),
     ),
     'checkpoint': Section(

@@ -47,6 +47,7 @@ class ServerKind:
     clients: tuple[ClientKind, ...] = ()  # protocols of its servers; none: engines decode in the learner's process
     launch: Launch | None = None  # None: no launcher of this project starts them
     takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
+    reads_deltas: bool = False  # takes a version from what changed, as publication.delta sends it
     keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
@@ -66,6 +67,7 @@ class ChannelKind:
     name: str
     build: Reference  # (app.parts.channels.ChannelParts) -> protocols.Channel
     reaches_processes: bool  # servers can load its versions, and each process of a learner writes its own part
+    has_deltas: bool = False  # publication.delta
     shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
 
 
@@ -75,7 +77,7 @@ OWN_CLIENT = ClientKind('own', 'areal_jax.rollout.http.clients.own:connect', has
 VLLM_CLIENT = ClientKind('vllm', 'areal_jax.rollout.http.clients.vllm:connect', packs_tied_head=True)
 SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:connect')
 
-IN_PROCESS = ServerKind('in_process', keeps_kv=True, gives_sampling_logprobs=True, modules=())
+IN_PROCESS = ServerKind('in_process', reads_deltas=True, keeps_kv=True, gives_sampling_logprobs=True, modules=())
 OWN = ServerKind(
     'own',
     (OWN_CLIENT,),
@@ -85,6 +87,7 @@ OWN = ServerKind(
         prepare='areal_jax.app.roles.own_server:write_config',
         registers_at_start=True,
     ),
+    reads_deltas=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
     limits_streams=True,
@@ -116,7 +119,7 @@ SGLANG = ServerKind(
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
 
 DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
-FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True)
+FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True, has_deltas=True)
 
 SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, SGLANG, EXTERNAL)}
 CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.queues import BoundedQueue
@@ -57,7 +58,8 @@ class Publisher:
         while True:
             update = await self._updates.get()
             published = await self._transfer(update)
-            self._log.write('publish', version=update.version, manifest=published.manifest_hash)
+            size = _describe_size(published)
+            self._log.write('publish', version=update.version, manifest=published.manifest_hash, **size)
             lowest, pause_s = await self._install(published)
             self._channel.release(lowest, self._pinned())
             self._published(update, pause_s)
@@ -66,3 +68,11 @@ class Publisher:
         copy, update.copy = update.copy, None  # the last reference goes when the channel has its own
         work = Work('publish', 1, {'version': update.version})
         return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(update.version, copy), work)
+
+
+def _describe_size(published: PublishedWeights) -> dict[str, Any]:
+    """The fields of the event; none where the channel does not say."""
+    if (size := published.size) is None:
+        return {}
+    changed = {} if size.changed is None else {'changed': size.changed}
+    return {'record': size.record, 'bytes': size.nbytes, **changed}

@@ -36,11 +36,10 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 7: no rewards of a group that enters the buffer, and a prefill does not tell prompts from answers; 6: no servers set
-# aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no
-# `preempt`, and a dispatch does not say what it rebuilds and reads; 2: neither evaluation beside training nor `audit`;
-# 1: no event `log`, each start counts its runs from 0
-VERSION = 8
+# 8: no size of a version; 7: no rewards of a buffered group, a prefill does not tell prompts and answers; 6: no servers
+# set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no
+# `preempt`, no rebuilt positions of a dispatch; 2: neither evaluation beside training nor `audit`; 1: no event `log`
+VERSION = 9
 
 
 class LogEvent(Header):
@@ -214,6 +213,9 @@ class PublishEvent(Header):
     kind: Literal['publish']
     version: PolicyVersion
     manifest: Annotated[str, 'hash of the manifest']
+    bytes: NotRequired[Annotated[int, 'that were sent: of the weights, or of what changed; from version 9 on']]
+    record: NotRequired[Annotated[str, 'whole, or delta: what changed since the version before']]
+    changed: NotRequired[Annotated[float, 'share of the elements with other bits than in the version before']]
 
 
 class RunStartEvent(Header):

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "byte_kernels.h"
+#include "changes.h"
 #include "digest.h"
 #include "layer.h"
 #include "products.h"
@@ -320,6 +321,17 @@ extern "C" void areal_jax_digest(const void* words, int64_t count, int64_t size,
     case 2: return areal_jax::Digest(static_cast<const uint16_t*>(words), count, exponent, sums);
     case 1: return areal_jax::Digest(static_cast<const uint8_t*>(words), count, exponent, sums);
   }
+}
+
+// What changed between two versions of an array of 16 bits, see changes.h. Called from Python like the digest.
+extern "C" void areal_jax_find_changes(uint16_t* base, const uint16_t* current, int64_t count, uint32_t exponent,
+                                       uint8_t* gaps, uint32_t* large, uint8_t* low, uint8_t* high, uint64_t* found) {
+  areal_jax::FindChanges(base, current, count, exponent, {gaps, large, low, high}, found);
+}
+extern "C" bool areal_jax_apply_changes(uint16_t* words, int64_t count, int64_t rows, uint8_t* gaps, uint32_t* large,
+                                        uint8_t* low, uint8_t* high, int64_t changes, int64_t n_large, bool back,
+                                        uint64_t* found) {
+  return areal_jax::ApplyChanges(words, count, rows, {gaps, large, low, high}, changes, n_large, back, found);
 }
 
 // A matrix as panels of 8 rows: from [in, out], or [out, in] where `by_rows`, to [out / 8, in, 8].

@@ -149,9 +149,9 @@ def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWe
     if not (path / MANIFEST).exists() and path.is_dir() and parse_version(path) is None:
         return PublishedWeights(version, _FOREIGN, handle=str(path))
     try:
-        held, manifest = _parse_record(files.read_regular(path / MANIFEST))
+        held, manifest = parse_manifest(files.read_regular(path / MANIFEST))
     except Exception as error:  # JSON of any other form
-        raise _not_as_published(path, version, error) from error
+        raise not_as_published(path, version, error) from error
     if held != version:
         raise PublicationError(
             f'{path} holds version {held}, and version {version} was asked for: name the directory of version {version}'
@@ -174,13 +174,13 @@ def load_version(
         if published.manifest_hash == _FOREIGN:
             return load_hf_weights(directory, config, shardings=shardings)
         with keep_while_read(directory) as content:
-            held, manifest = _parse_record(content)
+            held, manifest = parse_manifest(content)
             _require_published(published, held, manifest)
             params = load_hf_weights(directory, config, shardings=shardings)
     except PublicationError:
         raise
     except Exception as error:  # the readers raise many types for damaged files
-        raise _not_as_published(directory, published.version, error) from error
+        raise not_as_published(directory, published.version, error) from error
     if verify:
         require_equal(manifest, host_manifest(params), published.version)
     return params
@@ -197,7 +197,7 @@ def _require_published(published: PublishedWeights, held: int, manifest: Manifes
         )
 
 
-def _parse_record(content: bytes) -> tuple[int, Manifest]:
+def parse_manifest(content: bytes) -> tuple[int, Manifest]:
     """(version, manifest) of a manifest file; raises exceptions of many types for any other content."""
     record = json.loads(content)
     manifest, version = decode_manifest(record['leaves']), record['version']
@@ -206,7 +206,7 @@ def _parse_record(content: bytes) -> tuple[int, Manifest]:
     return version, manifest
 
 
-def _not_as_published(directory: pathlib.Path, version: int, error: Exception) -> PublicationError:
+def not_as_published(directory: pathlib.Path, version: int, error: Exception) -> PublicationError:
     return PublicationError(
         f'{directory} does not hold version {version} as it was published ({type(error).__name__}: {error}): receive a '
         'version before it is released, and let nothing else write there'

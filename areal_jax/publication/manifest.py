@@ -63,7 +63,7 @@ def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
 
     Raises PublicationError as `finite_manifest` does.
     """
-    found = {path: (leaf, _host_sums(np.asarray(leaf))) for path, leaf in _by_path(params).items()}
+    found = {path: (leaf, _host_sums(np.asarray(leaf))) for path, leaf in leaves_by_path(params).items()}
     measured = {path: (_leaf_digest(leaf, sums[:2]), sums[2]) for path, (leaf, sums) in found.items()}
     return _require_finite(measured, version)
 
@@ -71,17 +71,22 @@ def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
 def _require_finite(measured: Mapping[str, tuple[LeafDigest, int]], version: int) -> dict[str, LeafDigest]:
     for path, (digest, wrong) in measured.items():
         if wrong:
-            narrow = f", or use publication.dtype='float32' if {digest.dtype} cannot hold them"
-            raise PublicationError(
-                f'weights of version {version}: {wrong} of the {math.prod(digest.shape)} values of {path!r} are NaN or '
-                f'infinite: lower optimizer.learning_rate{"" if digest.dtype == "float32" else narrow}'
-            )
+            raise unfinite_error(version, path, digest, wrong)
     return {path: digest for path, (digest, _) in measured.items()}
+
+
+def unfinite_error(version: int, path: str, digest: LeafDigest, wrong: int) -> PublicationError:
+    """What refuses a version of which `wrong` values of a leaf are NaN or infinite."""
+    narrow = f", or use publication.dtype='float32' if {digest.dtype} cannot hold them"
+    return PublicationError(
+        f'weights of version {version}: {wrong} of the {math.prod(digest.shape)} values of {path!r} are NaN or '
+        f'infinite: lower optimizer.learning_rate{"" if digest.dtype == "float32" else narrow}'
+    )
 
 
 def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
     """The digest of every leaf and how many of its values are not finite."""
-    leaves = _by_path(params)
+    leaves = leaves_by_path(params)
     sums = _sum_shards(list(leaves.values()))
     return {
         path: (_leaf_digest(leaf, row[:2]), int(row[2])) for (path, leaf), row in zip(leaves.items(), sums, strict=True)
@@ -121,7 +126,12 @@ def _held_shards(leaf: np.ndarray | jax.Array) -> Iterator[tuple[np.ndarray | ja
 
 def host_manifest(params: Tree) -> dict[str, LeafDigest]:
     """The same manifest as `device_manifest`, of numpy arrays and without jax programs."""
-    return {path: _leaf_digest(leaf, _host_sums(np.asarray(leaf))[:2]) for path, leaf in _by_path(params).items()}
+    return {path: digest_leaf(np.asarray(leaf)) for path, leaf in leaves_by_path(params).items()}
+
+
+def digest_leaf(leaf: np.ndarray) -> LeafDigest:
+    """The digest of one leaf on the host."""
+    return _leaf_digest(leaf, _host_sums(leaf)[:2])
 
 
 def manifest_hash(manifest: Manifest) -> str:
@@ -159,12 +169,35 @@ def require_equal(sent: Manifest, received: Manifest, version: int) -> None:
 def weights_sha256(params: Tree) -> str:
     """sha256, in hex, over the bytes of all leaves in the order of their paths: for reports."""
     digest = hashlib.sha256()
-    for leaf in _by_path(params).values():
+    for leaf in leaves_by_path(params).values():
         digest.update(np.ascontiguousarray(leaf).view(np.uint8).data if np.size(leaf) else b'')
     return digest.hexdigest()
 
 
-def _by_path(params: Tree) -> dict[str, jax.Array | np.ndarray]:
+def change_of_sums(positions: np.ndarray, before: np.ndarray, after: np.ndarray) -> tuple[int, int]:
+    """What the two sums of a content gain, mod 2^32, where the elements at row-major `positions` change.
+
+    `before` and `after` are their bits, uint16 [n].
+    """
+    spread = positions.astype(np.uint32) * np.uint32(_GOLDEN)
+    scratch = np.empty_like(spread)
+    plain = int(after.sum(dtype=np.uint64)) - int(before.sum(dtype=np.uint64))
+    mixed = 0
+    for sign, words in ((1, after), (-1, before)):
+        found = spread + words
+        _mix_in_place(found, scratch)
+        mixed += sign * int(found.sum(dtype=np.uint64))
+    return plain % 2**32, mixed % 2**32
+
+
+def unfinite_bits(dtype: str) -> int:
+    """The bits that are all set in NaN and infinity of 16-bit floats, and in no other value; 0 for other dtypes."""
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        return 0
+    return int(np.array(np.inf, jnp.dtype(dtype)).view(np.uint16))
+
+
+def leaves_by_path(params: Tree) -> dict[str, jax.Array | np.ndarray]:
     """Leaves by path, paths in order."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     for path, leaf in leaves.items():

@@ -1,5 +1,7 @@
 """The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
 
+A version is whole, a directory `v000000/`, or a file `v000007.delta` (delta_file.py) that needs the version before.
+
 Nothing here imports jax.
 """
 
@@ -17,7 +19,8 @@ from areal_jax import files
 from areal_jax.publication.failures import PublicationError
 
 MANIFEST = 'manifest.json'
-_KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
+DELTA = '.delta'  # ending of the file of a delta
+KEPT = 2  # newest versions that stay on the disk after their release: servers load them by path
 _NAME = re.compile(r'v(\d{6,})')
 
 
@@ -34,6 +37,21 @@ def parse_version(path: pathlib.Path) -> int | None:
 def list_versions(directory: pathlib.Path) -> dict[int, pathlib.Path]:
     """Complete versions by number, lowest first; none where the directory is missing."""
     found = {parse_version(path): path for path in directory.glob('v*') if (path / MANIFEST).exists()}
+    return {version: found[version] for version in sorted(v for v in found if v is not None)}
+
+
+def delta_path(directory: pathlib.Path, version: int) -> pathlib.Path:
+    return directory / f'v{version:06d}{DELTA}'
+
+
+def parse_delta(path: pathlib.Path) -> int | None:
+    """The version in the name of the file of a delta; None for any other name."""
+    return parse_version(path.with_suffix('')) if path.suffix == DELTA else None
+
+
+def list_deltas(directory: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Files of deltas by version, lowest first; none where the directory is missing."""
+    found = {parse_delta(path): path for path in directory.glob(f'v*{DELTA}')}
     return {version: found[version] for version in sorted(v for v in found if v is not None)}
 
 
@@ -61,7 +79,12 @@ def keep_while_read(directory: pathlib.Path) -> Iterator[bytes]:
 def clear_versions(directory: pathlib.Path, version: int) -> None:
     """Removes this and later versions, and what the death of a writer has left."""
     for abandoned in directory.glob('.v*.partial'):
-        shutil.rmtree(abandoned)
+        if abandoned.is_dir():
+            shutil.rmtree(abandoned)
+        else:
+            abandoned.unlink()
+    for delta in [path for v, path in list_deltas(directory).items() if v >= version]:
+        delta.unlink()
     for path in [path for v, path in list_versions(directory).items() if v >= version]:
         files.remove_directory(path)
 
@@ -71,7 +94,7 @@ def remove_old_versions(directory: pathlib.Path, version: int, pinned: Collectio
 
     A version that a process is reading stays until a later call.
     """
-    for v, path in list(list_versions(directory).items())[:-_KEPT]:
+    for v, path in list(list_versions(directory).items())[:-KEPT]:
         if v < version and v not in pinned:
             remove_unread(path)
 

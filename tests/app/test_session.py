@@ -231,6 +231,11 @@ def test_fixed_staleness_trains_on_one_age(tmp_path):
         pytest.param(
             'fixed(2)', {'publication__channel': 'files', 'publication__dtype': 'bfloat16'}, marks=pytest.mark.slow
         ),
+        pytest.param(
+            'fixed(2)',
+            {'publication__channel': 'files', 'publication__dtype': 'bfloat16', 'publication__delta': True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param('trace', {}, marks=pytest.mark.slow),
     ],
 )

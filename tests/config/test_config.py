@@ -53,6 +53,7 @@ def test_the_page_names_default_rule_and_meaning():
 
 
 _SERVERS = {'rollout.server': 'own', 'publication.channel': 'files'}
+_DELTA = {'publication.delta': True, 'publication.channel': 'files', 'publication.dtype': 'bfloat16'}
 _VLLM = _SERVERS | {'rollout.server': 'vllm'}
 BAD = [
     ({'run.clock': 'fast'}, r"run\.clock='fast' is not known; use one of real, virtual"),
@@ -141,6 +142,17 @@ BAD = [
         {'rollout.weights': 'int8', 'lora.rank': 4},
         r"rollout\.weights='int8' with lora\.rank=4: .* use lora\.rank=0, or rollout\.weights='published'",
     ),
+    (_DELTA | {'publication.channel': 'device'}, r"channel='device': it carries whole versions only; use .*='files'"),
+    (
+        _DELTA | {'publication.dtype': 'float32'},
+        r"dtype='float32': 99.8 % of the elements .* no delta is smaller; use publication\.dtype='bfloat16', or",
+    ),
+    (
+        _DELTA | {'cluster.learner': 'hosts=2 x fsdp=2'},
+        r"learner='hosts=2 x fsdp=2': each process writes its own leaves",
+    ),
+    (_DELTA | {'rollout.server': 'vllm'}, r"server='vllm': these servers load whole directories; use .*='own', or"),
+    ({'publication.base_every': 0}, r'publication\.base_every=0 must be at least 1'),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),
     (_SERVERS | {'run.clock': 'virtual'}, r"run\.clock='virtual' with rollout\.server='own': .* use run\.clock='real'"),
     (_SERVERS | {'publication.channel': 'device'}, r"channel='device' .* use publication\.channel='files'"),

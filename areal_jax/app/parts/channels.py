@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -15,7 +15,10 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve
 from areal_jax.protocols import Channel
 from areal_jax.publication.device_channel import DeviceChannel
+from areal_jax.publication.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.files_channel import FilesChannel, VersionWriter
+from areal_jax.publication.record import RecordReceiver, RecordSender
+from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights, Tree
@@ -55,14 +58,30 @@ def _find_shared_device(allocation: Allocation) -> jax.Device | None:
     return allocation.engines[0][0] if allocation.engine_shares(0) else None
 
 
-def build_files(parts: ChannelParts) -> FilesChannel:
-    """Directories under publication.directory, with the tokenizer beside the weights."""
-    publication = parts.config.publication
+def build_files(parts: ChannelParts) -> FilesChannel | RecordChannel:
+    """Directories under publication.directory, with the tokenizer beside the weights, and files of deltas."""
+    publication, shape = parts.config.publication, parts.model.decoder.config
+    directory = pathlib.Path(publication.directory or parts.workdir / 'publication')
+    companions, separate_head = build_companions(parts.workdir, parts.model), separates_head(parts.config)
+    if publication.delta:
+        sender = FilesSender(directory, shape, companions=companions, separate_head=separate_head)
+        return build_records(parts.config, sender, lambda address: FilesReceiver(directory, shape))
     return FilesChannel(
-        pathlib.Path(publication.directory or parts.workdir / 'publication'),
-        parts.model.decoder.config,
+        directory,
+        shape,
         verify=publication.verify,
-        companions=build_companions(parts.workdir, parts.model),
+        companions=companions,
         writers=parts.writers,
-        separate_head=separates_head(parts.config),
+        separate_head=separate_head,
+    )
+
+
+def build_records(
+    config: TrackedConfig, sender: RecordSender, open_receiver: Callable[[str], RecordReceiver]
+) -> RecordChannel:
+    """The channel over a carrier, as publication.delta and its fields ask."""
+    publication = config.publication
+    base_every = publication.base_every if publication.delta else 1
+    return RecordChannel(
+        sender, open_receiver, delta=publication.delta, base_every=base_every, verify=publication.verify
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -17,8 +17,9 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
+from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.backend import DecodeBackend
-from areal_jax.rollout.decode.decode_weights import share_prepared
+from areal_jax.rollout.decode.decode_weights import PreparedWeights, share_prepared
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
 from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.local_engine import LocalEngine
@@ -132,8 +133,7 @@ def build_engines(
     """The engines of cluster.engines with the weights `published`, each on its devices."""
     every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
     fetches = {
-        devices: share_prepared(functools.partial(channel.receive, place=place_of(decoder, devices)), backend.prepare)
-        for devices, backend in backends.items()
+        devices: bind_fetch(channel, place_of(decoder, devices), backend) for devices, backend in backends.items()
     }
     return [
         LocalEngine(
@@ -152,6 +152,22 @@ def build_engines(
         )
         for index, devices in enumerate(allocation.engines)
     ]
+
+
+def bind_fetch(
+    channel: PlacedChannel, place: Place, backend: JaxDecodeBackend
+) -> Callable[[PublishedWeights], PreparedWeights]:
+    """How engines with this backend fetch a version, once for all of them.
+
+    A reader of records keeps the weights as the backend takes them, so that a delta is applied there and nothing is
+    laid out again.
+    """
+    if isinstance(channel, RecordChannel) and (transposed := backend.find_transposed()) is not None:
+        records: RecordChannel = channel
+        return share_prepared(
+            lambda published: records.read(published, place, transposed), lambda params: PreparedWeights(params)
+        )
+    return share_prepared(functools.partial(channel.receive, place=place), backend.prepare)
 
 
 def compile_engines(

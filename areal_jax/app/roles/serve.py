@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import signal
 import socket
@@ -22,6 +21,7 @@ from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_serving_backend, describe_caches, place_of
 from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.process.interrupt import StopRequests
+from areal_jax.app.roles.version_loader import VersionLoader
 from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
@@ -31,10 +31,8 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import Announce
-from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
-from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Event
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.versions import parse_version
@@ -47,16 +45,16 @@ from areal_jax.rollout.http.server.server_names import reachable
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, describe_url
-from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
+from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.servers.server_entries import describe_facts
 from areal_jax.rollout.servers.server_fit import ServerFacts
 from areal_jax.rollout.stream import IN_A_SERVER
 from areal_jax.sharding.allocation import allocate_engines
-from areal_jax.sharding.placement import Place, move_to
+from areal_jax.sharding.placement import move_to
 from areal_jax.telemetry.progress import StartProgress
-from areal_jax.types import PublishedWeights, Weights
+from areal_jax.types import PublishedWeights
 
 _FIRST_VERSION = 0  # of the weights at launch, inside this process
 
@@ -245,7 +243,7 @@ class _Server:
         require_finite_shards(params, *describe_source(config, model.source))
         return LocalEngine(
             0, self._backend, self.clock, self.log,
-            receive=functools.partial(load_directory, decoder=model.decoder, place=place, dtype=dtype),
+            receive=VersionLoader(self._backend, model.decoder, place),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
         )  # fmt: skip
@@ -292,35 +290,6 @@ class _Server:
         programs = self._backend.warm_up(self.engine.params, self._start.count_programs)
         self._start.end()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
-
-
-def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Place, dtype: str) -> Weights:
-    """The weights of a WeightsDirectory, checked against its manifest where it has one; sets its digest.
-
-    Raises UpdateError for a model of another shape, PublicationError for files that are not whole, NonFiniteError for
-    weights with NaN or infinity.
-    """
-    directory = published.handle
-    assert isinstance(directory, WeightsDirectory)
-    path = pathlib.Path(directory.path)
-    named = int(directory.label) if directory.label.isdecimal() else parse_version(path)
-    found = find_version(path, named or 0)
-    _require_shape(path, decoder)
-    params = trees.cast(load_version(found, decoder.config, place, verify=True), dtype)
-    require_finite_shards(params, f'{path} as {dtype}', 'get the files again, or load other weights')
-    directory.digest = found.manifest_hash
-    return params
-
-
-def _require_shape(path: pathlib.Path, decoder: Decoder) -> None:
-    theirs = read_hf_config(path)
-    for field in dataclasses.fields(theirs):
-        one, other = getattr(decoder.config, field.name), getattr(theirs, field.name)
-        if one != other and field.name != 'context_tokens':  # that is no part of the weights
-            raise UpdateError(
-                f'{path} is a model with {field.name}={other!r}, and this server holds one with {one!r}: start a '
-                'server with it'
-            )
 
 
 def _name_model(model: Model, config: TrackedConfig) -> str:

@@ -11,8 +11,10 @@ import jax
 
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
+from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
 from areal_jax.models.weights import Params
+from areal_jax.sharding.rules import path_name
 from areal_jax.types import PublishedWeights
 
 
@@ -32,6 +34,28 @@ def require_quantizable(weights: str, dtype: str, lora: Lora | None) -> None:
         raise ConfigError(f"weights='int8' with dtype={dtype!r}: float32 is what is quantized; use dtype='float32'")
     if weights == 'int8' and lora:
         raise ConfigError(f"weights='int8' with adapters of rank {lora.rank}: these stay in float32; use 'published'")
+
+
+def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
+    """Paths of the published leaves that the decoder takes transposed; it takes all others as they are.
+
+    None where it takes a leaf in another form, panels or 8 bits: then every version is prepared as a whole. Matrices
+    of sizes that differ are prepared as shapes, and what comes out says what becomes of each.
+    """
+    rows, columns = 16, 24  # which panels of kernels divide
+    probe = lambda leaf: jax.ShapeDtypeStruct((rows, columns) if leaf.ndim == 2 else leaf.shape, dtype)
+    published = jax.tree.map(probe, decoder.abstract())
+    prepared = jax.eval_shape(decoder.prepare, published)
+    leaves, outcome = jax.tree_util.tree_leaves_with_path(published), jax.tree.leaves(prepared)
+    if len(leaves) != len(outcome):  # a matrix in 8 bits is two arrays
+        return None
+    found = []
+    for (path, before), after in zip(leaves, outcome, strict=True):
+        if after.dtype != before.dtype or sorted(after.shape) != sorted(before.shape):
+            return None
+        if after.shape != before.shape:
+            found.append(path_name(path))
+    return frozenset(found)
 
 
 def share_prepared(

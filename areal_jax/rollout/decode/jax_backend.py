@@ -23,7 +23,7 @@ from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import LEAST_COLUMNS
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.decode import cache, parallel, prefill
+from areal_jax.rollout.decode import cache, decode_weights, parallel, prefill
 from areal_jax.rollout.decode import decode_rows as rows
 from areal_jax.rollout.decode import prefill_buckets as buckets
 from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
@@ -234,6 +234,12 @@ class JaxDecodeBackend:
         # outside jit, where what keeps its form is not copied; committed, so that the same operations serve all weights
         prepared = self._decoder.prepare(jax.device_put(weights, self.placement.published))
         return PreparedWeights(jax.block_until_ready(prepared))
+
+    def find_transposed(self) -> frozenset[str] | None:
+        """See decode_weights.find_transposed; over several devices nothing is transposed before it is cut."""
+        if len(self.devices) > 1 and decode_weights.find_transposed(self._decoder, self.dtype.name):
+            return None
+        return decode_weights.find_transposed(self._decoder, self.dtype.name)
 
     def initial_state(self) -> Cache:
         # ready, so that the first prefill is not charged with the pages of the cache

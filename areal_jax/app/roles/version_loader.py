@@ -1,0 +1,97 @@
+"""What a server of ours loads when it is told to: any directory of weights, or a version of a run with deltas."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import socket
+
+from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.finiteness import require_finite_shards
+from areal_jax.models.decoder import Decoder
+from areal_jax.publication.delta_file import read_delta
+from areal_jax.publication.files_carrier import FilesReceiver
+from areal_jax.publication.files_channel import find_version, load_version
+from areal_jax.publication.manifest import Manifest
+from areal_jax.publication.versions import parse_delta, parse_version
+from areal_jax.publication.weights_reader import WeightsReader
+from areal_jax.rollout.decode.decode_weights import PreparedWeights
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
+from areal_jax.sharding.placement import Place
+from areal_jax.types import PublishedWeights, Weights
+
+
+class VersionLoader:
+    """Called with a WeightsDirectory, returns its weights for the backend and sets its digest.
+
+    A path `v000007.delta` opens a reader of its directory, which then takes every version there by what changed. Other
+    paths are loaded whole.
+    """
+
+    def __init__(self, backend: JaxDecodeBackend, decoder: Decoder, place: Place):
+        self._backend, self._decoder, self._place = backend, decoder, place
+        self._readers: dict[pathlib.Path, WeightsReader] = {}  # by directory of versions
+
+    def __call__(self, published: PublishedWeights) -> Weights:
+        """Raises as `load_directory` does, UpdateError also for a delta in another dtype than the server's."""
+        directory = published.handle
+        assert isinstance(directory, WeightsDirectory)
+        path = pathlib.Path(directory.path)
+        delta, whole = parse_delta(path), parse_version(path)
+        if delta is not None:
+            header = read_delta(path, delta).header
+            self._require_dtype(path, header.leaves)
+            return self._read(directory, delta, header.manifest_hash)
+        if whole is not None and path.parent in self._readers:
+            return self._read(directory, whole, find_version(path, whole).manifest_hash)
+        return load_directory(published, decoder=self._decoder, place=self._place, dtype=self._backend.dtype.name)
+
+    def _read(self, directory: WeightsDirectory, version: int, manifest_hash: str) -> Weights:
+        folder, transposed = pathlib.Path(directory.path).parent, self._backend.find_transposed()
+        if folder not in self._readers:
+            receiver = FilesReceiver(folder, self._decoder.config, f'{socket.gethostname()}-{os.getpid()}')
+            self._readers[folder] = WeightsReader(receiver, self._place, transposed=transposed or ())
+        weights, held = self._readers[folder].receive(version, manifest_hash)
+        directory.digest = held.manifest_hash
+        return weights if transposed is None else PreparedWeights(weights)
+
+    def _require_dtype(self, path: pathlib.Path, leaves: Manifest) -> None:
+        own = self._backend.dtype.name
+        for leaf in leaves.values():
+            if leaf.dtype != own:
+                raise UpdateError(
+                    f'{path} is in {leaf.dtype}, and this server decodes in {own}: start it with publication.dtype='
+                    f'{leaf.dtype!r}, or publish with publication.delta=False'
+                )
+
+
+def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Place, dtype: str) -> Weights:
+    """The weights of a WeightsDirectory, checked against its manifest where it has one; sets its digest.
+
+    Raises UpdateError for a model of another shape, PublicationError for files that are not whole, NonFiniteError for
+    weights with NaN or infinity.
+    """
+    directory = published.handle
+    assert isinstance(directory, WeightsDirectory)
+    path = pathlib.Path(directory.path)
+    named = int(directory.label) if directory.label.isdecimal() else parse_version(path)
+    found = find_version(path, named or 0)
+    _require_shape(path, decoder)
+    params = trees.cast(load_version(found, decoder.config, place, verify=True), dtype)
+    require_finite_shards(params, f'{path} as {dtype}', 'get the files again, or load other weights')
+    directory.digest = found.manifest_hash
+    return params
+
+
+def _require_shape(path: pathlib.Path, decoder: Decoder) -> None:
+    theirs = read_hf_config(path)
+    for field in dataclasses.fields(theirs):
+        one, other = getattr(decoder.config, field.name), getattr(theirs, field.name)
+        if one != other and field.name != 'context_tokens':  # that is no part of the weights
+            raise UpdateError(
+                f'{path} is a model with {field.name}={other!r}, and this server holds one with {one!r}: start a '
+                'server with it'
+            )

@@ -1,0 +1,250 @@
+"""What changed between two versions of a leaf of 16-bit elements: found, encoded, applied and taken back.
+
+An update of a few units in the last place changes a few per cent of the elements, and most of them by one step of their
+format. A delta holds their positions and the differences of their bits, so that it applies in place and can be
+inverted. It is bit for bit: NaN payloads and -0.0 are bits like others. The digest of a leaf (manifest.py) is a sum
+over its elements, so both ends update it from the changes alone. record.py has the records that deltas travel in.
+
+The part of a leaf is b'' where nothing changed, else
+
+  header   7 little-endian uint32: flags, changes, large gaps, bytes of each of the four streams
+  gaps     uint8 for each change: elements that did not change since the last one; 255 = the next large gap
+  large    little-endian uint32: the gaps from 255 on
+  low      uint8 for each change: the low byte of the difference of the bits, in zigzag order (0, -1, 1, -2, ...)
+  high     likewise the high byte
+
+With DENSE in the flags there is an entry for every element, changed or not, and no gaps. Bit i + 1 of the flags says
+that stream i is deflated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.native import changes as kernels
+from areal_jax.native import compiled_library as library
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.manifest import change_of_sums, unfinite_bits
+
+MOST_ELEMENTS = 1 << 32  # of a leaf: positions are 32 bits
+LARGE_GAP = 255
+_DENSE = 1  # flag
+_DENSE_SHARE = 0.6  # of changed elements, from which on gaps cost more than the differences of the others
+_PIECE = 1 << 18  # elements that numpy compares at once: what a step needs stays in a core's cache
+_HEADER = struct.Struct('<7I')
+# Matches are rare in these streams, runs and uneven frequencies are not: runs alone gave fewer bytes than the default
+# strategy in half of the time.
+_LEVEL, _STRATEGY = 1, zlib.Z_RLE
+_SAVES = 0.98  # of its bytes: a stream that deflates to more stays as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The elements of a leaf that changed, in ascending order of their row-major positions."""
+
+    gaps: np.ndarray  # uint8 [changes]
+    large: np.ndarray  # uint32 [large gaps]
+    low: np.ndarray  # uint8 [changes], of the differences in zigzag order
+    high: np.ndarray  # uint8 [changes]
+
+    @property
+    def count(self) -> int:
+        return self.low.size
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [changes]."""
+        gaps = self.gaps.astype(np.int64)
+        gaps[self.gaps == LARGE_GAP] = self.large
+        return np.cumsum(gaps + 1) - 1
+
+    @property
+    def differences(self) -> np.ndarray:
+        """uint16 [changes]: bits of the new version minus bits of the base, mod 2^16."""
+        codes = self.low | self.high.astype(np.uint16) << np.uint16(8)
+        return (codes >> np.uint16(1)) ^ (np.uint16(0) - (codes & np.uint16(1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Changes and what they do to the leaf."""
+
+    changes: Changes
+    sums: tuple[int, int]  # what is added to the content of its LeafDigest, mod 2^32
+    unfinite: int  # new values that are NaN or infinite
+
+
+class ChangeFinder:
+    """Finds the changes of leaves, one after the other, in memory that is used again.
+
+    Args:
+      largest: elements of the largest leaf.
+      native: None = with the kernel where there is one.
+    """
+
+    def __init__(self, largest: int, *, native: bool | None = None):
+        self._native = native
+        # memory that nothing has written to takes no pages
+        byte = lambda: np.empty(largest, np.uint8)
+        self._lists = byte(), np.empty(largest // (LARGE_GAP + 1) + 1, np.uint32), byte(), byte()
+
+    def find(self, base: np.ndarray, current: np.ndarray, dtype: str) -> Found:
+        """What differs between uint16 [n] and [n], C-contiguous; makes `base` equal to `current`.
+
+        The result is valid until the next call. `dtype` is the name of the floats whose bits these are.
+
+        Raises PublicationError for a leaf of 2^32 elements or more.
+        """
+        if base.size >= MOST_ELEMENTS:
+            raise PublicationError(
+                f'a leaf of {base.size} elements has no delta, whose positions are 32 bits; use publication.delta=False'
+            )
+        exponent = unfinite_bits(dtype)
+        counts = None if self._native is False else kernels.find_changes(base, current, exponent, self._lists)
+        if counts is None:
+            return self._find(base, current, exponent)
+        changed, large, unfinite, *sums = counts
+        return Found(self._taken(changed, large), (sums[0], sums[1]), unfinite)
+
+    def _find(self, base: np.ndarray, current: np.ndarray, exponent: int) -> Found:
+        """By numpy."""
+        found = [
+            np.flatnonzero(base[start : start + _PIECE] != current[start : start + _PIECE]) + start
+            for start in range(0, base.size, _PIECE)
+        ]
+        positions = np.concatenate(found) if found else np.zeros(0, np.int64)
+        before, after = base[positions], current[positions]
+        gaps = np.diff(positions, prepend=-1) - 1
+        difference = after - before
+        codes = difference << np.uint16(1) ^ (np.uint16(0) - (difference >> np.uint16(15)))
+        large = gaps[gaps >= LARGE_GAP].astype(np.uint32)
+        taken = self._taken(positions.size, large.size)
+        taken.gaps[:], taken.large[:] = np.minimum(gaps, LARGE_GAP), large
+        taken.low[:], taken.high[:] = codes & np.uint16(255), codes >> np.uint16(8)
+        np.copyto(base, current)
+        unfinite = np.count_nonzero((after & exponent) == exponent) if exponent else 0
+        return Found(taken, change_of_sums(positions, before, after), int(unfinite))
+
+    def _taken(self, changed: int, large: int) -> Changes:
+        gaps, larges, low, high = self._lists
+        return Changes(gaps[:changed], larges[:large], low[:changed], high[:changed])
+
+
+def encode_changes(changes: Changes, size: int) -> bytes:
+    """The part of a leaf of `size` elements."""
+    if not changes.count:
+        return b''
+    flags, streams = 0, [changes.gaps, changes.large.astype('<u4').view(np.uint8), changes.low, changes.high]
+    if changes.count > _DENSE_SHARE * size:
+        flags, positions = _DENSE, changes.positions
+        spread = np.zeros((2, size), np.uint8)
+        spread[:, positions] = changes.low, changes.high
+        streams = [np.zeros(0, np.uint8), np.zeros(0, np.uint8), *spread]
+    encoded = []
+    for index, stream in enumerate(streams):
+        deflated = _deflate(stream)
+        flags |= (deflated is not None) << index + 1
+        encoded.append(stream.data if deflated is None else deflated)
+    count, large = (size, 0) if flags & _DENSE else (changes.count, changes.large.size)
+    return b''.join([_HEADER.pack(flags, count, large, *map(len, encoded)), *encoded])
+
+
+def decode_changes(part: bytes | bytearray | memoryview, size: int) -> Changes:
+    """The changes of a leaf of `size` elements, in memory of their own.
+
+    Raises PublicationError for anything that `encode_changes` does not make of such a leaf.
+    """
+    view = memoryview(part).cast('B')
+    if not len(view):
+        return _unpack(0, b'', b'', b'', b'')
+    try:
+        flags, count, large, *lengths = _HEADER.unpack_from(view)
+        if flags >> 5 or len(view) != _HEADER.size + sum(lengths) or count > size or large > count:
+            raise ValueError(f'{len(view)} bytes with the header {(flags, count, large, *lengths)}')
+        ends = np.cumsum([_HEADER.size, *lengths]).tolist()
+        expected = (0, 0, size, size) if flags & _DENSE else (count, 4 * large, count, count)
+        streams = [
+            _read_stream(view[start:end], length, deflated=bool(flags >> index + 1 & 1))
+            for index, (start, end, length) in enumerate(zip(ends[:-1], ends[1:], expected, strict=True))
+        ]
+        if flags & _DENSE:
+            streams[0] = bytes(size)
+        return _require_inside(_unpack(len(streams[2]), *streams), size)
+    except (struct.error, ValueError, zlib.error) as error:
+        raise PublicationError(f'the delta of a leaf of {size} elements is damaged ({error}): send it again') from error
+
+
+def apply_changes(
+    words: np.ndarray, changes: Changes, *, rows: int = 0, back: bool = False, native: bool | None = None
+) -> tuple[int, int]:
+    """Applies the changes to uint16 [n] in place; returns what they add to the sums of the leaf's digest, mod 2^32.
+
+    Args:
+      rows: > 0: the leaf is a matrix of so many rows, and `words` are its transpose.
+      back: from the new version to the base.
+      native: None = with the kernel where there is one.
+
+    Raises PublicationError for a position outside of the leaf; then some of the changes are made.
+    """
+    lists = changes.gaps, changes.large, changes.low, changes.high
+    if native is not False and library.is_available():
+        sums = kernels.apply_changes(words, rows, lists, back=back)
+        if sums is None:
+            raise _outside(words.size)
+        return sums
+    positions = _require_inside(changes, words.size).positions
+    places = positions % (words.size // rows) * rows + positions // (words.size // rows) if rows else positions
+    before = words[places]
+    after = before - changes.differences if back else before + changes.differences
+    words[places] = after
+    return change_of_sums(positions, before, after)
+
+
+def add_sums(content: tuple[int, int], sums: Sequence[int], *, back: bool = False) -> tuple[int, int]:
+    """The content of a LeafDigest after changes; `sums` as `apply_changes` returned them, or with `back` less them."""
+    sign = -1 if back else 1
+    return (content[0] + sign * sums[0]) % 2**32, (content[1] + sign * sums[1]) % 2**32
+
+
+def _deflate(stream: np.ndarray) -> bytes | None:
+    """None where it does not pay."""
+    deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, _STRATEGY)
+    made = deflate.compress(stream.data) + deflate.flush()
+    return made if len(made) < _SAVES * stream.size else None
+
+
+def _read_stream(content: memoryview, length: int, *, deflated: bool) -> bytes:
+    """`length` bytes; raises zlib.error or ValueError for others, and makes no more memory than these take."""
+    if deflated:
+        inflate = zlib.decompressobj()
+        found = inflate.decompress(content, max(1, length))
+        if not inflate.eof or inflate.unused_data:
+            raise ValueError(f'a stream that is not of {length} bytes')
+    else:
+        found = bytes(content)
+    if len(found) != length:
+        raise ValueError(f'a stream of {len(found)} bytes, and {length} were expected')
+    return found
+
+
+def _unpack(count: int, gaps: bytes, large: bytes, low: bytes, high: bytes) -> Changes:
+    byte = lambda content: np.frombuffer(content, np.uint8, count)
+    return Changes(byte(gaps), np.frombuffer(large, '<u4').astype(np.uint32, copy=False), byte(low), byte(high))
+
+
+def _require_inside(changes: Changes, size: int) -> Changes:
+    """Raises PublicationError where the last position is none of the leaf's, or the large gaps are not so many."""
+    escaped = np.count_nonzero(changes.gaps == LARGE_GAP)
+    gaps = int(changes.gaps.sum(dtype=np.int64)) + int(changes.large.sum(dtype=np.int64)) - LARGE_GAP * escaped
+    if escaped != changes.large.size or gaps + changes.count > size:
+        raise _outside(size)
+    return changes
+
+
+def _outside(size: int) -> PublicationError:
+    return PublicationError(f'a delta has positions outside of its leaf of {size} elements: send it again')

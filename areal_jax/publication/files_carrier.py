@@ -1,0 +1,197 @@
+"""Records over the file system: whole versions are the directories that servers load, deltas are files beside them.
+
+record_channel.py sends with FilesSender, weights_reader.py reads with FilesReceiver. A whole version and the deltas
+after it are a chain; it stays on the disk while a version of it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from areal_jax import files
+from areal_jax.formats.hf_directory import map_hf_weights
+from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
+from areal_jax.models.shape import ModelConfig
+from areal_jax.publication.delta_file import read_base, read_delta, write_delta
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.files_channel import not_as_published, parse_manifest
+from areal_jax.publication.manifest import encode_manifest, leaves_by_path
+from areal_jax.publication.record import Held, Part, Record, RecordHeader, leaf_bytes, tree_of_record
+from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.versions import (
+    KEPT,
+    MANIFEST,
+    clear_versions,
+    delta_path,
+    keep_while_read,
+    list_deltas,
+    list_versions,
+    remove_unread,
+    version_path,
+)
+
+_READERS = 'readers'  # directory of what they hold, beside the versions
+
+
+class FilesSender:
+    """record.RecordSender over a directory. Only one sender at a time may use it.
+
+    Args:
+      companions, separate_head: see FilesChannel; of whole versions.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: ModelConfig,
+        *,
+        companions: HfCompanions | None = None,
+        separate_head: bool = False,
+    ):
+        self._directory, self._config = pathlib.Path(directory), config
+        self._companions, self._separate_head = companions or HfCompanions(), separate_head
+
+    def send(self, record: Record) -> str:
+        """The address is the absolute path of a directory or of a file.
+
+        A whole record removes this and later versions, which the run wrote before it was resumed.
+        """
+        directory, header = self._directory.absolute(), record.header
+        if header.base is not None:
+            path = delta_path(directory, header.version)
+            write_delta(path, record)
+            return str(path)
+        clear_versions(directory, header.version)
+        target = version_path(directory, header.version)
+        manifest = {
+            'format': 1, 'version': header.version, 'manifest_hash': header.manifest_hash,
+            'leaves': encode_manifest(header.leaves),
+        }  # fmt: skip
+        tree, separate = tree_of_record(record), self._separate_head
+        plan = plan_hf_files(tree, self._config, companions=self._companions, separate_head=separate)
+        write_hf_directory(target, plan, {MANIFEST: manifest})
+        return str(target)
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """The newest two versions stay in any case, as does a whole version that a process is reading."""
+        wholes, deltas = list_versions(self._directory), list_deltas(self._directory)
+        existing = sorted({*wholes, *deltas})
+        kept: set[int] = set()
+        for needed in [v for v in existing if v >= version or v in pinned or v in existing[-KEPT:]]:
+            kept.update(_chain(needed, deltas))
+        for v, path in deltas.items():
+            if v not in kept:
+                path.unlink(missing_ok=True)
+        for v, path in wholes.items():
+            if v not in kept:
+                remove_unread(path)
+
+    def held(self) -> Mapping[str, Held]:
+        """By the name of the reader, with what is no letter, digit, '-' or '.' as '_'."""
+        found = {}
+        for path in sorted((self._directory / _READERS).glob('*.json')):
+            with contextlib.suppress(files.FileError, KeyError, TypeError, ValueError):
+                told = files.read_json(path)
+                found[path.stem] = Held(int(told['version']), str(told['manifest_hash']))
+        return found
+
+    def close(self) -> None:
+        """Versions stay on the disk."""
+
+
+class FilesReceiver:
+    """record.RecordReceiver over a directory that a FilesSender writes.
+
+    Args:
+      config: of the model, which the directories of whole versions must have.
+      name: of the reader, in what the sender knows of it; '' = it says nothing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], config: ModelConfig, name: str = ''):
+        self._directory, self._config, self._name = pathlib.Path(directory), config, name
+
+    def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
+        whole, deltas = self._find_way(version, held)
+        if whole is not None:
+            with _reading(version_path(self._directory, whole), whole, self._config) as record:
+                consume(record)
+        for v in deltas:
+            consume(read_delta(delta_path(self._directory, v), v))
+
+    def acknowledge(self, held: Held) -> None:
+        """A directory that cannot be written is none of the reader's problems."""
+        if not self._name:
+            return
+        name = ''.join(c if c.isalnum() or c in '-.' else '_' for c in self._name)
+        path = self._directory / _READERS / f'{name}.json'
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            files.write_json(path, {'version': held.version, 'manifest_hash': held.manifest_hash})
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _find_way(self, version: int, held: Held | None) -> tuple[int | None, list[int]]:
+        """(whole version or None, deltas in order) from what is held to `version`."""
+        deltas: list[int] = []
+        at = version
+        while (path := delta_path(self._directory, at)).exists():
+            deltas.insert(0, at)
+            at = read_base(path)
+            if held is not None and at == held.version and read_delta(path, deltas[0]).header.base == held:
+                return None, deltas
+        if not (version_path(self._directory, at) / MANIFEST).exists():
+            wanted = '' if at == version else f', which version {version} needs'
+            raise PublicationError(
+                f'{self._directory} holds no version {at}{wanted}: it was removed, or never written; ask for a newer '
+                f'version (whole ones: {sorted(list_versions(self._directory))})'
+            )
+        return at, deltas
+
+
+class _Leaves(Sequence[Part]):
+    """The bits of leaves, each read when it is asked for."""
+
+    def __init__(self, leaves: Sequence[np.ndarray]):
+        self._leaves = leaves
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __getitem__(self, index: int) -> Part:  # type: ignore[override]  # no slices
+        return leaf_bytes(self._leaves[index])
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path, version: int, config: ModelConfig) -> Iterator[Record]:
+    """The whole record of a directory, which is not removed meanwhile."""
+    with contextlib.ExitStack() as reading:
+        try:
+            found, manifest = parse_manifest(reading.enter_context(keep_while_read(path)))
+            if found != version:
+                raise ValueError(f'its manifest is of version {found}')
+            leaves = leaves_by_path(map_hf_weights(path, config))
+            if sorted(manifest) != list(leaves):
+                raise ValueError('its manifest has other leaves')
+        except PublicationError:
+            raise
+        except Exception as error:  # the readers raise many types for damaged files
+            raise not_as_published(path, version, error) from error
+        sizes = [leaf.nbytes for leaf in leaves.values()]
+        yield Record(RecordHeader(version, manifest, sizes), _Leaves([np.asarray(leaf) for leaf in leaves.values()]))
+
+
+def _chain(version: int, deltas: Mapping[int, pathlib.Path]) -> Iterator[int]:
+    """The version, and the versions before it that it needs."""
+    yield version
+    while version in deltas:
+        try:
+            version = read_base(deltas[version])
+        except PublicationError:  # a damaged file: nothing leads through it
+            return
+        yield version

@@ -1,0 +1,159 @@
+"""One version of the weights as bytes: a header and one part a leaf, and who carries it from the learner to readers.
+
+A whole record holds the bits of every leaf, a delta those that changed since a base version (delta.py). Carriers
+(files, shared memory, sockets) move records and do not look into their parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.manifest import LeafDigest, decode_manifest, encode_manifest, manifest_hash
+from areal_jax.types import Tree
+
+Part: TypeAlias = bytes | bytearray | memoryview  # C-contiguous bytes
+RecordKind = Literal['whole', 'delta']
+FORMAT = 1  # of the header and of the parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A version that a reader holds bit for bit."""
+
+    version: int
+    manifest_hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordHeader:
+    """What a record is, without its parts."""
+
+    version: int
+    leaves: Mapping[str, LeafDigest]  # the manifest of `version`, by path
+    sizes: Sequence[int]  # bytes of each part, in the order of the sorted paths
+    base: Held | None = None  # what a delta is applied to; None: a whole record
+
+    @property
+    def kind(self) -> RecordKind:
+        return 'whole' if self.base is None else 'delta'
+
+    @property
+    def manifest_hash(self) -> str:
+        return manifest_hash(self.leaves)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.sizes)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        base = None if self.base is None else dataclasses.asdict(self.base)
+        return json.dumps({
+            'format': FORMAT, 'version': self.version, 'base': base, 'manifest_hash': self.manifest_hash,
+            'sizes': list(self.sizes), 'leaves': encode_manifest(self.leaves),
+        }).encode()  # fmt: skip
+
+
+def decode_header(content: Part) -> RecordHeader:
+    """The inverse of `RecordHeader.encode`; raises PublicationError for anything else."""
+    try:
+        found = json.loads(bytes(content))
+        if found['format'] != FORMAT:
+            raise ValueError(f'format {found["format"]}, and this program reads {FORMAT}')
+        base = (
+            None if found['base'] is None else Held(int(found['base']['version']), str(found['base']['manifest_hash']))
+        )
+        leaves = decode_manifest(found['leaves'])
+        header = RecordHeader(int(found['version']), leaves, tuple(int(size) for size in found['sizes']), base)
+        if len(header.sizes) != len(leaves) or min(header.sizes, default=0) < 0:
+            raise ValueError(f'{len(header.sizes)} sizes for {len(leaves)} leaves')
+        if header.manifest_hash != found['manifest_hash']:
+            raise ValueError('the manifest is not the one that its hash names')
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise PublicationError(
+            f'the header of a record of weights is damaged ({type(error).__name__}: {error})'
+        ) from error
+    return header
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One version as it travels."""
+
+    header: RecordHeader
+    parts: Sequence[Part]  # in the order of the sorted paths; whole: the bits of the leaf, row-major
+
+
+def leaf_bytes(leaf: np.ndarray) -> Part:
+    """The bits of a leaf, row-major, as a part of a whole record; a view where the leaf lies so."""
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+
+
+def tree_of_record(record: Record) -> dict[str, Tree]:
+    """The weights of a whole record as a nested dict of numpy arrays, views of its parts."""
+    tree: dict[str, Tree] = {}
+    for (path, digest), part in zip(sorted(record.header.leaves.items()), record.parts, strict=True):
+        put_leaf(tree, path, np.frombuffer(part, jnp.dtype(digest.dtype)).reshape(digest.shape))
+    return tree
+
+
+def put_leaf(tree: dict[str, Tree], path: str, leaf: Tree) -> None:
+    """Puts a leaf at its path, 'layers/0/mlp_norm', into a nested dict."""
+    *outer, name = path.split('/')
+    for key in outer:
+        tree = tree.setdefault(key, {})
+    tree[name] = leaf
+
+
+class RecordSender(Protocol):
+    """The learner's end of a carrier. Calls come from one thread."""
+
+    def send(self, record: Record) -> str:
+        """Makes a record available to every reader, and returns the address that readers are told.
+
+        A whole record begins a new chain; a delta continues it. The chain of the newest version stays readable, from
+        its whole record on, for readers that join. Parts may be reused when it returns. No reader delays it.
+
+        Raises PublicationError for lack of space, with both sizes, and for a failed write.
+        """
+        ...
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """Chains that are needed only for versions below `version`, but for the `pinned` ones, may go."""
+        ...
+
+    def held(self) -> Mapping[str, Held]:
+        """What each reader has acknowledged last, by its name."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the carrier holds outside the process; readers get an error from then on."""
+        ...
+
+
+class RecordReceiver(Protocol):
+    """A reader's end of a carrier."""
+
+    def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
+        """Brings the reader from what it holds to `version`: `consume` gets the records that are missing, in order.
+
+        These are deltas alone where a chain leads from `held`, else the newest whole record and the deltas after it.
+        Parts are valid only during the call of `consume`; what it raises is raised here.
+
+        Raises PublicationError for a version that is not there, a damaged record, a dead sender, or a missed deadline.
+        """
+        ...
+
+    def acknowledge(self, held: Held) -> None:
+        """Tells the sender what the reader holds now, checked against its manifest."""
+        ...
+
+    def close(self) -> None: ...

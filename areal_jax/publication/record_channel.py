@@ -1,0 +1,130 @@
+"""Publication as records: whole versions, or what changed since the last one that was sent, over any carrier.
+
+app/parts/channels.py builds the channel. On the learner's side it decides what a record is; for engines in this process
+it reads the records again, as servers do in theirs (weights_reader.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+import jax
+import numpy as np
+
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.manifest import LeafDigest, leaves_by_path
+from areal_jax.publication.record import Held, Record, RecordReceiver, RecordSender
+from areal_jax.publication.version_encoder import Leaves, VersionEncoder, wrap_whole
+from areal_jax.publication.weights_reader import WeightsReader
+from areal_jax.sharding.placement import Place
+from areal_jax.sharding.shares import is_shared
+from areal_jax.types import PublicationSize, PublishedWeights, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """The records since the last whole one, all of which were sent."""
+
+    held: Held  # the newest version
+    manifest: Mapping[str, LeafDigest]  # of it
+    begun: int  # the whole version
+    nbytes: int = 0  # of the deltas
+
+
+class RecordChannel:
+    """protocols.Channel over a carrier of records.
+
+    The first record is whole, as is the one `base_every` versions after a whole one, and one where the deltas since
+    then take as many bytes as a whole version. A failed send is followed by a whole record: readers may have it or not.
+
+    Args:
+      open_receiver: from an address that `send` returned; called once for each place where engines need weights.
+      delta: False = all records are whole, of any dtype.
+      base_every: most versions from a whole record to the next.
+      verify: readers in this process compute all digests of a version again before they use it.
+    """
+
+    def __init__(
+        self,
+        sender: RecordSender,
+        open_receiver: Callable[[str], RecordReceiver],
+        *,
+        delta: bool,
+        base_every: int = 20,
+        verify: bool = False,
+    ):
+        self._sender, self._open_receiver = sender, open_receiver
+        self._delta, self._base_every, self._verify = delta, base_every, verify
+        self._chain: _Chain | None = None  # None: the next record is whole
+        self._encoder = VersionEncoder()
+        self._readers: dict[object, WeightsReader] = {}
+        self._lock = threading.Lock()  # of the readers: engines fetch on lanes of their own
+
+    def transfer(self, version: int, copy: Tree) -> PublishedWeights:
+        """Sends `copy`; the handle is the address that readers are told.
+
+        Raises PublicationError for weights with NaN or infinity, for weights that cannot have deltas, and where the
+        carrier fails.
+        """
+        if is_shared(copy):
+            raise PublicationError(
+                'publication.delta=True with a learner over several processes: each holds a part of every version, and '
+                'a delta needs the last one whole; use publication.delta=False'
+            )
+        # on the host nothing waits for the update that is under way
+        leaves = {path: np.asarray(leaf) for path, leaf in leaves_by_path(copy).items()}
+        chain, self._chain = self._chain, None  # until this version is sent, readers may have it or not
+        record, changed, after = self._encode(version, leaves, chain)
+        address = self._sender.send(record)
+        self._chain, header = after, record.header
+        size = PublicationSize(header.kind, header.n_bytes, changed)
+        return PublishedWeights(version, header.manifest_hash, handle=address, size=size)
+
+    def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
+        """The weights, a nested dict of jax arrays, at `place`; None = the first device of this process.
+
+        Raises PublicationError as WeightsReader.receive does.
+        """
+        return self.read(published, jax.local_devices()[0] if place is None else place)
+
+    def read(self, published: PublishedWeights, place: Place, transposed: Collection[str] = ()) -> Tree:
+        """The same for engines that take some matrices transposed, see WeightsReader."""
+        devices = place if isinstance(place, jax.Device) else tuple(jax.tree.leaves(place))
+        key = devices, frozenset(transposed)
+        with self._lock:
+            if key not in self._readers:
+                receiver = self._open_receiver(published.handle)
+                self._readers[key] = WeightsReader(receiver, place, transposed=transposed, verify=self._verify)
+            reader = self._readers[key]
+        return reader.receive(published.version, published.manifest_hash)[0]
+
+    def release(self, version: int, pinned: Collection[int] = ()) -> None:
+        """See RecordSender.release."""
+        self._sender.release(version, pinned)
+
+    def close(self) -> None:
+        """Ends the readers of this process, and the carrier."""
+        for reader in self._readers.values():
+            reader.close()
+        self._sender.close()
+
+    def _encode(self, version: int, leaves: Leaves, chain: _Chain | None) -> tuple[Record, float | None, _Chain | None]:
+        """(the record, share of the elements that changed, the chain once it is sent)."""
+        if not self._delta:
+            return wrap_whole(version, leaves), None, None
+        changed = None
+        if chain is not None and self._continues(chain, version, leaves):
+            record, changed = self._encoder.encode_delta(version, leaves, chain.held, chain.manifest)
+            spent = chain.nbytes + record.header.n_bytes
+            if spent < sum(leaf.nbytes for leaf in leaves.values()):
+                held = Held(version, record.header.manifest_hash)
+                return record, changed, _Chain(held, record.header.leaves, chain.begun, spent)
+        record = self._encoder.encode_whole(version, leaves)
+        return record, changed, _Chain(Held(version, record.header.manifest_hash), record.header.leaves, version)
+
+    def _continues(self, chain: _Chain, version: int, leaves: Leaves) -> bool:
+        forms = {path: (leaf.shape, str(leaf.dtype)) for path, leaf in leaves.items()}
+        held = {path: (digest.shape, digest.dtype) for path, digest in chain.manifest.items()}
+        return chain.held.version < version < chain.begun + self._base_every and forms == held

@@ -1,0 +1,177 @@
+"""One version of the weights in memory that is written again and again, and that arrays of jax use as it is.
+
+On a CPU jax takes an aligned numpy array without a copy, so a version may be written only while no array over it is
+alive: not in an engine, not in a request that is pinned to a version, not in a dispatch under way. Each array that is
+lent is known by a weak reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Collection, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.publication.delta import Changes, add_sums, apply_changes, decode_changes
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.manifest import LeafDigest, Manifest, digest_leaf, manifest_hash, require_equal
+from areal_jax.publication.record import Held, Record, RecordHeader
+
+_LINE = 64  # bytes, at which jax takes an array as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """A record of what changed, decoded, so that several sets of buffers can take it and give it back."""
+
+    header: RecordHeader
+    base: Held
+    changes: Mapping[str, Changes]  # of the leaves that changed
+
+    @property
+    def held(self) -> Held:
+        """What a reader holds after it."""
+        return Held(self.header.version, self.header.manifest_hash)
+
+
+def decode_delta(record: Record) -> Delta:
+    """Raises PublicationError for a part that is damaged, and for leaves whose elements have other than 16 bits."""
+    header, changes = record.header, {}
+    assert header.base is not None
+    for (path, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
+        if jnp.dtype(digest.dtype).itemsize != 2:
+            raise PublicationError(
+                f'the delta of version {header.version} has the leaf {path!r} in {digest.dtype}: only 16-bit elements '
+                "have deltas; use publication.dtype='bfloat16' on both sides"
+            )
+        if len(part):
+            changes[path] = decode_changes(part, math.prod(digest.shape))
+    return Delta(header, header.base, changes)
+
+
+class WeightBuffers:
+    """The bits of every leaf, and the manifest of the version that they are.
+
+    Args:
+      transposed: paths of matrices that lie transposed, as the engine takes them.
+    """
+
+    def __init__(self, transposed: Collection[str] = ()):
+        self.held: Held | None = None  # None: nothing that can be relied on
+        self._transposed = frozenset(transposed)
+        self._manifest: dict[str, LeafDigest] = {}
+        self._memory: dict[str, np.ndarray] = {}  # uint8 [bytes], by path
+        self._lent: list[weakref.ref[np.ndarray]] = []
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an array over the buffers is alive anywhere."""
+        self._lent = [lent for lent in self._lent if lent() is not None]
+        return bool(self._lent)
+
+    def lend(self) -> dict[str, np.ndarray]:
+        """The leaves by path, as the engine takes them; they are not written while any part of them is referred to."""
+        lent = {}
+        for path, digest in self._manifest.items():
+            # the base is no array: views of the leaf then refer to the leaf, and keep the buffer from being written
+            leaf = np.frombuffer(self._memory[path].data, jnp.dtype(digest.dtype))
+            self._lent.append(weakref.ref(leaf))
+            lent[path] = leaf.reshape(digest.shape[::-1] if path in self._transposed else digest.shape)
+        return lent
+
+    def load(self, record: Record) -> None:
+        """Takes a whole record, whose digests it computes; raises PublicationError where they are not the header's."""
+        self._require_free()
+        self.held, header = None, record.header
+        found = {}
+        for (path, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
+            dtype = jnp.dtype(digest.dtype)
+            if len(part) != math.prod(digest.shape) * dtype.itemsize:
+                raise PublicationError(
+                    f'weights of version {header.version}: leaf {path!r} has {len(part)} bytes, and {digest} has '
+                    f'{math.prod(digest.shape) * dtype.itemsize}: publish the version again'
+                )
+            leaf = np.frombuffer(part, dtype).reshape(digest.shape)
+            found[path] = digest_leaf(leaf)
+            lies = leaf.T if path in self._transposed else leaf
+            np.copyto(self._room(path, leaf.nbytes).view(_words(dtype)).reshape(lies.shape), lies.view(_words(dtype)))
+        require_equal(header.leaves, found, header.version)
+        for path in self._memory.keys() - found.keys():
+            del self._memory[path]
+        self._manifest, self.held = found, Held(header.version, header.manifest_hash)
+
+    def apply(self, delta: Delta, *, back: bool = False) -> None:
+        """Goes on to the version of the delta, or with `back` to its base; compares the digests.
+
+        Raises PublicationError for another version than the one that it is for, and for digests that are not those of
+        the record; nothing can be relied on then.
+        """
+        self._require_free()
+        start, end = (delta.held, delta.base) if back else (delta.base, delta.held)
+        if self.held != start:
+            raise PublicationError(
+                f'the delta of version {delta.header.version} is for {_describe(start)}, and {_describe(self.held)} is '
+                'held: take the versions in their order'
+            )
+        if delta.header.leaves.keys() != self._manifest.keys():
+            raise PublicationError(f'the delta of version {delta.header.version} has other leaves than its base')
+        self.held, found = None, dict(self._manifest)
+        for path, changes in delta.changes.items():
+            digest = found[path]
+            rows = digest.shape[0] if path in self._transposed else 0
+            sums = apply_changes(self._memory[path].view(np.uint16), changes, rows=rows, back=back)
+            found[path] = dataclasses.replace(digest, content=add_sums(digest.content, sums))
+        if back and manifest_hash(found) != end.manifest_hash:
+            raise PublicationError(f'version {end.version} is not what was published: take it from its whole record')
+        if not back:
+            require_equal(delta.header.leaves, found, end.version)
+        self._manifest, self.held = found, end
+
+    def copy_from(self, other: WeightBuffers) -> None:
+        """The same version as the other's, which may be in use."""
+        self._require_free()
+        self.held = None
+        for path, memory in other._memory.items():
+            np.copyto(self._room(path, memory.size), memory)
+        self._manifest, self.held = dict(other.manifest), other.held
+
+    def require_published(self) -> None:
+        """Computes the digest of every leaf again; raises PublicationError where the memory was changed by others."""
+        found = {}
+        for path, digest in self._manifest.items():
+            leaf = self._memory[path].view(jnp.dtype(digest.dtype))
+            lies = leaf.reshape(digest.shape[::-1]).T if path in self._transposed else leaf.reshape(digest.shape)
+            found[path] = digest_leaf(lies)
+        try:
+            require_equal(self._manifest, found, -1 if self.held is None else self.held.version)
+        except PublicationError:
+            self.held = None
+            raise
+
+    def _room(self, path: str, nbytes: int) -> np.ndarray:
+        """The memory of a leaf, made where there is none of that size."""
+        memory = self._memory.get(path)
+        if memory is None or memory.size != nbytes:
+            raw = np.empty(nbytes + _LINE, np.uint8)
+            first = -raw.ctypes.data % _LINE
+            self._memory[path] = memory = raw[first : first + nbytes]
+        return memory
+
+    def _require_free(self) -> None:
+        assert not self.in_use, 'buffers that an array of jax uses are not written'
+
+
+def _words(dtype: np.dtype) -> np.dtype:
+    """Elements of any dtype as bits, which numpy copies without looking at them."""
+    return np.dtype(f'u{dtype.itemsize}')
+
+
+def _describe(held: Held | None) -> str:
+    return 'nothing' if held is None else f'version {held.version} (manifest {held.manifest_hash[:12]})'
