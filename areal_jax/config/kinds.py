@@ -47,7 +47,7 @@ class ServerKind:
     clients: tuple[ClientKind, ...] = ()  # protocols of its servers; none: engines decode in the learner's process
     launch: Launch | None = None  # None: no launcher of this project starts them
     takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
-    reads_deltas: bool = False  # takes a version from what changed, as publication.delta sends it
+    reads_deltas: bool = False  # a server, or the receiver beside it, takes what changed (publication.delta)
     keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
@@ -104,6 +104,7 @@ VLLM = ServerKind(
         'areal_jax.app.roles.vllm_server:plan_server',
         require='areal_jax.app.roles.vllm_server:find_python',
     ),
+    reads_deltas=True,
     reads=('cluster.engines',),
 )
 SGLANG = ServerKind(
@@ -114,6 +115,7 @@ SGLANG = ServerKind(
         'areal_jax.app.roles.sglang_server:plan_server',
         require='areal_jax.app.roles.sglang_server:find_python',
     ),
+    reads_deltas=True,
     reads=('cluster.engines',),
 )
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)

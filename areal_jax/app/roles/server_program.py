@@ -1,11 +1,13 @@
 """A server program of others as an engine of a run: vllm_server.py and sglang_server.py each describe one.
 
 This process starts the program on the newest published version, waiting for the first one, keeps it in the registry of
-the run while it answers, and ends it when it is told to stop.
+the run while it answers, and ends it when it is told to stop. Where the run publishes deltas, a receiver is started
+beside the program (receiver.py), which makes the directories that it loads; one that dies is started again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -20,6 +22,7 @@ from ml_collections import config_dict
 from areal_jax.addresses import find_free_port, join_address
 from areal_jax.app.process.ending import code_of_stopped_server
 from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.roles.receiver_process import ReceiverProcess
 from areal_jax.app.roles.roles import RoleProcess, await_controller
 from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
@@ -93,6 +96,7 @@ class ServerProgram:
         return [
             *(sys.executable, '-m', self.module, f'--workdir={workdir}', f'--publication={directory}'),
             *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}'),
+            *(['--receiver'] if publication.delta else []),
             *(f'--slots={rollout.slots}', *([f'--tensor={tensor}'] if tensor > 1 else [])),
             *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
         ]
@@ -111,11 +115,12 @@ class ServerProgram:
         """Returns 1 when the server has ended, else, when it was told to stop, 0 or what STOPPED_CODE says."""
         values = parse_flags(argv)
         python = self.find_python()
-        with Wakeups() as wakeups:
+        with Wakeups() as wakeups, contextlib.ExitStack() as parts:
             directory = await_version(pathlib.Path(values.publication), wakeups)
             if directory is None:
                 return code_of_stopped_server()
             port = find_free_port(values.host)
+            receiver = parts.enter_context(ReceiverProcess(values)) if values.receiver else None
             with keep_while_read(directory):
                 command = self.build_command(python, directory, port, values)
                 environment = {**command.variables, **keep_environment(os.environ)}
@@ -127,11 +132,21 @@ class ServerProgram:
                 except BaseException:
                     server.kill()
                     raise
-            return self._serve(server, url, values, wakeups)
+            return self._serve(server, url, receiver, values, wakeups)
 
-    def _serve(self, server: subprocess.Popen[bytes], url: str, values: flags.FlagValues, wakeups: Wakeups) -> int:
+    def _serve(
+        self,
+        server: subprocess.Popen[bytes],
+        url: str,
+        receiver: ReceiverProcess | None,
+        values: flags.FlagValues,
+        wakeups: Wakeups,
+    ) -> int:
         """Registered: a heartbeat for each answer, until it ends or a stop comes."""
-        entry = describe_server(values.name, url, self.client.name, index=values.index, code=read_code_version())
+        entry = describe_server(
+            values.name, url, self.client.name, index=values.index, code=read_code_version(),
+            receiver='' if receiver is None else receiver.url,
+        )  # fmt: skip
         registration = Registration(pathlib.Path(values.workdir), entry)
         print(f'{self.title} serves on {url}', flush=True)
         try:
@@ -139,6 +154,8 @@ class ServerProgram:
                 numbers, _ = wakeups.wait(_LOOK_S)
                 if numbers:
                     return code_of_stopped_server()
+                if receiver is not None:
+                    receiver.ensure()
                 if _answers(url):
                     registration.beat()
             return 1
@@ -164,6 +181,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
     flags.DEFINE_integer('tensor', 1, 'Devices over which the server cuts its weights.', flag_values=values)
     flags.DEFINE_integer('slots', 8, 'Answers that are decoded at once.', flag_values=values)
+    flags.DEFINE_bool('receiver', False, 'Start one beside it, for deltas.', flag_values=values)
     try:
         values(list(argv))
     except flags.Error as error:

@@ -73,6 +73,7 @@ class ServerEngine:
     Args:
       lanes: of the engine; the first is also its name.
       locate: the directory of published weights, as the server finds it.
+      receiver: see Server.
     """
 
     capabilities = CAPABILITIES
@@ -87,12 +88,13 @@ class ServerEngine:
         *,
         locate: Callable[[PublishedWeights], str],
         limits: ServerLimits,
+        receiver: Connection | None = None,
     ):
         self.name, self._clock, self._log = lanes.engine, clock, log
         self._locate, self._limits = locate, limits
         self._server = Server(
             dialect, connection, clock, limits,
-            lane=self.name, control_lane=lanes.control, load_lane=lanes.publish,
+            lane=self.name, control_lane=lanes.control, load_lane=lanes.publish, receiver=receiver,
         )  # fmt: skip
         self._supervisor: Supervisor | None = None
         self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known
@@ -149,10 +151,8 @@ class ServerEngine:
         return EngineStatus(self.name, self._version, running, len(self._waiting), rate, (self._server.url,))
 
     async def stage(self, published: PublishedWeights) -> None:
-        """Only looks for the files: the server loads them in `swap`."""
-        directory = self._locate(published)
-        await self._server.require_files(published, directory)
-        self._staged = published, directory
+        """The files are there when this returns; the server loads them in `swap`."""
+        self._staged = published, await self._server.prepare(published, self._locate)
 
     async def swap(self, version: int) -> float:
         if self._staged is None or self._staged[0].version != version:
@@ -354,4 +354,5 @@ def connect(parts: ClientParts, dialect: Dialect) -> ServerEngine:
     return ServerEngine(
         parts.lanes, dialect, Connection(parts.entry.url, parts.api_key), parts.clock, parts.log,
         locate=parts.locate, limits=parts.limits,
+        receiver=Connection(parts.entry.receiver) if parts.entry.receiver else None,
     )  # fmt: skip
