@@ -151,7 +151,10 @@ BAD = [
         _DELTA | {'cluster.learner': 'hosts=2 x fsdp=2'},
         r"learner='hosts=2 x fsdp=2': each process writes its own leaves",
     ),
-    (_DELTA | {'rollout.server': 'vllm'}, r"server='vllm': these servers load whole directories; use .*='own', or"),
+    (
+        _DELTA | {'rollout.server': 'external', 'rollout.urls': ('vllm+http://a:1',)},
+        r"server='external': these servers load whole directories; use .*='own', or",
+    ),
     ({'publication.base_every': 0}, r'publication\.base_every=0 must be at least 1'),
     (_SERVERS | {'rollout.server': 'external'}, r"rollout\.server='external' needs rollout\.urls"),
     (_SERVERS | {'run.clock': 'virtual'}, r"run\.clock='virtual' with rollout\.server='own': .* use run\.clock='real'"),

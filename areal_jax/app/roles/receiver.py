@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
@@ -31,6 +31,7 @@ from areal_jax.publication.files_carrier import FilesReceiver
 from areal_jax.publication.hf_receiver import HfReceiver, copy_template
 
 _MOST_BYTES = 1 << 16  # of a request
+_NO_HEADERS: Mapping[str, str] = {}
 _SOCKET_S = 30.0  # for the bytes of a request
 
 
@@ -102,14 +103,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return asked['version'], asked['manifest_hash']
 
     def _refuse(self, status: int, message: str) -> None:
-        self.close_connection = True  # the body may not have been read
-        self._reply(status, {'error': {'message': message}})
+        self._reply(status, {'error': {'message': message}}, {'Connection': 'close'})  # it may have sent more
 
-    def _reply(self, status: int, fields: JsonObject) -> None:
+    def _reply(self, status: int, fields: JsonObject, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content = json.dumps(fields).encode()
         self.send_response(status)
         self.send_header('Content-Type', 'application/json')
         self.send_header('Content-Length', str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 

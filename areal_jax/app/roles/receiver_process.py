@@ -49,9 +49,18 @@ class ReceiverProcess:
         process.kill()
         process.wait()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, 'the process was not started'
+        return self._process.pid
+
     def ensure(self) -> None:
         """Starts the process unless it runs: it holds nothing that it cannot read again."""
-        if self._process is not None and self._process.poll() is None:
+        if self.is_alive:
             return
         versions = list_versions(self._publication)
         if not versions:

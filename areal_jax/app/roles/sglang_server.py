@@ -37,11 +37,12 @@ _TORCH_S = 120.0
 def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> ServerCommand:
     """Requests and replies are token ids; raises UserError for an interpreter without torch."""
     context, on_gpu = values.context_tokens + _SPARE_TOKENS, has_gpu(python)
+    running = values.slots + 1  # a place for the token that shows that it serves, beside the answers
     words = [
         *(python, '-m', 'sglang.launch_server', '--model-path', str(directory), '--served-model-name', 'm'),
-        *('--dtype', values.dtype, '--context-length', str(context), '--max-running-requests', str(values.slots)),
+        *('--dtype', values.dtype, '--context-length', str(context), '--max-running-requests', str(running)),
         *('--tp-size', str(values.tensor), '--skip-tokenizer-init', '--skip-server-warmup', '--disable-radix-cache'),
-        *([] if on_gpu else name_cpu_flags(values.slots * context)),
+        *([] if on_gpu else name_cpu_flags(running * context)),
         *('--host', values.host, '--port', str(port)),
     ]
     return ServerCommand(words, _VARIABLES if on_gpu else _VARIABLES | _OF_CPU)

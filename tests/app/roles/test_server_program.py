@@ -6,6 +6,7 @@ import pytest
 
 from areal_jax.app.process.ending import STOPPED_CODE, code_of_stopped_server
 from areal_jax.app.roles import server_program, sglang_server, vllm_server
+from areal_jax.config import default_config
 from areal_jax.errors import UserError
 
 FLAGS = ['areal_jax.app.roles.vllm_server', '--workdir=run', '--name=0', '--publication=run/publication']
@@ -51,9 +52,17 @@ def test_sglang_serves_on_a_cpu_where_its_torch_sees_no_gpu(tmp_path, monkeypatc
     values = server_program.parse_flags([*FLAGS, '--context_tokens=16', '--slots=4'])
     command = sglang_server.build_command('python', tmp_path, 8000, values)
     assert ('--device' in command.words, 'SGLANG_USE_CPU_ENGINE' in command.variables) == (not on_gpu, not on_gpu)
-    # 16 tokens fit beside what SGLang keeps free, and so do four answers of them in a cache of fixed size
+    # 16 tokens fit beside what SGLang keeps free; four answers of them, and one token besides, in a cache of fixed size
     assert command.words[command.words.index('--context-length') + 1] == '24'
-    assert on_gpu or command.words[command.words.index('--max-total-tokens') + 1] == '96'
+    assert on_gpu or command.words[command.words.index('--max-total-tokens') + 1] == '120'
+
+
+def test_a_server_of_a_run_with_deltas_has_a_receiver(tmp_path):
+    config = default_config()
+    for delta in (False, True):
+        config.publication.delta = delta
+        words = sglang_server.PROGRAM.describe_command(config, tmp_path, 'engine-0')
+        assert server_program.parse_flags(words[2:]).receiver is delta
 
 
 def test_an_interpreter_without_torch_is_refused_by_name(tmp_path):

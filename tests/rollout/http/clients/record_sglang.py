@@ -21,8 +21,8 @@ import aiohttp
 
 from tests.rollout.http.clients.record_vllm import LONG, PROMPT, Recorder
 
-RUNNING = 8  # answers that the server decodes at once
-CONTEXT = 2048
+RUNNING = 9  # answers that the server decodes at once
+CONTEXT = 2056
 
 
 def body(rid: str, max_new_tokens: int, input_ids: list[int] | None = None, **sampling: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ async def record_answers(to: SglangRecorder) -> None:
     for note, sent in {
         'no prompt': {'sampling_params': {'max_new_tokens': 4}},
         'an empty prompt': body('a', 4, []),
-        'longer than the context': body('d', 4, [5] * (CONTEXT + 9)),
+        'longer than the context': body('d', 4, [5] * (CONTEXT + 1)),
         'a negative temperature': body('f', 4, temperature=-1.0),
         'an unknown sampling field': body('h', 4, no_such_field=1),
         'ids that are none': {**body('i', 4), 'input_ids': 'abc'},

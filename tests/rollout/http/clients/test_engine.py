@@ -11,7 +11,7 @@ import pytest
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.errors import UserError
 from areal_jax.lanes import server_lanes
-from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.connection import Connection, Reply, StatusError
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
@@ -51,9 +51,9 @@ class Factory:
 
     setting = Setting(make_clock, PACE)
 
-    def __init__(self, server, dialect, folder, limits=LIMITS, asks=False):
+    def __init__(self, server, dialect, folder, limits=LIMITS, asks=False, receiver=None):
         self.server, self._dialect, self._folder, self._limits = server, dialect, folder, limits
-        self._asks = asks
+        self._asks, self._receiver = asks, receiver
 
     def published(self, version, equal=False):
         w = 0 if equal else version
@@ -63,6 +63,7 @@ class Factory:
         engine = ServerEngine(
             server_lanes(0), self._dialect, Connection(self.server.url), clock, log,
             locate=lambda published: published.handle, limits=self._limits,
+            receiver=self._receiver,
         )  # fmt: skip
 
         async def prepare():
@@ -119,6 +120,45 @@ def test_where_replies_have_spans_an_answer_stays_on_the_server_over_an_update(s
     # a fence, version 0, version 1: no reply had come before the first two
     assert [body['mode'] for body in server.sent('/pause_generation')] == ['abort', 'abort', 'retract']
     assert len(server.sent('/generate')) == 2  # the question, and the answer in one call
+
+
+class FakeReceiver:
+    """In the place of the receiver beside a server: makes directories of its own, and none for versions from 2 on."""
+
+    def __init__(self, folder):
+        self._folder, self.asked = folder, []
+
+    async def require(self, method, path, body):
+        self.asked.append((method, path, body))
+        version = body['version']
+        if version > 1:
+            raise StatusError(method, path, Reply(409, 'no room', None))
+        return Reply(200, '', {'directory': write_checkpoint(self._folder / f'made{version}', version)})
+
+    async def close(self): ...
+
+
+def test_a_server_with_a_receiver_loads_what_that_has_made(server, kind, tmp_path):
+    """The learner's own files are deltas, which the server could not load."""
+    receiver = FakeReceiver(tmp_path)
+    one, two = (PublishedWeights(v, f'digest {v}', str(tmp_path / f'v00000{v}.delta')) for v in (1, 2))
+
+    async def script(bench):
+        await bench.engine.stage(one)
+        assert len(server.sent(UPDATE[kind])) == 1  # it serves version 0 meanwhile
+        await bench.engine.swap(1)
+        with pytest.raises(RefusedError, match=r'receiver of version 2: POST /versions answered 409: no room'):
+            await bench.engine.stage(two)
+        (answer,) = bench.collect(0)
+        await bench.end_of(answer)
+        return set(answer.versions()), answer.tokens()[0]
+
+    factory = Factory(server, KINDS[kind][1](), tmp_path, receiver=receiver)
+    assert Bench(factory).run(script) == ({1}, 1 + (7 + 3) % 9)
+    assert receiver.asked[1:] == [
+        ('POST', '/versions', {'version': 1, 'manifest_hash': 'digest 1'}),
+        ('POST', '/versions', {'version': 2, 'manifest_hash': 'digest 2'}),
+    ]
 
 
 def test_a_pause_ends_calls_also_where_replies_have_spans(sglang):
