@@ -61,6 +61,7 @@ stop_server() {
     sleep 0.5
   done
   kill -KILL -- -"$SERVER" 2>/dev/null || true
+  wait "$SERVER" 2>/dev/null || true
 }
 
 # Runs the tests against the server at $1, further arguments go to pytest.

@@ -20,10 +20,8 @@ from tests.publication.tiny import CONFIG, assert_bit_equal
 def template(tmp_path):
     """That of a run whose version 0 has a tokenizer."""
     companions = HfCompanions(texts={'tokenizer.json': '{"a": 1}'})
-    published = FilesChannel(tmp_path / 'learner', CONFIG, verify=False, companions=companions).transfer(
-        0, make_versions(1)[0]
-    )
-    return copy_template(tmp_path / 'learner' / 'v000000', tmp_path / 'template'), published
+    FilesChannel(tmp_path / 'learner', CONFIG, verify=False, companions=companions).transfer(0, make_versions(1)[0])
+    return copy_template(tmp_path / 'learner' / 'v000000', tmp_path / 'template')
 
 
 def names(directory):
