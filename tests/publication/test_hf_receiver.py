@@ -108,10 +108,11 @@ def test_a_full_disk_leaves_the_version_before(tmp_path, template, monkeypatch):
     published = channel.transfer(1, versions[1])
     with monkeypatch.context() as patch:
         patch.setattr(files, 'free_bytes', lambda directory: 100)
-        with pytest.raises(PublicationError, match=r'has 100 bytes free, .*name another --directory'):
+        with pytest.raises(PublicationError, match=r'has 100 bytes free, .*name another --directory') as refused:
             bring(receiver, published)
     assert names(tmp_path / 'made') == ['v000000']
     made = bring(receiver, published)
+    assert refused.tb  # it was alive, and with it what was to be written
     assert_bit_equal(load_version(find_version(made, 1), CONFIG, verify=True), versions[1])
 
 
