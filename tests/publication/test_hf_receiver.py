@@ -103,17 +103,17 @@ def test_a_version_with_another_manifest_is_refused(tmp_path, template):
 def test_a_full_disk_leaves_the_version_before(tmp_path, template, monkeypatch):
     carrier = Carrier()
     channel, receiver = over(carrier), HfReceiver(carrier, template, tmp_path / 'made')
-    versions = make_versions(2)
-    bring(receiver, channel.transfer(0, versions[0]))
-    published = channel.transfer(1, versions[1])
+    versions = make_versions(3)
+    published = [channel.transfer(version, params) for version, params in enumerate(versions)]
+    bring(receiver, published[0])
     with monkeypatch.context() as patch:
         patch.setattr(files, 'free_bytes', lambda directory: 100)
         with pytest.raises(PublicationError, match=r'has 100 bytes free, .*name another --directory') as refused:
-            bring(receiver, published)
+            bring(receiver, published[1])
     assert names(tmp_path / 'made') == ['v000000']
-    made = bring(receiver, published)
-    assert refused.tb  # it was alive, and with it what was to be written
-    assert_bit_equal(load_version(find_version(made, 1), CONFIG, verify=True), versions[1])
+    made = bring(receiver, published[2])
+    assert refused.tb  # the error was alive, and with it what was to be written
+    assert_bit_equal(load_version(find_version(made, 2), CONFIG, verify=True), versions[2])
 
 
 @pytest.mark.parametrize('separate_head', [False, True])
