@@ -219,6 +219,7 @@ class PackedBatch:
 class PublicationSize:
     """What a version took on its way to the engines. Producer: publication/."""
 
+    channel: str  # publication.channel
     record: str  # 'whole', or 'delta': what changed since the version before
     nbytes: int  # of the record's parts: without headers, names and tokenizer
     changed: float | None = None  # share of the elements with other bits than in the version before; None: unknown

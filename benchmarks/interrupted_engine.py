@@ -53,6 +53,7 @@ class InterruptedEngine:
 
     Args:
       on_mark: called where measuring begins and where it ends.
+      receive: fetches a version; None = every version is `weights`.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class InterruptedEngine:
         decode_steps: int,
         interval_s: float,
         on_mark: Callable[[], None] = lambda: None,
+        receive: Callable[[PublishedWeights], Weights] | None = None,
     ):
         self._clock, self._load, self._policy, self._interval_s = clock, load, policy, interval_s
         self._supervisor, self._slots, self._on_mark = Supervisor(clock), backend.slots, on_mark
         self._engine = LocalEngine(
-            0, backend, clock, log, receive=lambda published: weights, version=0, params=weights,
+            0, backend, clock, log, receive=receive or (lambda published: weights), version=0, params=weights,
             kv_policy='keep' if policy == 'keep' else 'recompute', decode_steps=decode_steps,
         )  # fmt: skip
         rng = np.random.default_rng(load.seed)

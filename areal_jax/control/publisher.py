@@ -75,4 +75,4 @@ def _describe_size(published: PublishedWeights) -> dict[str, Any]:
     if (size := published.size) is None:
         return {}
     changed = {} if size.changed is None else {'changed': size.changed}
-    return {'record': size.record, 'bytes': size.nbytes, **changed}
+    return {'channel': size.channel, 'record': size.record, 'bytes': size.nbytes, **changed}

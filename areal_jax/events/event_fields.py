@@ -17,6 +17,7 @@ WorkKind = Annotated[
 Check = Annotated[
     int, 'CRC-32 of the other fields as JSON with sorted keys; of the real clock, from version 6 of the log on'
 ]
+Pause = Annotated[float, 'clock seconds without decoding, the rebuild of KV caches before the next dispatch included']
 Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
 
 

@@ -17,6 +17,7 @@ from areal_jax.events.event_fields import (
     Draw,
     Engine,
     Header,
+    Pause,
     PolicyVersion,
     Request,
     RunNumber,
@@ -144,9 +145,7 @@ class LoadEvent(Header):
     kind: Literal['load']
     engine: Engine
     version: PolicyVersion
-    pause_seconds: Annotated[
-        float, 'clock seconds without decoding, the rebuild of KV caches before the next dispatch included'
-    ]
+    pause_seconds: Pause
 
 
 class FinishEvent(Header):
@@ -214,6 +213,7 @@ class PublishEvent(Header):
     version: PolicyVersion
     manifest: Annotated[str, 'hash of the manifest']
     bytes: NotRequired[Annotated[int, 'that were sent: of the weights, or of what changed; from version 9 on']]
+    channel: NotRequired[Annotated[str, 'that carried it (publication.channel)']]
     record: NotRequired[Annotated[str, 'whole, or delta: what changed since the version before']]
     changed: NotRequired[Annotated[float, 'share of the elements with other bits than in the version before']]
 

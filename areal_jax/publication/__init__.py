@@ -1,7 +1,12 @@
 """Publication: the weights of version v + 1 go to every engine; a manifest identifies each version.
 
-learner's copy -> Channel.transfer (device_channel.py in this process, files_channel.py as safetensors directories) ->
-PublishedWeights -> Channel.receive -> an engine swaps between two dispatches. manifest.py checks that both ends have
-the same weights; version_directory.py writes directories atomically; export.py writes the final weights for tools of
-Hugging Face.
+learner's copy -> Channel.transfer (device_channel.py in this process, files_channel.py as safetensors directories,
+record_channel.py as records) -> PublishedWeights -> Channel.receive -> an engine swaps between two dispatches.
+
+A record (record.py) is a whole version, or what changed since the last one (delta.py). version_encoder.py makes it on
+the learner's side, a carrier moves it (files_carrier.py: directories and the files of delta_file.py), and
+weights_reader.py applies it to one of its weight_buffers.py beside the weights in use.
+
+manifest.py checks that both ends have the same weights; version_directory.py writes directories atomically; export.py
+writes the final weights for tools of Hugging Face.
 """

@@ -41,6 +41,7 @@ class RecordChannel:
 
     Args:
       open_receiver: from an address that `send` returned; called once for each place where engines need weights.
+      name: publication.channel, for the log.
       delta: False = all records are whole, of any dtype.
       base_every: most versions from a whole record to the next.
       verify: readers in this process compute all digests of a version again before they use it.
@@ -51,11 +52,12 @@ class RecordChannel:
         sender: RecordSender,
         open_receiver: Callable[[str], RecordReceiver],
         *,
+        name: str,
         delta: bool,
         base_every: int = 20,
         verify: bool = False,
     ):
-        self._sender, self._open_receiver = sender, open_receiver
+        self._sender, self._open_receiver, self._name = sender, open_receiver, name
         self._delta, self._base_every, self._verify = delta, base_every, verify
         self._chain: _Chain | None = None  # None: the next record is whole
         self._encoder = VersionEncoder()
@@ -79,7 +81,7 @@ class RecordChannel:
         record, changed, after = self._encode(version, leaves, chain)
         address = self._sender.send(record)
         self._chain, header = after, record.header
-        size = PublicationSize(header.kind, header.n_bytes, changed)
+        size = PublicationSize(self._name, header.kind, header.n_bytes, changed)
         return PublishedWeights(version, header.manifest_hash, handle=address, size=size)
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:

@@ -33,6 +33,7 @@ from areal_jax.report.pages.html_page import render_html
 from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.pages.run_plots import write_plots
 from areal_jax.report.pages.web_page import describe_missing_library
+from areal_jax.report.publications import publication_rows
 from areal_jax.report.ratios import ratio_split, ratios_by_age
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
@@ -109,6 +110,7 @@ def build_report(
         'versions_per_trajectory': _versions_per_trajectory(metrics),
         **_flow(metrics, training, within),
         'publish_pause_seconds': _pauses(training),
+        'publications': publication_rows(training),
         **_generation(events, training, facts),
         **_causes(events, metrics, facts),
         'throughput': _throughput(training, metrics, within),

@@ -318,6 +318,19 @@ class ServerRow(TypedDict):
     last_failure: str  # why, the last time; '' = never
 
 
+class PublicationRow(TypedDict):
+    """A version on its way to the engines; None where the channel or the log does not say."""
+
+    version: int
+    channel: str | None
+    record: str | None  # 'whole' or 'delta'
+    bytes: int | None  # as sent
+    changed: float | None  # share of the elements with other bits than in the version before
+    send_seconds: float | None  # on the learner's side, from the copy to what engines can fetch
+    stage_seconds: float | None  # of the slowest engine, while it decodes
+    pause_seconds: float | None  # the longest of an engine
+
+
 class Generation(TypedDict):
     """Of the engines in training."""
 
@@ -351,6 +364,7 @@ class Report(Flow, BesideTraining, Generation, Causes):
     token_age: MeanMax  # of the trained tokens, in versions
     versions_per_trajectory: MeanMax
     publish_pause_seconds: MedianMax  # of an engine
+    publications: list[PublicationRow]  # of versions above 0
     throughput: Throughput
     busy: Busy
     time: Time

@@ -39,7 +39,9 @@ def held_of(params, version):
 
 def open_channel(directory, *, delta=True, base_every=20, verify=False, config=CONFIG):
     sender, receiver = FilesSender(directory, config), FilesReceiver(directory, config, 'reader')
-    return RecordChannel(sender, lambda address: receiver, delta=delta, base_every=base_every, verify=verify)
+    return RecordChannel(
+        sender, lambda address: receiver, name='files', delta=delta, base_every=base_every, verify=verify
+    )
 
 
 class Carrier:
@@ -83,4 +85,4 @@ class Carrier:
 
 
 def over(carrier, **options):
-    return RecordChannel(carrier, lambda address: carrier, **{'delta': True, **options})
+    return RecordChannel(carrier, lambda address: carrier, **{'name': 'memory', 'delta': True, **options})

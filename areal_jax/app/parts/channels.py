@@ -83,5 +83,6 @@ def build_records(
     publication = config.publication
     base_every = publication.base_every if publication.delta else 1
     return RecordChannel(
-        sender, open_receiver, delta=publication.delta, base_every=base_every, verify=publication.verify
-    )
+        sender, open_receiver,
+        name=publication.channel, delta=publication.delta, base_every=base_every, verify=publication.verify,
+    )  # fmt: skip

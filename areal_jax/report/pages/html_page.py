@@ -120,6 +120,7 @@ def _speed(run: Run, parts: Parts) -> Iterator[Block]:
     yield parts.time
     yield parts.work
     yield parts.rates
+    yield parts.publications
     yield parts.memory
     yield parts.servers
 

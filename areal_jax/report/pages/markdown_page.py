@@ -55,4 +55,5 @@ def _results(parts: Parts) -> tuple[Part, ...]:
 
 
 def _time(parts: Parts) -> tuple[Part, ...]:
-    return parts.cause_of_gap, parts.time, parts.ideal_rule, parts.work, parts.rates, parts.memory, parts.servers
+    engines = parts.work, parts.rates, parts.publications, parts.memory, parts.servers
+    return parts.cause_of_gap, parts.time, parts.ideal_rule, *engines

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from areal_jax.report.censoring import censoring_rows
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.engine_work import describe_attention, work_rows
+from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
+from areal_jax.report.publications import describe_publications
 from areal_jax.report.ratios import age_rows, describe_split, split_rows
 from areal_jax.report.report_keys import Groups, Interval, Report, Time
 from areal_jax.report.servers import HEAD as SERVERS_HEAD
@@ -77,6 +79,7 @@ class Parts:
     work: Table
     rates: Table
     memory: Table
+    publications: Table
     servers: Table
     groups: Table
     problems: Text
@@ -113,6 +116,7 @@ def tell_parts(report: Report) -> Parts:
         work=Table(('work of the engines', 'tokens', 'lane seconds'), work_rows(report['engine_work'])),
         rates=Table(('', ''), _rate_rows(report)),
         memory=Table(('memory, by what it is for', 'GiB'), _memory_rows(report)),
+        publications=Table(PUBLICATIONS_HEAD, describe_publications(report['publications'])),
         servers=Table(SERVERS_HEAD, describe_servers(report['servers'])),
         groups=Table(('', 'groups'), _group_rows(report['groups'])),
         problems=Text(_describe_problems(report['problems'])),

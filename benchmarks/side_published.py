@@ -1,0 +1,95 @@
+"""An engine that decodes SmolLM2-135M in bfloat16 while versions arrive through a channel: its pauses and its rate.
+
+All versions are sent before, so that what is measured is the engine's process. argv[1] is a JSON object, one JSON line
+is printed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.app.parts.engines import bind_fetch
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.event_writer import EventLog
+from areal_jax.events.schema import Event
+from areal_jax.formats.gguf import find_package_file, load_gguf
+from areal_jax.lanes import engine_lane
+from areal_jax.models.decoder import Decoder
+from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from benchmarks.carriers import open_channel
+from benchmarks.interrupted_engine import InterruptedEngine, Load, Policy
+from benchmarks.side_engine import LANES, STALL_S
+from benchmarks.side_staged import GGUF, main, update
+
+SLOTS, CONTEXT_TOKENS, DECODE_STEPS = 8, 320, 4
+VOCABULARY = 40000  # the ids that prompts are drawn from
+
+
+def find_swap_gaps(events: Sequence[Event]) -> dict[str, float]:
+    """{'median_gap_s', 'swap_gap_s': the longest gap between two dispatches in which weights were swapped}."""
+    lane = engine_lane(0)
+    dispatches = sorted((i.start, i.end) for i in lane_intervals(events) if i.lane == lane)
+    gaps = [(end, start) for (_, end), (start, _) in itertools.pairwise(dispatches)]
+    swaps = [event['time'] for event in events if event['kind'] == 'interrupt']
+    at_swap = [start - end for end, start in gaps if any(end <= time <= start for time in swaps)]
+    return {
+        'median_gap_s': statistics.median(start - end for end, start in gaps),
+        'swap_gap_s': max(at_swap, default=0.0),
+        'swaps': len(swaps),
+    }
+
+
+def measure(
+    channel: str, delta: bool, interval_s: float, updates: int, lr: float, seed: int, turns: int
+) -> dict[str, Any]:
+    """Runs without new weights and with them, in turns; 'rates' has tokens a second of each run."""
+    config, params, _ = load_gguf(find_package_file(GGUF))
+    decoder, device = Decoder(config), jax.devices()[0]
+    backend = JaxDecodeBackend(
+        decoder, slots=SLOTS, context_tokens=CONTEXT_TOKENS, block_tokens=64, prefill_buckets=(256,),
+        decode_steps=DECODE_STEPS, filtered=False, dtype='bfloat16', batch_buckets=(SLOTS,),
+    )  # fmt: skip
+    load = Load(
+        prompt_tokens=32, mean_tokens=64, limit_tokens=CONTEXT_TOKENS - 64, sigma=0.75, vocabulary=VOCABULARY,
+        seed=seed, group_size=1, warm_up=1, updates=updates,
+    )  # fmt: skip
+    rng, sent = np.random.default_rng(seed), []
+    rates: dict[Policy, list[float]] = {'none': [], 'recompute': []}
+    gaps: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        carried = open_channel(channel, pathlib.Path(folder), config, delta=delta)
+        for version in range(2 + updates):
+            params = update(params, rng, lr) if version else params
+            copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
+            sent.append(carried.transfer(version, copy))
+        del params, copy
+        fetch = bind_fetch(carried, device, backend)
+        first = fetch(sent[0])
+        backend.warm_up(first)
+        for policy in [*rates] * turns:
+            gc.collect()
+            log = EventLog()
+            engine = InterruptedEngine(
+                RealClock(LANES, log, STALL_S), log, backend, first, load, policy, decode_steps=DECODE_STEPS,
+                interval_s=interval_s, receive=lambda published: fetch(sent[published.version]),
+            )  # fmt: skip
+            counts = engine.measure()
+            rates[policy].append(counts['tokens'] / counts['clock_s'])
+            if policy != 'none':
+                gaps.append(find_swap_gaps(log.events))
+    return {'rates': rates, 'gaps': gaps, 'bytes': [one.size and one.size.nbytes for one in sent]}
+
+
+if __name__ == '__main__':
+    main(measure)
