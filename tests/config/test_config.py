@@ -126,8 +126,8 @@ BAD = [
     ({'lora.rank': -1}, r'lora\.rank=-1 must not be negative'),
     ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
     (
-        {'rollout.server': 'sglang'},
-        r"server='sglang' is not known; use one of in_process, own, vllm, external",
+        {'rollout.server': 'tgi'},
+        r"server='tgi' is not known; use one of in_process, own, vllm, sglang, external",
     ),
     ({'rollout.urls': ('vllm+http://a:1',)}, r"rollout\.urls=.* with rollout\.server='in_process' would not be used"),
     (
@@ -151,7 +151,10 @@ BAD = [
         _DELTA | {'cluster.learner': 'hosts=2 x fsdp=2'},
         r"learner='hosts=2 x fsdp=2': each process writes its own leaves",
     ),
-    (_DELTA | {'rollout.server': 'vllm'}, r"server='vllm': these servers load whole directories; use .*='own', or"),
+    (
+        _DELTA | {'rollout.server': 'external', 'rollout.urls': ('vllm+http://a:1',)},
+        r"server='external': these servers load whole directories; use .*='own', or",
+    ),
     ({'publication.base_every': 0}, r'publication\.base_every=0 must be at least 1'),
     (
         _VLLM | {'publication.channel': 'shm'},

@@ -95,7 +95,7 @@ def test_kinds_are_found_by_name():
     assert find_channel('device') is CHANNELS['device']
     assert [name for name in SERVERS if find_server(name).in_process] == ['in_process']
     with pytest.raises(
-        UserError, match=r"rollout.server='vlm' is not known; use one of in_process, own, vllm, external"
+        UserError, match=r"rollout.server='vlm' is not known; use one of in_process, own, vllm, sglang, external"
     ):
         find_server('vlm')
 

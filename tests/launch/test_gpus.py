@@ -3,7 +3,8 @@
 import pytest
 
 from areal_jax.app.command_line import load_config
-from areal_jax.app.roles.vllm_server import build_command, describe_command, parse_flags
+from areal_jax.app.roles import sglang_server, vllm_server
+from areal_jax.app.roles.server_program import parse_flags
 from areal_jax.config.ranges import ConfigError
 from launch import gpus
 from launch.gpus import VISIBLE, find_gpus, share_gpus
@@ -70,8 +71,14 @@ def test_roles_and_servers_are_started_with_theirs(tmp_path):
     assert [server.describe().startswith(f'{VISIBLE}=c ') for server in servers] == [False, True]
 
 
-def test_a_server_of_vllm_cuts_its_weights_over_the_devices_of_its_engine(tmp_path):
-    words = describe_command(config_of('data=1', '2 x tensor=4', 'vllm'), tmp_path, 'engine-1')
+@pytest.mark.parametrize(('module', 'server', 'flag'), [
+    (vllm_server, 'vllm', '--tensor-parallel-size'), (sglang_server, 'sglang', '--tp-size'),
+])  # fmt: skip
+def test_a_server_of_others_cuts_its_weights_over_the_devices_of_its_engine(
+    tmp_path, monkeypatch, module, server, flag
+):
+    monkeypatch.setattr(sglang_server, 'has_gpu', lambda python: True)
+    words = module.PROGRAM.describe_command(config_of('data=1', '2 x tensor=4', server), tmp_path, 'engine-1')
     assert '--tensor=4' in words
-    command = build_command('python', tmp_path, 8000, parse_flags(words[2:]))
-    assert command[command.index('--tensor-parallel-size') + 1] == '4'
+    command = module.build_command('python', tmp_path, 8000, parse_flags(words[2:])).words
+    assert command[command.index(flag) + 1] == '4'

@@ -32,7 +32,7 @@ with open('/proc/self/cmdline') as file:
 
 
 class Launched:
-    """A run under launch.local; a context manager that leaves no process."""
+    """A run under launch.local; a context manager that leaves no process. A field of None is left out."""
 
     def __init__(self, workdir, *flags, devices=1, **fields):
         workdir.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ class Launched:
         chosen = FIELDS | {name.replace('__', '.'): value for name, value in fields.items()}
         if 'hosts=' not in chosen['cluster.learner']:
             del chosen['distributed.command_deadline_s']
-        overrides = [f'--config.{name}={value}' for name, value in chosen.items()]
+        overrides = [f'--config.{name}={value}' for name, value in chosen.items() if value is not None]
         self._process = subprocess.Popen(
             [sys.executable, '-m', 'launch.local', CONFIG, f'--workdir={workdir}', *overrides, *flags],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

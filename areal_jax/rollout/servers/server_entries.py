@@ -16,6 +16,7 @@ from areal_jax.errors import UserError
 from areal_jax.registry.entries import Entry, Order, read_entries
 from areal_jax.rollout.servers.server_fit import SAYS_NOTHING, ServerFacts
 
+_RECEIVER = 'receiver'  # among the details
 ENGINE = 'engine'  # the role of servers, also of those that somebody has started by hand
 
 
@@ -31,6 +32,7 @@ class ServerEntry:
     is_leaving: bool = False  # it takes no further requests
     heartbeat: int | None = None  # changes while the server lives; None: it has none (rollout.urls)
     facts: ServerFacts = SAYS_NOTHING
+    receiver: str = ''  # 'http://host:port' of the program that makes its directories of weights; '' = none
     token: str = ''  # with the incarnation it names this one process
     index: int | None = None  # of the engine, in a run in roles
 
@@ -45,10 +47,18 @@ class ServerEntry:
 
 
 def describe_server(
-    name: str, url: str, kind: str, facts: ServerFacts = SAYS_NOTHING, *, index: int | None = None, code: str = ''
+    name: str,
+    url: str,
+    kind: str,
+    facts: ServerFacts = SAYS_NOTHING,
+    *,
+    index: int | None = None,
+    code: str = '',
+    receiver: str = '',
 ) -> Entry:
     """The entry of a server, for Registration; with url='' of one that is still being built."""
-    return Entry(name, 0, '', url, kind, ENGINE, index, code=code, details=describe_facts(facts))
+    details = describe_facts(facts) | ({_RECEIVER: receiver} if receiver else {})
+    return Entry(name, 0, '', url, kind, ENGINE, index, code=code, details=details)
 
 
 def describe_facts(facts: ServerFacts) -> dict[str, object]:
@@ -74,7 +84,7 @@ def read_address(address: str, clients: Sequence[ClientKind]) -> ServerEntry:
 def _read(entry: Entry) -> ServerEntry:
     return ServerEntry(
         entry.name, entry.incarnation, entry.address, entry.kind, entry.process, entry.is_leaving, entry.heartbeat,
-        _read_facts(entry.details.get('facts')), entry.token, entry.index,
+        _read_facts(entry.details.get('facts')), str(entry.details.get(_RECEIVER, '')), entry.token, entry.index,
     )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.wire.exchange import Answer, Call, FinishWord, Piece
 from areal_jax.types import EngineCapabilities
 
-# Whatever protocol the server speaks, the engine pauses it in the mode that returns what was generated, and sends the
-# rest again afterwards: no call goes on under other weights, and the KV of answers is rebuilt. The weights of a version
-# are loaded in the pause, none are kept beside them, and a cut softmax has no log-probs of its own in the replies.
+# A pause of the engine returns what was generated, and the rest is sent again afterwards. So does a swap of weights,
+# unless the server keeps answers over it: either way the KV of answers is rebuilt. The weights of a version are loaded
+# in the pause, none are kept beside them, and a cut softmax has no log-probs of its own in the replies.
 CAPABILITIES = EngineCapabilities(
     logprobs=('behavior',),
     spans=True,
@@ -31,10 +31,13 @@ class Dialect(Protocol):
     """One protocol. Every method raises connection.NoReplyError and StatusError.
 
     `seeds`: noise can be seeded for each request. `streams`: what came of an answer outlives its server.
+    `keeps_answers`: replies say which version drew which token, and `pause` can keep answers on the server; it may
+    become true with the first reply.
     """
 
     seeds: bool
     streams: bool
+    keeps_answers: bool
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         """The one answer of the call; raises wire.exchange.ReplyError where its tokens cannot be trusted."""
@@ -53,8 +56,12 @@ class Dialect(Protocol):
         """Ends the request with what it has; '' = every request. An unknown request is ignored."""
         ...
 
-    async def pause(self, connection: Connection) -> None:
-        """Ends every request with what it has; later ones wait for `resume`."""
+    async def pause(self, connection: Connection, keeps_answers: bool = False) -> None:
+        """Ends every request with what it has; later ones wait for `resume`.
+
+        With `keeps_answers`, for servers that can, none ends: after `resume` each goes on, under the weights of that
+        time and with its KV computed again.
+        """
         ...
 
     async def resume(self, connection: Connection) -> None:

@@ -1,8 +1,10 @@
 """A server of others as an engine: answers are calls, and new weights are files that it loads in a pause.
 
-app/ builds it around a dialect and a connection, the pool drives it. The server is paused in the mode that returns
-what was generated: such answers are delivered, wait here, and are continued under the weights of that time. So a token
-is of the version that was in use when its call was sent, and the server's own word for it is checked against that.
+app/ builds it around a dialect and a connection, the pool drives it. A pause returns what was generated: such answers
+are delivered, wait here, and are continued under the weights of that time. So a token is of the version that was in use
+when its call was sent. Where the dialect keeps answers, new weights are loaded while calls are under way: a token is
+then of one of the versions that its call has lived under, and the reply says of which. Either way the server's own word
+is checked against that.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Arrival:
 
     request: ServerRequest
     wire_id: str
-    version: int  # of the weights in use when the call was sent
+    versions: Sequence[int]  # of the weights in use when the call was sent, and of those that were loaded since
     pieces: Sequence[Piece]
 
 
@@ -71,6 +73,7 @@ class ServerEngine:
     Args:
       lanes: of the engine; the first is also its name.
       locate: the directory of published weights, as the server finds it.
+      receiver: see Server.
     """
 
     capabilities = CAPABILITIES
@@ -85,12 +88,13 @@ class ServerEngine:
         *,
         locate: Callable[[PublishedWeights], str],
         limits: ServerLimits,
+        receiver: Connection | None = None,
     ):
         self.name, self._clock, self._log = lanes.engine, clock, log
         self._locate, self._limits = locate, limits
         self._server = Server(
             dialect, connection, clock, limits,
-            lane=self.name, control_lane=lanes.control, load_lane=lanes.publish,
+            lane=self.name, control_lane=lanes.control, load_lane=lanes.publish, receiver=receiver,
         )  # fmt: skip
         self._supervisor: Supervisor | None = None
         self._version = NOT_GENERATED  # of the weights in use; NOT_GENERATED: none of this run, or not known
@@ -147,17 +151,15 @@ class ServerEngine:
         return EngineStatus(self.name, self._version, running, len(self._waiting), rate, (self._server.url,))
 
     async def stage(self, published: PublishedWeights) -> None:
-        """Only looks for the files: the server loads them in `swap`."""
-        directory = self._locate(published)
-        await self._server.require_files(published, directory)
-        self._staged = published, directory
+        """The files are there when this returns; the server loads them in `swap`."""
+        self._staged = published, await self._server.prepare(published, self._locate)
 
     async def swap(self, version: int) -> float:
         if self._staged is None or self._staged[0].version != version:
             raise RuntimeError(f'{self.name}: version {version} is to be swapped in, and another or none is staged')
         begun_s, self._is_swapping = self._clock.now(), True
         try:
-            await self._hold(f'swap of version {version}')
+            await self._hold(f'swap of version {version}', self._server.keeps_answers)
             await self._load(self._staged)
         finally:
             self._is_swapping = False
@@ -181,7 +183,7 @@ class ServerEngine:
 
     async def ask(self) -> HeldWeights:
         if self._unsettled is not None:
-            await self._hold('question after an update')
+            await self._hold('question after an update', self._server.keeps_answers)
             await self._load(self._unsettled)
         if self._is_held:
             await self._go_on()  # also from an action that was given up half-way
@@ -219,7 +221,9 @@ class ServerEngine:
             if not self._under_way:
                 self._busy_from_s = self._clock.now()
             self._under_way += 1
-            request.wire_id = f'{request.request_id}/{next(self._calls)}'  # new each time: the server may know the last
+            # new each time: the server may know the last. SGLang aborts all ids that begin with one: none does
+            request.wire_id = f'{request.request_id}/{next(self._calls)}.'
+            request.versions = [self._version]
             self._start(f'request {request.request_id}', self._call(request))
 
     async def _call(self, request: ServerRequest) -> None:
@@ -244,8 +248,8 @@ class ServerEngine:
 
     async def _converse(self, request: ServerRequest) -> None:
         """One call. `_take_arrivals` delivers what it brings, all of it before the call ends. Raises ReplyError."""
-        wire_id, version, before = request.wire_id, self._version, request.room_tokens
-        put = lambda pieces: self._arrivals.put(Arrival(request, wire_id, version, pieces))
+        wire_id, versions, before = request.wire_id, request.versions, request.room_tokens
+        put = lambda pieces: self._arrivals.put(Arrival(request, wire_id, versions, pieces))
         reason = await self._server.stream(self._make_call(request), put)
         if self._is_open(request):
             self._settle(request, reason, before - request.room_tokens)
@@ -265,7 +269,7 @@ class ServerEngine:
             for piece in arrival.pieces:
                 if not self._is_open(request) or request.wire_id != arrival.wire_id:
                     break  # it was cancelled, or has gone on elsewhere
-                version = self._read_version(piece, arrival.version)
+                version = read_version(piece.version) if piece.version else arrival.versions[0]
                 if fault := self._find_fault(piece, version, arrival):
                     del self._open[request.request_id]
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
@@ -273,16 +277,14 @@ class ServerEngine:
                 elif len(piece.tokens):
                     request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns))
 
-    def _read_version(self, piece: Piece, sent_under: int) -> int:
-        """That of a piece: no call goes on under other weights than those that it was sent under."""
-        return read_version(piece.version) if piece.version else sent_under
-
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
         """What is wrong with a piece, '' for nothing."""
         if len(piece.tokens) > arrival.request.room_tokens:
             return f'the server sent {len(piece.tokens)} tokens, and {arrival.request.room_tokens} were left'
-        if version != arrival.version:
-            return f'the server answered under version {piece.version!r}, and {arrival.version} was loaded last'
+        if version not in arrival.versions:
+            return f'the server answered under version {piece.version!r}, and {arrival.versions[-1]} was loaded last'
+        if not piece.version and len(arrival.versions) > 1:
+            return f'the server does not say which of the versions {[*arrival.versions]} generated its tokens'
         return ''
 
     def _settle(self, request: ServerRequest, reason: FinishWord, new_tokens: int) -> None:
@@ -307,11 +309,11 @@ class ServerEngine:
 
     # Control.
 
-    async def _hold(self, action: str) -> None:
-        """Returns when the server is paused and everything that it generated is delivered."""
+    async def _hold(self, action: str, keeps_answers: bool = False) -> None:
+        """Returns when the server is paused and, unless it keeps answers, everything that it generated is delivered."""
         self._is_held = True
-        await self._server.pause(action)
-        while self._under_way:
+        await self._server.pause(action, keeps_answers)
+        while self._under_way and not keeps_answers:
             self._idle.clear()
             if not await self._clock.wait(self._idle, _STRAGGLER_S):
                 await self._server.abort('', action)
@@ -338,6 +340,9 @@ class ServerEngine:
         self._version, self._unsettled = NOT_GENERATED, update
         await self._server.load(*update)
         self._version, self._unsettled = update[0].version, None
+        for name, request in self._open.items():
+            if name not in self._waiting:  # the server has kept it
+                request.versions.append(self._version)
 
     def _start(self, name: str, coroutine: Coroutine[object, object, None]) -> None:
         assert self._supervisor is not None, 'the engine was not started'
@@ -349,4 +354,5 @@ def connect(parts: ClientParts, dialect: Dialect) -> ServerEngine:
     return ServerEngine(
         parts.lanes, dialect, Connection(parts.entry.url, parts.api_key), parts.clock, parts.log,
         locate=parts.locate, limits=parts.limits,
+        receiver=Connection(parts.entry.receiver) if parts.entry.receiver else None,
     )  # fmt: skip

@@ -13,4 +13,5 @@ class ServerRequest(GrowingAnswer):
     def __init__(self, request: GenerationRequest, clock: Clock, engine: str):
         super().__init__(request, clock, engine)
         self.wire_id = ''  # of the call under way
+        self.versions: list[int] = []  # of the weights that the call has lived under, in order
         self.vain_calls = 0  # in a row that were aborted by somebody else before their first token

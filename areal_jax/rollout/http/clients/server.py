@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
@@ -36,6 +37,10 @@ class Server:
     """Raises OutcomeUnknownError, naming engine and action, where an action has no good reply.
 
     Calls for tokens run on the lane `lane`, loads of weights on `load_lane`, everything else on `control_lane`.
+
+    Args:
+      receiver: the program beside the server that makes directories of versions (app/roles/receiver.py); None: it loads
+        those of the learner.
     """
 
     def __init__(
@@ -48,10 +53,12 @@ class Server:
         lane: str,
         control_lane: str,
         load_lane: str,
+        receiver: Connection | None = None,
     ):
         self.url, self.seeds, self.streams, self.limits = connection.url, dialect.seeds, dialect.streams, limits
         self._dialect, self._connection, self._clock = dialect, connection, clock
         self._lane, self._control_lane, self._load_lane = lane, control_lane, load_lane
+        self._receiver = receiver
 
     async def stream(self, call: Call, deliver: Callable[[Sequence[Piece]], None]) -> FinishWord:
         """See Dialect.stream. Raises ReplyError where the rest of the answer is lost; what was delivered is right."""
@@ -75,9 +82,14 @@ class Server:
         """'' = every call."""
         await self._act(action, lambda: self._dialect.abort(self._connection, wire_id))
 
-    async def pause(self, action: str) -> None:
+    @property
+    def keeps_answers(self) -> bool:
+        """See Dialect: of what the server has answered so far."""
+        return self._dialect.keeps_answers
+
+    async def pause(self, action: str, keeps_answers: bool = False) -> None:
         """`action` is what the pause is for."""
-        await self._act(action, lambda: self._dialect.pause(self._connection))
+        await self._act(action, lambda: self._dialect.pause(self._connection, keeps_answers))
 
     async def resume(self) -> None:
         await self._act('resume', lambda: self._dialect.resume(self._connection))
@@ -102,6 +114,25 @@ class Server:
                 return
         raise OutcomeUnknownError(f'{self._lane}: load of version {published.version} from {directory}: {failure}')
 
+    async def prepare(self, published: PublishedWeights, locate: Callable[[PublishedWeights], str]) -> str:
+        """The directory of a version that the server can load; raises RefusedError where there is none."""
+        if self._receiver is not None:
+            return await self._bring(self._receiver, published)
+        directory = locate(published)
+        await self.require_files(published, directory)
+        return directory
+
+    async def _bring(self, receiver: Connection, published: PublishedWeights) -> str:
+        """What the receiver has written when this returns, checked against the manifest."""
+        body: JsonObject = {'version': published.version, 'manifest_hash': published.manifest_hash}
+        ask = lambda: receiver.require('POST', '/versions', body)
+        work = Work('load', 1, {'version': published.version})
+        try:
+            reply = await self._clock.call(self._load_lane, ask, work, self.limits.load_s)
+        except _TROUBLE as error:
+            raise RefusedError(f'{self._lane}: the receiver of version {published.version}: {error}') from error
+        return str(reply.fields().get('directory', ''))
+
     async def require_files(self, published: PublishedWeights, directory: str) -> None:
         """Raises RefusedError for a directory without weights: some servers do not survive the attempt to load it."""
         work = Work('load', 1, {'version': published.version})
@@ -111,7 +142,8 @@ class Server:
             )
 
     async def close(self) -> None:
-        await self._clock.call(self._control_lane, self._connection.close, Work('control'), self.limits.control_s)
+        for connection in (self._connection, *([] if self._receiver is None else [self._receiver])):
+            await self._clock.call(self._control_lane, connection.close, Work('control'), self.limits.control_s)
 
     async def _act(self, action: str, act: Callable[[], Awaitable[Result]]) -> Result:
         try:

@@ -1,4 +1,9 @@
-"""SGLang's protocol, for a client. Also spoken by SGLang-JAX, which loads no weights, and by our own server."""
+"""SGLang's protocol, for a client. Also spoken by SGLang-JAX, which loads no weights, and by our own server.
+
+Replies of SGLang 0.5.23 have the spans of the versions that drew their tokens. Servers whose replies have spans keep
+their answers over an update (pause mode `retract`, of some milliseconds; log-probs on both sides of the switch are
+exact). On others an update ends every answer (mode `abort`, of a second: the server looks so often whether all ended).
+"""
 
 from __future__ import annotations
 
@@ -30,6 +35,7 @@ class SglangDialect:
 
     def __init__(self, seeds: bool = False):
         self.seeds = seeds
+        self.keeps_answers = False  # until a reply has spans
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         # with ignore_eos SGLang looks for no stop ids either
@@ -37,6 +43,8 @@ class SglangDialect:
         call = dataclasses.replace(call, sampling=sampling)
         reply = await connection.require('POST', '/generate', sglang.render_request(call))
         (answer,) = sglang.parse_reply(reply.content, call, vocab_size)
+        if answer.pieces:
+            self.keeps_answers = all(piece.version for piece in answer.pieces)
         return answer
 
     async def stream(
@@ -50,8 +58,8 @@ class SglangDialect:
         body: JsonObject = {'rid': request_id} if request_id else {'abort_all': True}
         await connection.require('POST', '/abort_request', body)
 
-    async def pause(self, connection: Connection) -> None:
-        await connection.require('POST', '/pause_generation', {'mode': 'abort'})
+    async def pause(self, connection: Connection, keeps_answers: bool = False) -> None:
+        await connection.require('POST', '/pause_generation', {'mode': 'retract' if keeps_answers else 'abort'})
 
     async def resume(self, connection: Connection) -> None:
         await connection.require('POST', '/continue_generation', {})

@@ -32,6 +32,7 @@ class VllmDialect:
     """Implements dialect.Dialect. Events have log-probs; the versions of all tokens are in the last one."""
 
     seeds = streams = True
+    keeps_answers = False  # what a stream brought before its server died has a version only where calls end at a pause
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         reply = await connection.require('POST', vllm.PATH, vllm.render_request(call))
@@ -64,7 +65,8 @@ class VllmDialect:
         ids = [_PREFIX + request_id] if request_id else []
         await connection.require('POST', '/abort_requests', {'request_ids': ids})
 
-    async def pause(self, connection: Connection) -> None:
+    async def pause(self, connection: Connection, keeps_answers: bool = False) -> None:
+        assert not keeps_answers, 'the class does not say that it can'
         await connection.require('POST', '/pause?mode=abort')
 
     async def resume(self, connection: Connection) -> None:

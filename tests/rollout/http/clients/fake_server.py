@@ -233,11 +233,12 @@ class FakeSglang(FakeServer):
         if path == '/generate':
             return 200, await self._generate(body)
         if path == '/model_info':
-            found = find_exchange('sglang/version_discovery', path='/model_info')['response']['json']
+            found = find_exchange('sglang/identity', path='/model_info')['response']['json']
             return 200, found | {'weight_version': self.version}
         if path == '/pause_generation':
             self.is_paused = True
-            self._abort(list(self.jobs))
+            if body['mode'] == 'abort':
+                self._abort(list(self.jobs))
         elif path == '/continue_generation':
             self.is_paused = False
         elif path == '/abort_request':
@@ -246,7 +247,7 @@ class FakeSglang(FakeServer):
         elif path == '/update_weights_from_disk':
             self._load(body['model_path'])
             self.version = body['weight_version']
-        found = find_exchange('sglang/weight_update', method=method, path=path)['response']
+        found = find_exchange('sglang/control', method=method, path=path)['response']
         return found['status'], found['json']
 
     async def _generate(self, body):
@@ -256,8 +257,8 @@ class FakeSglang(FakeServer):
         job = Job(body['input_ids'], sampling['max_new_tokens'], sampling.get('stop_token_ids', []))
         await self._run_job(name, job)
         if not job.tokens:
-            return find_exchange('sglang/generate_abort_queued', path='/generate')['response']['json']
-        content = copy.deepcopy(find_exchange('sglang/generate_weight_spans', path='/generate')['response']['json'])
+            return noted('sglang/interrupted', 'aborted before its first token')['response']['json']
+        content = copy.deepcopy(noted('sglang/generate', 'sampled')['response']['json'])
         finish = {'stop': {'matched': job.tokens[-1]}, 'length': {'length': len(job.tokens)}, 'abort': {}}
         meta = content['meta_info']
         meta |= {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.http.clients.connection import NoReplyError, Reply, StatusError
+from areal_jax.rollout.http.clients.dialect import UpdateError
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyError
@@ -144,37 +145,108 @@ def test_an_update_of_vllm_sends_what_was_recorded():
     assert replayed.sent == [(one['method'], one['path'], one.get('json')) for one in requests]
 
 
-def test_answers_of_sglang_are_read():
-    spans = generate(SglangDialect(), find_exchange('sglang/generate_weight_spans', path='/generate'), prompt=[11, 12])
-    assert [(span.version, span.start, span.end) for span in spans.spans] == [('3', 0, 2), ('4', 2, 5)]
-    for exchange in read_exchanges('sglang/generate_abort_queued'):
-        answer = generate(SglangDialect(), exchange)
-        assert (answer.n_tokens, answer.finish.reason) == (0, 'abort')
-    partial = generate(SglangDialect(), find_exchange('sglang/generate_pause_abort', path='/generate'))
+@pytest.mark.parametrize(
+    ('name', 'note', 'tokens', 'reason', 'spans'),
+    [
+        ('generate', 'greedy', 6, 'length', [('default', 0, 6)]),
+        ('generate', 'sampled', 12, 'length', [('default', 0, 12)]),
+        ('generate', 'a stop token', 4, 'stop', [('default', 0, 4)]),
+        ('interrupted', 'cut by /abort_request with its id', 188, 'abort', [('default', 0, 188)]),
+        ('interrupted', 'cut by a pause, mode abort', 180, 'abort', [('default', 0, 180)]),
+        ('interrupted', 'sent while paused, served after the continue', 8, 'length', [('1', 0, 8)]),
+        (
+            'interrupted', 'lived through a pause, mode retract, and an update', 300, 'length',
+            [('1', 0, 150), ('0', 150, 300)],
+        ),
+        (
+            'interrupted', 'lived through a pause, mode in_place, and an update', 300, 'length',
+            [('0', 0, 132), ('1', 132, 300)],
+        ),
+        # what the server had told its front is kept, of more that it had generated
+        ('interrupted', 'retracted by a pause, then aborted', 250, 'abort', [('1', 0, 250)]),
+        ('interrupted', 'aborted before its first token', 0, 'abort', []),
+    ],
+)  # fmt: skip
+def test_answers_of_sglang_are_read(name, note, tokens, reason, spans):
+    exchange, dialect = noted(f'sglang/{name}', note), SglangDialect()
+    answer = generate(dialect, exchange)
+    entries = exchange['response']['json']['meta_info'].get('output_token_logprobs') or []
+    assert answer.tokens.tolist() == [token for _, token, _ in entries]
+    assert answer.logprobs.tolist() == [np.float32(logprob) for logprob, _, _ in entries]
+    assert (answer.n_tokens, answer.finish.reason) == (tokens, reason)
+    assert [(span.version, span.start, span.end) for span in answer.spans] == spans
+    assert dialect.keeps_answers is (tokens > 0)  # a reply without tokens does not say
+
+
+def test_answers_of_sglang_jax_are_read():
+    """They have no spans, and more log-probs than tokens where these were not asked for from the last prompt token."""
+    dialect = SglangDialect()
+    partial = generate(dialect, find_exchange('sglang/generate_pause_abort', path='/generate'))
     assert partial.finish.reason == 'abort'
     assert partial.n_tokens > 0
+    assert not dialect.keeps_answers
     with pytest.raises(ReplyError, match='entries for completion_tokens'):
-        generate(SglangDialect(), find_exchange('sglang/generate_duplicated_logprobs', path='/generate'))
+        generate(dialect, find_exchange('sglang/generate_duplicated_logprobs', path='/generate'))
 
 
-@pytest.mark.parametrize(('replies', 'version'), [(slice(0, 1), '4'), (slice(1, 3), None), (slice(1, None), '')])
+REFUSALS = [
+    'no prompt', 'an empty prompt', 'longer than the context', 'a negative temperature', 'an unknown sampling field',
+    'ids that are none', 'no JSON',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('note', REFUSALS)
+def test_refusals_of_sglang_are_named(note):
+    with pytest.raises(StatusError, match=r'/generate answered 400: [^{]{20}'):
+        generate(SglangDialect(), noted('sglang/refusals', note))
+
+
+@pytest.mark.parametrize('keeps_answers', [False, True])
+def test_an_update_of_sglang_sends_what_was_recorded(keeps_answers):
+    mode = 'retract' if keeps_answers else 'abort'
+    recorded = [
+        noted('sglang/control', f'pause, mode {mode}'), noted('sglang/control', 'load version 1'),
+        noted('sglang/control', 'read it back'), noted('sglang/control', 'continue'),
+    ]  # fmt: skip
+    replayed, dialect = Replayed(*recorded), SglangDialect()
+
+    async def update():
+        await dialect.pause(replayed, keeps_answers)
+        await dialect.update(replayed, '/models/v1', '1')
+        await dialect.resume(replayed)
+
+    asyncio.run(update())
+    requests = [one['request'] for one in recorded]
+    assert replayed.sent == [(one['method'], one['path'], one.get('json')) for one in requests]
+
+
+def test_an_update_of_sglang_that_failed_in_part_is_no_success():
+    """The weights are new, their name in /model_info is old: only the reply to the update shows it."""
+    exchanges = read_exchanges('sglang/control')
+    failed = next(
+        i for i, one in enumerate(exchanges) if one['response'].get('json', {}).get('message', '').startswith('Weights')
+    )
+    assert exchanges[failed]['request']['json']['weight_version'] == '0'
+    assert exchanges[failed + 1]['response']['json']['weight_version'] == '1'
+    with pytest.raises(UpdateError, match='answered 400: Weights were updated, but the cache was not flushed'):
+        asyncio.run(SglangDialect().update(Replayed(exchanges[failed]), '/models/v0', '0'))
+
+
+@pytest.mark.parametrize(('replies', 'version'), [(slice(0, 1), 'default'), (slice(1, 3), '4'), (slice(1, None), '')])
 def test_the_version_of_sglang_is_found_in_every_release(replies, version):
-    exchanges = read_exchanges('sglang/version_discovery')
-    chosen = exchanges[replies]
-    if version is None:
-        version = chosen[-1]['response']['json']['weight_version']
-    elif version == '':
-        chosen = [chosen[0], chosen[2], chosen[3]]
+    newest = find_exchange('sglang/identity', path='/model_info')
+    exchanges = [newest, *read_exchanges('sglang/version_discovery')]
+    chosen = [exchanges[1], exchanges[3], exchanges[4]] if version == '' else exchanges[replies]
     assert asyncio.run(SglangDialect().ask_version(Replayed(*chosen))) == version
 
 
 def test_sglang_looks_for_stop_ids_only_where_it_looks_for_eos():
-    exchange = find_exchange('sglang/generate_weight_spans', path='/generate')
+    exchange = noted('sglang/generate', 'greedy')
     found = {}
     for stop in ((), (2,)):
         replayed = Replayed(exchange)
         sampling = CallSampling(max_new_tokens=9, ignore_eos=True, stop_tokens=stop)
-        asked = Call((np.array([11, 12, 13], np.int32),), 'prompt', (sampling,), ('a',), logprobs=True)
+        asked = Call((np.array([5, 6, 7], np.int32),), 'prompt', (sampling,), ('a',), logprobs=True)
         asyncio.run(SglangDialect().generate(replayed, asked, 512))
         found[stop] = replayed.sent[0][2]['sampling_params']['ignore_eos']
     assert found == {(): True, (2,): False}

@@ -11,7 +11,7 @@ import pytest
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.errors import UserError
 from areal_jax.lanes import server_lanes
-from areal_jax.rollout.http.clients.connection import Connection
+from areal_jax.rollout.http.clients.connection import Connection, Reply, StatusError
 from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
@@ -44,12 +44,16 @@ def make_clock(log):
 
 
 class Factory:
-    """Makes engines of one server, which begins with version 0."""
+    """Makes engines of one server, which begins with version 0.
+
+    `asks`: the server has answered before the check, so that the client knows whether its replies have spans.
+    """
 
     setting = Setting(make_clock, PACE)
 
-    def __init__(self, server, dialect, folder, limits=LIMITS):
+    def __init__(self, server, dialect, folder, limits=LIMITS, asks=False, receiver=None):
         self.server, self._dialect, self._folder, self._limits = server, dialect, folder, limits
+        self._asks, self._receiver = asks, receiver
 
     def published(self, version, equal=False):
         w = 0 if equal else version
@@ -59,12 +63,15 @@ class Factory:
         engine = ServerEngine(
             server_lanes(0), self._dialect, Connection(self.server.url), clock, log,
             locate=lambda published: published.handle, limits=self._limits,
+            receiver=self._receiver,
         )  # fmt: skip
 
         async def prepare():
             await engine.fence()
             await engine.stage(self.published(0))
             await engine.swap(0)
+            if self._asks:
+                await engine.ask()
 
         return Subject(engine, engine.start, self.published, prepare, engine.close)
 
@@ -86,8 +93,123 @@ def factory(kind, server, tmp_path):
 
 
 @pytest.mark.parametrize('check', CHECKS, ids=lambda check: check.__name__)
-def test_the_contract_holds(factory, check):
-    check(factory)
+def test_the_contract_holds(server, kind, check, tmp_path):
+    check(Factory(server, KINDS[kind][1](), tmp_path, asks=True))
+
+
+@pytest.fixture
+def sglang(tmp_path):
+    """(server, factory of engines) of SGLang's protocol, whose replies have been seen."""
+    with FakeSglang(token_s=0.01 * PACE) as server:
+        yield server, Factory(server, SglangDialect(), tmp_path, asks=True)
+
+
+def test_where_replies_have_spans_an_answer_stays_on_the_server_over_an_update(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        await bench.end_of(one)
+        return one.versions(), one.tokens()
+
+    versions, tokens = Bench(factory).run(script)
+    assert tokens == [1 + (7 * version + 3 + i) % 9 for i, version in enumerate(versions)]
+    assert set(versions) == {0, 1}
+    # a fence, version 0, version 1: no reply had come before the first two
+    assert [body['mode'] for body in server.sent('/pause_generation')] == ['abort', 'abort', 'retract']
+    assert len(server.sent('/generate')) == 2  # the question, and the answer in one call
+
+
+class FakeReceiver:
+    """In the place of the receiver beside a server: makes directories of its own, and none for versions from 2 on."""
+
+    def __init__(self, folder):
+        self._folder, self.asked = folder, []
+
+    async def require(self, method, path, body):
+        self.asked.append((method, path, body))
+        version = body['version']
+        if version > 1:
+            raise StatusError(method, path, Reply(409, 'no room', None))
+        return Reply(200, '', {'directory': write_checkpoint(self._folder / f'made{version}', version)})
+
+    async def close(self): ...
+
+
+def test_a_server_with_a_receiver_loads_what_that_has_made(server, kind, tmp_path):
+    """The learner's own files are deltas, which the server could not load."""
+    receiver = FakeReceiver(tmp_path)
+    one, two = (PublishedWeights(v, f'digest {v}', str(tmp_path / f'v00000{v}.delta')) for v in (1, 2))
+
+    async def script(bench):
+        await bench.engine.stage(one)
+        assert len(server.sent(UPDATE[kind])) == 1  # it serves version 0 meanwhile
+        await bench.engine.swap(1)
+        with pytest.raises(RefusedError, match=r'receiver of version 2: POST /versions answered 409: no room'):
+            await bench.engine.stage(two)
+        (answer,) = bench.collect(0)
+        await bench.end_of(answer)
+        return set(answer.versions()), answer.tokens()[0]
+
+    factory = Factory(server, KINDS[kind][1](), tmp_path, receiver=receiver)
+    assert Bench(factory).run(script) == ({1}, 1 + (7 + 3) % 9)
+    assert receiver.asked[1:] == [
+        ('POST', '/versions', {'version': 1, 'manifest_hash': 'digest 1'}),
+        ('POST', '/versions', {'version': 2, 'manifest_hash': 'digest 2'}),
+    ]
+
+
+def test_a_pause_ends_calls_also_where_replies_have_spans(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.engine.pause()
+        await bench.pass_time(0.001)
+        assert 0 < len(one.tokens()) < LONGEST
+        await bench.load(1)  # while it is paused
+        bench.engine.resume()
+        await bench.end_of(one)
+        return set(one.versions())
+
+    assert Bench(factory).run(script) == {0, 1}
+    assert len(server.sent('/generate')) == 3
+
+
+def test_a_reply_that_lost_its_spans_over_an_update_is_not_used(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        one = bench.engine.generate(request(0))
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        server.spans = False
+        with pytest.raises(RequestFailedError, match=r'does not say which of the versions \[0, 1\] generated its tok'):
+            await anext(one)
+        (again,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(2)
+        await bench.end_of(again)
+        return set(again.versions())
+
+    assert Bench(factory).run(script) == {1, 2}
+    assert [body['mode'] for body in server.sent('/pause_generation')][2:] == ['retract', 'abort']
+
+
+def test_no_id_of_a_call_begins_with_another(sglang):
+    server, factory = sglang
+
+    async def script(bench):
+        for _ in range(12):  # the same request, as one that is sent again after each pause
+            await bench.end_of(*bench.collect(0, max_new_tokens=1))
+
+    Bench(factory).run(script)
+    ids = [body['rid'] for body in server.sent('/generate') if body.get('rid')]
+    assert len(ids) == 12
+    assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
 
 
 @pytest.mark.parametrize(

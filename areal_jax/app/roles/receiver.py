@@ -1,0 +1,144 @@
+"""Makes the directories of versions that one server of others loads: python -m areal_jax.app.roles.receiver
+--publication=DIR --template=VERSION --directory=DIR --port=PORT [...].
+
+server_program.py starts it beside its server, on the same machine. It takes versions from the learner by what changed
+(publication/hf_receiver.py); the client of the server asks for one before it tells the server to load it:
+
+  POST /versions {"version": 4, "manifest_hash": "..."}
+      200 {"directory": ".../v000004"}, or 409 {"error": {"message": "..."}} for a version that cannot be had
+  GET /health
+      200
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import pathlib
+import shutil
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from areal_jax.app.process.ending import end_command
+from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.files_carrier import FilesReceiver
+from areal_jax.publication.hf_receiver import HfReceiver, copy_template
+
+_MOST_BYTES = 1 << 16  # of a request
+_NO_HEADERS: Mapping[str, str] = {}
+_SOCKET_S = 30.0  # for the bytes of a request
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is told to stop; what earlier versions left in --directory is removed."""
+    values = parse_flags(argv)
+    directory = pathlib.Path(values.directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    template = copy_template(pathlib.Path(values.template), directory / 'template')
+    receiver = HfReceiver(FilesReceiver(values.publication, template.config, values.name), template, directory)
+    with Wakeups() as wakeups, Serving(receiver, values.host, values.port):
+        print(f'versions are made in {directory}', flush=True)
+        while not wakeups.wait(None)[0]:
+            pass
+    shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+class Serving:
+    """Answers on a thread for each request while the block runs; `url` is where."""
+
+    def __init__(self, receiver: HfReceiver, host: str, port: int):
+        handler = type('Handler', (_Handler,), {'receiver': receiver})
+        self._server = http.server.ThreadingHTTPServer((host, port), handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self.url = f'http://{host}:{self._server.server_address[1]}'
+
+    def __enter__(self) -> Serving:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    receiver: HfReceiver
+    timeout = _SOCKET_S
+    protocol_version = 'HTTP/1.1'
+
+    def do_GET(self) -> None:
+        if self.path == '/health':
+            self._reply(200, {})
+        else:
+            self._refuse(404, f'{self.path} is not served; ask /health, or POST /versions')
+
+    def do_POST(self) -> None:
+        try:
+            version, manifest_hash = self._read_request()
+        except (ValueError, KeyError, TypeError) as error:
+            self._refuse(400, f'the request is not {{"version": 4, "manifest_hash": "..."}} at /versions: {error}')
+            return
+        try:
+            directory = self.receiver.bring(version, manifest_hash)
+        except (PublicationError, UserError, OSError) as error:
+            self._refuse(409, str(error))
+        else:
+            self._reply(200, {'directory': str(directory)})
+
+    def _read_request(self) -> tuple[int, str]:
+        length = int(self.headers.get('Content-Length', '-1'))
+        if self.path != '/versions' or not 0 <= length <= _MOST_BYTES:
+            raise ValueError(f'{self.path} with {length} bytes')
+        asked = json.loads(self.rfile.read(length))
+        if type(asked['version']) is not int or not isinstance(asked['manifest_hash'], str):
+            raise TypeError(f'version={asked["version"]!r}, manifest_hash={asked["manifest_hash"]!r}')
+        return asked['version'], asked['manifest_hash']
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._reply(status, {'error': {'message': message}}, {'Connection': 'close'})  # it may have sent more
+
+    def _reply(self, status: int, fields: JsonObject, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+        content = json.dumps(fields).encode()
+        self.send_response(status)
+        self.send_header('Content-Type', 'application/json')
+        self.send_header('Content-Length', str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are in the log of the run."""
+
+
+def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+    """Of the command line; raises UserError for what they cannot be."""
+    values = flags.FlagValues()
+    flags.DEFINE_string('publication', None, 'Where the learner writes.', required=True, flag_values=values)
+    flags.DEFINE_string('template', None, 'A version there.', required=True, flag_values=values)
+    flags.DEFINE_string('directory', None, 'On the disk of the server; emptied.', required=True, flag_values=values)
+    flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.', flag_values=values)
+    flags.DEFINE_integer('port', None, 'To listen on.', required=True, flag_values=values)
+    flags.DEFINE_string('name', '', 'Of the server, for what the learner knows of it.', flag_values=values)
+    try:
+        values(list(argv))
+    except flags.Error as error:
+        raise UserError(str(error)) from error
+    return values
+
+
+def run() -> None:
+    """Entry point of `python -m areal_jax.app.roles.receiver`."""
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing versions'))
+
+
+if __name__ == '__main__':
+    run()

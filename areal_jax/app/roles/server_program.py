@@ -1,0 +1,227 @@
+"""A server program of others as an engine of a run: vllm_server.py and sglang_server.py each describe one.
+
+This process starts the program on the newest published version, waiting for the first one, keeps it in the registry of
+the run while it answers, and ends it when it is told to stop. Where the run publishes deltas, a receiver is started
+beside the program (receiver.py), which makes the directories that it loads; one that dies is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+
+from absl import flags
+from ml_collections import config_dict
+
+from areal_jax.addresses import find_free_port, join_address
+from areal_jax.app.process.ending import code_of_stopped_server
+from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.roles.receiver_process import ReceiverProcess
+from areal_jax.app.roles.roles import RoleProcess, await_controller
+from areal_jax.code_version import read_code_version
+from areal_jax.config.cluster import parse_engines
+from areal_jax.config.kinds import ClientKind
+from areal_jax.errors import UserError
+from areal_jax.installation import find_clone
+from areal_jax.publication.versions import keep_while_read, list_versions
+from areal_jax.registry.entries import Registration
+from areal_jax.rollout.servers.server_entries import describe_server
+
+_LOOK_S = 1.0
+_ANSWER_S = 5.0  # for its health
+_END_S = 8.0  # after SIGTERM
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerCommand:
+    """The command of a server and the variables of its environment; those that are set already win."""
+
+    words: list[str]
+    variables: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerProgram:
+    """How a server of others is started.
+
+    Args:
+      title: for messages.
+      module: of this project whose program runs it.
+      client: the protocol that it speaks; its name is rollout.server too.
+      variable: of the environment, names the interpreter that has the server.
+      made: the interpreter in a clone where `variable` is not set.
+      script: makes that one.
+      build_command: (interpreter, directory of weights, port, flags) -> the command of the server.
+    """
+
+    title: str
+    module: str
+    client: ClientKind
+    variable: str
+    made: str
+    script: str
+    build_command: Callable[[str, pathlib.Path, int, flags.FlagValues], ServerCommand]
+
+    def find_python(self) -> str:
+        """The interpreter that has the server; raises UserError where there is none."""
+        clone, named = find_clone(), os.environ.get(self.variable)
+        python = named or (None if clone is None else str(clone / self.made))
+        if python is not None and pathlib.Path(python).is_file():
+            return python
+        found = '' if python is None else f', and {python} is none'
+        if clone is None:
+            fix = f'install {self.title} into an environment of its own, and name its interpreter in {self.variable}'
+        else:
+            fix = f'make one with `bash {self.script}`, or name one in {self.variable}'
+        raise UserError(f'rollout.server={self.client.name!r} needs an interpreter that has {self.title}{found}: {fix}')
+
+    def describe_command(
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        name: str,
+        *,
+        index: int | None = None,
+        host: str = '127.0.0.1',
+    ) -> list[str]:
+        """The command of one server of a run; it starts from a version that the learner has published."""
+        publication, rollout, tensor = config.publication, config.rollout, parse_engines(config.cluster.engines).tensor
+        directory = publication.directory or workdir / 'publication'
+        return [
+            *(sys.executable, '-m', self.module, f'--workdir={workdir}', f'--publication={directory}'),
+            *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}'),
+            *(['--receiver'] if publication.delta else []),
+            *(f'--slots={rollout.slots}', *([f'--tensor={tensor}'] if tensor > 1 else [])),
+            *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
+        ]
+
+    def serve_engine(self, config: config_dict.ConfigDict, process: RoleProcess) -> int:
+        """This process becomes an engine of a run in roles: the program of `module` takes its place."""
+        await_controller(process, config, config.distributed.command_deadline_s)
+        command = self.describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
+        os.execv(command[0], command)
+
+    def plan_server(self, config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+        """The words after `python -m` of a server beside a trainer; it starts from a version that was published."""
+        return [word for word in self.describe_command(config, workdir, '')[2:] if word != '--name=']
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Returns 1 when the server has ended, else, when it was told to stop, 0 or what STOPPED_CODE says."""
+        values = parse_flags(argv)
+        python = self.find_python()
+        with Wakeups() as wakeups, contextlib.ExitStack() as parts:
+            directory = await_version(pathlib.Path(values.publication), wakeups)
+            if directory is None:
+                return code_of_stopped_server()
+            port = find_free_port(values.host)
+            receiver = parts.enter_context(ReceiverProcess(values)) if values.receiver else None
+            with keep_while_read(directory):
+                command = self.build_command(python, directory, port, values)
+                environment = {**command.variables, **keep_environment(os.environ)}
+                server = subprocess.Popen(command.words, env=environment)
+                try:
+                    url = f'http://{join_address(values.host, port)}'
+                    if (code := _await_answer(server, url, wakeups)) is not None:
+                        return code
+                except BaseException:
+                    server.kill()
+                    raise
+            return self._serve(server, url, receiver, values, wakeups)
+
+    def _serve(
+        self,
+        server: subprocess.Popen[bytes],
+        url: str,
+        receiver: ReceiverProcess | None,
+        values: flags.FlagValues,
+        wakeups: Wakeups,
+    ) -> int:
+        """Registered: a heartbeat for each answer, until it ends or a stop comes."""
+        entry = describe_server(
+            values.name, url, self.client.name, index=values.index, code=read_code_version(),
+            receiver='' if receiver is None else receiver.url,
+        )  # fmt: skip
+        registration = Registration(pathlib.Path(values.workdir), entry)
+        print(f'{self.title} serves on {url}', flush=True)
+        try:
+            while server.poll() is None:
+                numbers, _ = wakeups.wait(_LOOK_S)
+                if numbers:
+                    return code_of_stopped_server()
+                if receiver is not None:
+                    receiver.ensure()
+                if _answers(url):
+                    registration.beat()
+            return 1
+        finally:
+            registration.close()
+            _end(server)
+
+
+def keep_environment(given: Mapping[str, str]) -> Mapping[str, str]:
+    """What a server gets of the environment: it must not import modules of this project."""
+    return {name: value for name, value in given.items() if name not in ('PYTHONPATH', 'XLA_FLAGS')}
+
+
+def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
+    """Of the command line, without the interpreter's words; raises UserError for what they cannot be."""
+    values = flags.FlagValues()
+    flags.DEFINE_string('workdir', None, 'Of the run.', required=True, flag_values=values)
+    flags.DEFINE_string('name', None, 'In the registry.', required=True, flag_values=values)
+    flags.DEFINE_integer('index', None, 'Of the engine, in a run in roles.', flag_values=values)
+    flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.', flag_values=values)
+    flags.DEFINE_string('publication', None, 'Where versions are written.', required=True, flag_values=values)
+    flags.DEFINE_string('dtype', 'float32', 'Of the weights.', flag_values=values)
+    flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
+    flags.DEFINE_integer('tensor', 1, 'Devices over which the server cuts its weights.', flag_values=values)
+    flags.DEFINE_integer('slots', 8, 'Answers that are decoded at once.', flag_values=values)
+    flags.DEFINE_bool('receiver', False, 'Start one beside it, for deltas.', flag_values=values)
+    try:
+        values(list(argv))
+    except flags.Error as error:
+        raise UserError(str(error)) from error
+    return values
+
+
+def await_version(publication: pathlib.Path, wakeups: Wakeups) -> pathlib.Path | None:
+    """The newest version; None where a stop came first."""
+    while not (versions := list_versions(publication)):
+        numbers, _ = wakeups.wait(_LOOK_S)
+        if numbers:
+            return None
+    return versions[max(versions)]
+
+
+def _await_answer(server: subprocess.Popen[bytes], url: str, wakeups: Wakeups) -> int | None:
+    """None when it answers; else the exit code of this process."""
+    while not _answers(url):
+        numbers, _ = wakeups.wait(_LOOK_S)
+        if numbers:
+            _end(server)
+            return code_of_stopped_server()
+        if server.poll() is not None:
+            return 1
+    return None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f'{url}/health', timeout=_ANSWER_S) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()

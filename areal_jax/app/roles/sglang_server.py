@@ -1,0 +1,111 @@
+"""Runs one SGLang server of a run: python -m areal_jax.app.roles.sglang_server --workdir=RUN --name=NAME
+--publication=DIR [...].
+
+AREAL_JAX_SGLANG_PYTHON names the interpreter that has SGLang; without it a clone takes the interpreter of .venv-sglang,
+which launch/sglang_environment.sh makes. SGLang serves on the GPU that its torch sees, else on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_dict
+
+from areal_jax.app.process.ending import end_command
+from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.roles.roles import RoleProcess
+from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, keep_environment
+from areal_jax.config.kinds import SGLANG_CLIENT
+from areal_jax.errors import UserError
+
+# SGLang refuses prompts of less than 6 tokens below its context, and cuts answers off 2 tokens below it
+_SPARE_TOKENS = 8
+_VARIABLES = {
+    'SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN': '1',  # the spare tokens may lie above what the model was made for
+    'HF_HUB_OFFLINE': '1',
+}
+_OF_CPU = {'SGLANG_USE_CPU_ENGINE': '1'}  # it wins over a GPU
+_HAS_GPU = 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+_TORCH_S = 120.0
+
+
+def build_command(python: str, directory: pathlib.Path, port: int, values: flags.FlagValues) -> ServerCommand:
+    """Requests and replies are token ids; raises UserError for an interpreter without torch."""
+    context, on_gpu = values.context_tokens + _SPARE_TOKENS, has_gpu(python)
+    running = values.slots + 1  # a place for the token that shows that it serves, beside the answers
+    words = [
+        *(python, '-m', 'sglang.launch_server', '--model-path', str(directory), '--served-model-name', 'm'),
+        *('--dtype', values.dtype, '--context-length', str(context), '--max-running-requests', str(running)),
+        *('--tp-size', str(values.tensor), '--skip-tokenizer-init', '--skip-server-warmup', '--disable-radix-cache'),
+        *([] if on_gpu else name_cpu_flags(running * context)),
+        *('--host', values.host, '--port', str(port)),
+    ]
+    return ServerCommand(words, _VARIABLES if on_gpu else _VARIABLES | _OF_CPU)
+
+
+def name_cpu_flags(cache_tokens: int) -> list[str]:
+    """What SGLang needs on a CPU without its kernels: attention and sampling are those of torch."""
+    return [
+        *('--device', 'cpu', '--attention-backend', 'torch_native', '--sampling-backend', 'pytorch'),
+        *('--grammar-backend', 'none', '--disable-overlap-schedule', '--disable-cuda-graph', '--sleep-on-idle'),
+        *('--mem-fraction-static', '0.1', '--max-total-tokens', str(cache_tokens)),
+    ]
+
+
+def has_gpu(python: str) -> bool:
+    """Whether the torch of an interpreter sees a GPU; raises UserError where it has no torch."""
+    done = subprocess.run(
+        [python, '-c', _HAS_GPU], env=dict(keep_environment(os.environ)), stderr=subprocess.PIPE, text=True,
+        timeout=_TORCH_S, check=False,
+    )  # fmt: skip
+    if done.returncode and done.stderr:
+        raise UserError(
+            f'{python} cannot import torch ({done.stderr.strip().splitlines()[-1]}): name an interpreter with SGLang '
+            f'in {PROGRAM.variable}'
+        )
+    return not done.returncode
+
+
+PROGRAM = ServerProgram(
+    title='SGLang',
+    module='areal_jax.app.roles.sglang_server',
+    client=SGLANG_CLIENT,
+    variable='AREAL_JAX_SGLANG_PYTHON',
+    made='.venv-sglang/bin/python',
+    script='launch/sglang_environment.sh',
+    build_command=build_command,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """See ServerProgram.run."""
+    return PROGRAM.run(argv)
+
+
+def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
+    """See ServerProgram.serve_engine."""
+    return PROGRAM.serve_engine(config, process)
+
+
+def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+    """See ServerProgram.plan_server."""
+    return PROGRAM.plan_server(config, workdir)
+
+
+def find_python() -> str:
+    """See ServerProgram.find_python."""
+    return PROGRAM.find_python()
+
+
+def run() -> None:
+    """Entry point of `python -m areal_jax.app.roles.sglang_server`."""
+    sys.exit(end_command(lambda: main(sys.argv), doing='writing to the registry'))
+
+
+if __name__ == '__main__':
+    run()
