@@ -227,6 +227,10 @@ SECTIONS: Mapping[str, Section] = {
         decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
         clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
         warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
+        blocks=Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all'),
+        block_order=Choice('cyclic', ('cyclic', 'shuffled'), 'of the blocks of a round; shuffled: by run.seed'),
+        block_updates=Integer(1, COUNT, 'updates before the next block'),
+        block_state=Choice('host', ('host', 'drop'), 'moments of blocks not being trained; drop: begin again at 0'),
     ),
     'cluster': Section(
         'Which devices train and which generate',
