@@ -16,6 +16,7 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
 from areal_jax.control.schedule import Schedule, VersionRing, parse_schedule
+from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
 from areal_jax.plugins import Function, load_function
 from areal_jax.rollout import requirements
@@ -85,6 +86,20 @@ def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
         schedule=ours.schedule,
         final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
         total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
+    )
+
+
+def build_blocks(config: TrackedConfig) -> BlockSettings | None:
+    """None where an update trains all leaves."""
+    ours = config.optimizer
+    if ours.blocks == 1:
+        return None
+    return BlockSettings(
+        blocks=ours.blocks,
+        block_order=ours.block_order,
+        block_updates=ours.block_updates,
+        block_state=ours.block_state,
+        seed=config.run.seed,
     )
 
 

@@ -71,8 +71,7 @@ class BlockLearner(SpmdLearner):
         )
 
     def _make_parts(self, make: PartMaker, params: Params) -> list[TrainedPart]:
-        sizes = {path_name(path): leaf.size * 4 for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        self.paths: Sequence[frozenset[str]] = cut_blocks(sizes, self.blocks.blocks)
+        self.paths: Sequence[frozenset[str]] = cut_blocks(leaf_sizes(params), self.blocks.blocks)
         return [make.make(params, paths.__contains__, block=block) for block, paths in enumerate(self.paths)]
 
     def _declare(self) -> list[Declared]:
@@ -182,6 +181,11 @@ class BlockLearner(SpmdLearner):
         part = self.parts[block]
         own, _ = trees.split(whole, part.trains)
         return self._host_copies.copy(own) if self._host_copies else part.programs.run('export', own, {})
+
+
+def leaf_sizes(params: Params) -> dict[str, int]:
+    """Bytes of each leaf in float32, by path; leaves need a shape only."""
+    return {path: leaf.size * 4 for path, leaf in _by_path(params).items()}
 
 
 def to_host(tree: Tree) -> Tree:

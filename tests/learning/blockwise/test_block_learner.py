@@ -166,7 +166,7 @@ def test_gradients_and_moments_of_one_block_are_on_the_devices():
 
 @pytest.mark.parametrize('accumulate', ['dispatch', pytest.param('scan', marks=pytest.mark.slow)])
 def test_every_program_of_every_block_is_compiled_by_warm_up(accumulate):
-    settings = {'accumulate': accumulate, 'objective': 'sft', 'max_microbatches': 2}
+    settings = {'accumulate': accumulate, 'objective': 'sft', 'rows_per_microbatch': 8}
     learner = make_block_learner(**settings)
     of_whole = make_whole_learner(**settings).warm_up()
     assert learner.warm_up() == 3 * of_whole  # one of each kind a block
