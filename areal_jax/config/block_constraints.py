@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.cluster import parse_learner
+from areal_jax.config.declarations import FIELDS
 
 
 def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -39,3 +40,34 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     ):
         if not fits:
             yield f'optimizer.blocks={c.optimizer.blocks} with {path}={value!r}: {why}; use {path}={fix!r}, or blocks=1'
+
+
+def find_client_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What independent clients that average their blocks need."""
+    ours = c.distributed
+    if ours.clients == 1:
+        return
+    setting = f'distributed.clients={ours.clients}'
+    if ours.client >= ours.clients:
+        yield f'distributed.client={ours.client} must be below {setting}: the clients are numbered from 0'
+    if not ours.average_directory:
+        yield f'{setting} needs distributed.average_directory: a directory that all clients see'
+    if c.optimizer.blocks == 1:
+        yield f'{setting} with optimizer.blocks=1: clients average blocks; use optimizer.blocks=2 or more'
+    if c.loss.objective == 'sft':
+        yield f"{setting} with loss.objective='sft': its demonstrations are not divided; use distributed.clients=1"
+    if parse_learner(c.cluster.learner).hosts is not None:
+        yield (
+            f'{setting} with cluster.learner={c.cluster.learner!r}: each client is one process; use '
+            f'cluster.learner={FIELDS["cluster.learner"].default!r}'
+        )
+    if c.run.clock == 'real' and ours.average_deadline_s >= c.run.stall_timeout_s:
+        yield (
+            f'distributed.average_deadline_s={ours.average_deadline_s} must be below run.stall_timeout_s='
+            f'{c.run.stall_timeout_s}: a client that waits for others completes nothing'
+        )
+    if c.run.steps % c.optimizer.block_updates:
+        yield (
+            f'run.steps={c.run.steps} must be a multiple of optimizer.block_updates={c.optimizer.block_updates} with '
+            f'{setting}: a block is averaged when all its updates are made'
+        )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.config.block_constraints import find_block_problems
+from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
@@ -32,6 +32,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _server_problems(c)
         yield from _quantization_problems(c)
     yield from find_block_problems(c)
+    yield from find_client_problems(c)
     yield from _task_and_model_problems(c)
     yield from _file_problems(c)
     yield from _device_problems(c)

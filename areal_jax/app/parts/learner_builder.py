@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from areal_jax.app.model.model import Model
 from areal_jax.app.model.text_model import describe_source
 from areal_jax.app.parts.part_settings import (
@@ -13,6 +15,8 @@ from areal_jax.app.parts.part_settings import (
 )
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
+from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
+from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.learner import SpmdLearner
@@ -31,10 +35,24 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
             decoder, params, mesh,
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
         )  # fmt: skip
-    return BlockLearner(
-        decoder, params, mesh,
-        blocks=blocks, optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
-    )  # fmt: skip
+    form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
+    if config.distributed.clients == 1:
+        return BlockLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead)
+    client = ClientSettings(config.distributed.overlap, config.run.steps)
+    averages = build_averages(config)
+    return AveragedLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead, averages=averages, client=client)
+
+
+def build_averages(config: TrackedConfig) -> Averages:
+    """The directory through which this client averages with the others."""
+    ours = config.distributed
+    return Averages(
+        pathlib.Path(ours.average_directory),
+        ours.client,
+        ours.clients,
+        deadline_s=ours.average_deadline_s,
+        kept_turns=ours.kept_turns,
+    )
 
 
 def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | CommandLeader, model: Model) -> None:

@@ -205,6 +205,14 @@ def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParam
     )
 
 
+def build_sampling_seed(config: TrackedConfig) -> int:
+    """The seed of the noise of sampled answers: each of several clients has its own."""
+    seed: int = config.run.seed
+    if config.distributed.clients == 1:
+        return seed
+    return (seed * config.distributed.clients + config.distributed.client) % 2**31
+
+
 def build_gate(config: TrackedConfig) -> StalenessGate:
     lock_step = config.staleness.schedule != 'natural'
     batch = config.learner.groups_per_update

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -10,11 +12,24 @@ from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.rules import path_name
+from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 
 DECODER = tiny_decoder(n_layers=3)
 PARAMS = DECODER.init(seed=2, scale=2.0)
 GROUPS = random_groups(5, 5)  # policy versions 0..2
+FIRST_GROUPS = [  # the same, all of policy version 0: for the first updates of a run
+    TrajectoryGroup(
+        g.draw,
+        tuple(
+            dataclasses.replace(
+                t, segments=tuple(dataclasses.replace(s, policy_version=min(s.policy_version, 0)) for s in t.segments)
+            )
+            for t in g.trajectories
+        ),
+    )
+    for g in GROUPS
+]
 _SHAPE = {'row_tokens': 40, 'row_loss_tokens': 24}
 _BLOCKS = ('blocks', 'block_order', 'block_updates', 'block_state', 'seed')
 
