@@ -51,15 +51,16 @@ class Mover:
         """The tree at the place; leaves that are there are returned as such."""
         leaves, structure = jax.tree.flatten(params)
         paths = list(by_path(params))
-        known = {path: moved() for path, moved in self._moved.find(dict(zip(paths, leaves, strict=True))).items()}
-        new = [index for index, path in enumerate(paths) if known.get(path) is None]
+        found = self._moved.find(dict(zip(paths, leaves, strict=True)))
+        known = {path: leaf for path, reference in found.items() if (leaf := reference()) is not None}
+        new = [index for index, path in enumerate(paths) if path not in known]
         over = self._place if isinstance(self._place, jax.Device) else jax.tree.leaves(self._place)
         cut = over if isinstance(over, jax.Device) else [over[index] for index in new]
-        arrived = dict(zip(new, move_to([leaves[index] for index in new], cut), strict=True))
-        moved = [arrived[index] if index in arrived else known[path] for index, path in enumerate(paths)]
-        self._moved.note(
-            dict(zip(paths, leaves, strict=True)), {p: weakref.ref(m) for p, m in zip(paths, moved, strict=True)}
-        )
+        arrived = move_to([leaves[index] for index in new], cut)
+        known |= {paths[index]: leaf for index, leaf in zip(new, arrived, strict=True)}
+        moved = [known[path] for path in paths]
+        references = [weakref.ref(leaf) for leaf in moved]
+        self._moved.note(dict(zip(paths, leaves, strict=True)), dict(zip(paths, references, strict=True)))
         return jax.tree.unflatten(structure, moved)
 
 
