@@ -1,7 +1,7 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
 `config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
-hold. The rules of a single field are in declarations.py.
+hold. The rules of a single field are in declarations.py, those of training in blocks in block_constraints.py.
 """
 
 from __future__ import annotations

@@ -101,7 +101,9 @@ def test_the_files_channel_writes_the_files_of_changed_leaves(tmp_path):
     file_of = lambda path: int(path.split('/')[1]) + 1 if path.startswith('layers/') else 0
     channel = FilesChannel(tmp_path, CONFIG, verify=True, file_of=file_of)
     first = host_params()
-    second = first | {'layers': first['layers'] | {'1': host_params(seed=1)['layers']['1']}}
+    # one leaf of the layer changes: its file is written again, with the others of the layer
+    layer = first['layers']['1'] | {'mlp_norm': host_params(seed=1)['layers']['1']['mlp_norm']}
+    second = first | {'layers': first['layers'] | {'1': layer}}
     assert_bit_equal(channel.receive(channel.transfer(1, first)), first)
     whole = channel.carried_bytes
     assert whole == sum(leaf.nbytes for leaf in jax.tree.leaves(first))
