@@ -23,7 +23,7 @@ def exchange_all(directory, values, turn=0, clients=None, **settings):
         averages = Averages(directory, client, clients or len(values), **{'deadline_s': 60.0} | settings)
         means[client] = averages.exchange(turn, make_block(value))
 
-    threads = [threading.Thread(target=run, args=item) for item in values.items()]
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in values.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
