@@ -1,7 +1,7 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
 `config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
-hold. The rules of a single field are in declarations.py.
+hold. The rules of a single field are in declarations.py, those of training in blocks in block_constraints.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.addresses import split_address
+from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
@@ -33,6 +34,8 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _record_problems(c)
         yield from _quantization_problems(c)
         yield from _delta_problems(c)
+    yield from find_block_problems(c)
+    yield from find_client_problems(c)
     yield from _task_and_model_problems(c)
     yield from _file_problems(c)
     yield from _device_problems(c)

@@ -227,6 +227,10 @@ SECTIONS: Mapping[str, Section] = {
         decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
         clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
         warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
+        blocks=Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all'),
+        block_order=Choice('cyclic', ('cyclic', 'shuffled'), 'of the blocks of a round; shuffled: by run.seed'),
+        block_updates=Integer(1, COUNT, 'updates before the next block'),
+        block_state=Choice('host', ('host', 'drop'), 'moments of blocks not being trained; drop: begin again at 0'),
     ),
     'cluster': Section(
         'Which devices train and which generate',
@@ -239,11 +243,17 @@ SECTIONS: Mapping[str, Section] = {
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
     ),
     'distributed': Section(
-        'A learner over several processes',
+        'A learner over several processes, or several runs that average',
         coordinator=Text(
             '', "main_train: host:port of process 0, with --process_id; '' = found from SLURM, GKE or the TPU pod"
         ),
         command_deadline_s=Real(600.0, SECONDS, 'longest command of the learner, compilation included'),
+        clients=Integer(1, THREADS, 'independent runs that average their blocks, see docs/blockwise.md; 1 = off'),
+        client=Integer(0, COUNT_OR_OFF, 'number of this run among them, from 0'),
+        overlap=Flag(True, 'average a block while the next one trains; False: wait for it'),
+        average_directory=Text('', 'of the blocks and their means, seen by all clients'),
+        average_deadline_s=Real(120.0, SECONDS, 'for the blocks of other clients; who is late is left out'),
+        kept_turns=Integer(0, COUNT_OR_OFF, 'newest means kept, for clients that are resumed; 0 = all'),
     ),
     'publication': Section(
         'How weights get to the engines',

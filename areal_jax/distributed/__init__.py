@@ -11,6 +11,8 @@ leader.py          process 0 of a run without a controller: sends each command, 
 remote_learner.py  a controller without a learner: its commands go to all learner processes. No jax
 follower.py        a process with a learner: executes what it is sent
 invitation.py      process 0 opens its connections
+averages.py          the mean of a block over independent clients, through a directory
+averaged_learner.py  a learner whose blocks are replaced by their means
 
 docs/design/distributed.md says what is authenticated.
 """

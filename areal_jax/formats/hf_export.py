@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,13 @@ class HfFiles:
     @property
     def nbytes(self) -> int:
         """Of all files, an upper bound."""
-        weights = sum(_nbytes(tensor) for planned in self.weights.values() for tensor in planned.values())
+        weights = self.weight_bytes(self.weights)
         texts = sum(len(text.encode()) for text in self.texts.values())
         return weights + _HEADER_BYTES + texts + sum(path.stat().st_size for path in self.companions)
+
+    def weight_bytes(self, names: Collection[str]) -> int:
+        """Of the tensors in these files."""
+        return sum(_nbytes(tensor) for name in names for tensor in self.weights[name].values())
 
     def write(self, directory: pathlib.Path) -> None:
         """Writes every file into an existing directory; see `write_weights` for the errors."""

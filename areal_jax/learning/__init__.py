@@ -3,6 +3,7 @@
 groups -> objective/advantages.py -> packing/ (examples, packing, bins, balance, rows, buckets)      numpy, on the host
        -> row_layout.py -> passes.py -> train_step.py (forward, objective/, optimizer/)             jax, on the mesh
 learner.py has the commands and is all that the controller sees; update.py loops over minibatches and epochs;
+trained_part.py joins what trains a set of leaves, and blockwise/ trains one such set after the other;
 measurement.py and diagnostics/ say what an update did; weights/ has the forms of the weights.
 
 Shapes: M micro-batches of a minibatch, R rows of a micro-batch, T tokens of a row, N loss tokens of a row, S segments,

@@ -7,7 +7,6 @@ update.py makes the optimizer steps, programs.py compiles, interchange.py conver
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,35 +17,31 @@ from jax.sharding import Mesh
 
 from areal_jax.learning.diagnostics.data_metrics import Metrics, require_published
 from areal_jax.learning.diagnostics.flops import work_metrics
-from areal_jax.learning.learner_state import describe_cast, describe_state, place_state
+from areal_jax.learning.learner_state import describe_cast, place_state
 from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.advantages import make_estimator
 from areal_jax.learning.objective.denominators import denominator_scale
 from areal_jax.learning.objective.likelihood import held_out_likelihood
 from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.passes import Passes
-from areal_jax.learning.programs import AHEAD, CompiledPrograms
+from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import Programs
+from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
 from areal_jax.learning.update import train
 from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite
 from areal_jax.learning.weights.host_copies import HostCopies
-from areal_jax.learning.weights.interchange import export_weights, match_snapshot, read_snapshot, take_snapshot
+from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot, take_snapshot
 from areal_jax.learning.weights.trained_leaves import Params
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import is_adapter
-from areal_jax.models.weights import logical_axes
 from areal_jax.native.kept_blocks import free_kept_blocks
 from areal_jax.native.preference import preferred
 from areal_jax.sharding.placement import gather
-from areal_jax.sharding.rules import param_shardings, replicated
-from areal_jax.sharding.shares import Shares
 from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, Tree
 
@@ -92,16 +87,15 @@ class SpmdLearner:
         self._estimate = make_estimator(settings.advantage)
         if decoder.layers == 'stacked':
             params = stack_layers(params)
-        trained, frozen = trees.split(params, self._trains)
-        self.programs = CompiledPrograms(self._define_programs(trained, frozen, optimizer))
-        self._passes = Passes(self._layout, self.programs, settings, mesh, learning_rate)
-        described = describe_state(trained, frozen, settings, self.programs.definitions)
+        make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate)
+        self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
-        declared = self._passes.declared_programs(described)
-        self._declared = [program for program in declared if not (self._host_copies and program[0] == 'export')]
+        self._declared = self._declare()
+        first = self.parts[0]
+        self.programs, self._passes = first.programs, first.passes
         self._ratio: RatioSampler | None = None
         if settings.ratio is not None:
-            working = describe_cast(described.params, settings.dtype)
+            working = describe_cast(first.described.params, settings.dtype)
             self._ratio = RatioSampler(settings.ratio, self._passes, self._layout, self.programs, working)
         self._closing, self._is_traced, self._may_compile = False, threading.Event(), threading.Event()
         self._ahead: threading.Thread | None = None
@@ -109,7 +103,7 @@ class SpmdLearner:
             self._ahead = threading.Thread(target=self._compile_ahead, name=AHEAD, daemon=True)
             self._ahead.start()
         try:
-            self.state = place_state(trained, frozen, settings, self.programs)
+            self.state = place_state(*trees.split(params, first.trains), settings, self.programs)
         except BaseException:
             self.close()
             raise
@@ -119,10 +113,10 @@ class SpmdLearner:
     def warm_up(self) -> int:
         """Compiles, and does not run, every program of updates and publications; returns how many there are."""
         self.begin_compiling()
-        for done, (name, args) in enumerate(self._declared):
+        for done, (programs, name, args) in enumerate(self._declared):
             self.announce(done, len(self._declared))
-            self.programs.compile(name, *args)
-        return len(self.programs.compiled)
+            programs.compile(name, *args)
+        return sum(len(part.programs.compiled) for part in self.parts)
 
     def begin_compiling(self) -> None:
         """Lets the thread that compiles ahead do so."""
@@ -141,15 +135,15 @@ class SpmdLearner:
 
     def _compile_ahead(self) -> None:
         with contextlib.suppress(Exception):  # `warm_up` raises it
-            for name, args in self._open_programs():
-                self.programs.trace(name, *args)
+            for programs, name, args in self._open_programs():
+                programs.trace(name, *args)
         self._is_traced.set()
         self._may_compile.wait()
         with contextlib.suppress(Exception):
-            for name, args in self._open_programs():
-                self.programs.compile(name, *args)
+            for programs, name, args in self._open_programs():
+                programs.compile(name, *args)
 
-    def _open_programs(self) -> Iterator[tuple[str, tuple[Tree, ...]]]:
+    def _open_programs(self) -> Iterator[Declared]:
         for declared in self._declared:
             if self._closing:
                 break
@@ -271,8 +265,12 @@ class SpmdLearner:
         reusable = jax.process_count() == 1 and not self._decoder.lora and self._settings.publish_dtype == 'float32'
         copied = reusable and self._copy is not None
         params = {} if copied else trees.join(self.state.params, self.state.frozen)
-        saved = take_snapshot(self._decoder, params, self.state.optimizer)
+        saved = take_snapshot(self._decoder, params, self._whole_optimizer())
         return saved | {'params': jax.device_get(self._copy)} if copied else saved
+
+    def _whole_optimizer(self) -> Tree:
+        """The optimizer state of a checkpoint."""
+        return self.state.optimizer
 
     def restore(self, saved: Mapping[str, Tree]) -> None:
         """Takes what `save` returned in one process, or what a checkpoint holds, on any mesh and in either form of
@@ -294,7 +292,7 @@ class SpmdLearner:
             self._ratio.forget()
         shardings = {'params': trees.join(programs.params, programs.frozen), 'optimizer': programs.state}
         new = read_snapshot(self._decoder, saved, shapes, shardings)
-        state.params, state.frozen = trees.split(new['params'], self._trains)
+        state.params, state.frozen = trees.split(new['params'], self.parts[0].trains)
         state.optimizer = new['optimizer']
         self.require_finite('the checkpoint', 'remove it to go on from the one before, or start again')
 
@@ -312,29 +310,13 @@ class SpmdLearner:
         if self._ahead is not None and wait:
             self._ahead.join()
 
-    def _define_programs(self, trained: Params, frozen: Params, optimizer: Optimizer) -> Programs:
-        config = self._decoder.config
-        axes = logical_axes(config)
-        cut = lambda tree: param_shardings(tree, axes, self._mesh, self._settings.strategy)
-        export = functools.partial(export_weights, self._decoder, self._settings.publish_dtype)
-        exported = jax.eval_shape(export, trained, frozen)
-        spread = self._settings.publishes_files and jax.process_count() > 1
-        return Programs(
-            self._decoder,
-            self._settings,
-            optimizer,
-            self._mesh,
-            attention=self.attention,
-            params=cut(trained),
-            frozen=cut(frozen),
-            state=optimizer.shardings(trained, cut(trained), replicated(self._mesh)),
-            exported=cut(exported),
-            shares=Shares(_with_shardings(exported, cut(exported)), self._mesh) if spread else None,
-        )
+    def _make_parts(self, make: PartMaker, params: Params) -> list[TrainedPart]:
+        """One part: with adapters only they are trained, else every weight."""
+        return [make.make(params, is_adapter if self._decoder.lora else lambda path: True)]
 
-    def _trains(self, path: str) -> bool:
-        """With adapters only they are trained, else every weight."""
-        return is_adapter(path) if self._decoder.lora else True
+    def _declare(self) -> list[Declared]:
+        exports = self._host_copies is None
+        return [one for part in self.parts for one in part.declared_programs(exports=exports)]
 
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
@@ -343,11 +325,6 @@ class SpmdLearner:
         trained = {id(group) for group in kept}
         estimated = zip(groups, self._estimate(groups), strict=True)
         return [advantages for group, advantages in estimated if id(group) in trained]
-
-
-def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
-    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return jax.tree.map(describe, tree, shardings)
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

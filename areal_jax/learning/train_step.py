@@ -91,6 +91,8 @@ class Programs:
     exported: Tree = dataclasses.field(compare=False)  # of the interchange form
     # who publishes which leaves of it; None: every process has its shards of all
     shares: Shares | None = dataclasses.field(default=None, compare=False)
+    # paths of the trained leaves, where a learner trains in blocks; the fields above give them otherwise
+    trained: tuple[str, ...] | None = None
 
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in buffers of their own."""

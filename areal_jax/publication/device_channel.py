@@ -12,7 +12,8 @@ import jax
 
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import LeafDigest, device_manifest, finite_manifest, manifest_hash, require_equal
-from areal_jax.sharding.placement import Place, move_to
+from areal_jax.publication.unchanged import Mover, UnchangedLeaves, by_path
+from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights, Tree
 
 
@@ -26,7 +27,8 @@ class DeviceChannel:
     """protocols.Channel over device memory.
 
     The weights of a version are held once until they are released. Engines on the device that holds them share that
-    copy, so they must not donate it; every other engine gets a copy on its own devices.
+    copy, so they must not donate it; every other engine gets a copy on its own devices. Leaves that are the arrays of
+    the last version are neither moved nor measured again.
 
     Args:
       device: where `transfer` moves the weights; None = they stay on the devices of the learner, sharded as they are.
@@ -34,16 +36,25 @@ class DeviceChannel:
     """
 
     def __init__(self, device: jax.Device | None = None, *, verify: bool):
-        self._device, self._verify = device, verify
+        self._verify = verify
         self._versions: dict[int, _Version] = {}
+        self._digests: UnchangedLeaves[LeafDigest] = UnchangedLeaves()
+        self._mover = None if device is None else Mover(device)
+        self._movers: list[tuple[Place, Mover]] = []  # of the engines, each for its place
+        self.carried_bytes = 0  # of the leaves that the last `transfer` found changed
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
         """Holds `copy`, buffers that no later update touches; returns when it is on the channel's device.
 
         Raises PublicationError for weights with NaN or infinity.
         """
-        params = copy if self._device is None else move_to(copy, self._device)
-        manifest = finite_manifest(params, version)
+        params = copy if self._mover is None else self._mover.move(copy)
+        leaves = by_path(params)
+        known = self._digests.find(leaves)
+        changed = {path: leaf for path, leaf in leaves.items() if path not in known}
+        manifest = known | finite_manifest(changed, version)
+        self._digests.note(leaves, manifest)
+        self.carried_bytes = sum(leaf.nbytes for leaf in changed.values())
         self._versions[version] = _Version(jax.block_until_ready(params), manifest)
         return PublishedWeights(version, manifest_hash(manifest), handle=version)
 
@@ -60,10 +71,18 @@ class DeviceChannel:
                 f'channel, which holds {sorted(self._versions)}: receive a version before it is released, from the '
                 'channel that transferred it'
             )
-        params = held.params if place is None else jax.block_until_ready(move_to(held.params, place))
+        params = held.params if place is None else jax.block_until_ready(self._mover_to(place).move(held.params))
         if self._verify:
             require_equal(held.manifest, device_manifest(params), published.version)
         return params
+
+    def _mover_to(self, place: Place) -> Mover:
+        """One for each engine, whose fetches are in order; engines fetch from several threads."""
+        for known, mover in self._movers:
+            if known is place:
+                return mover
+        self._movers.append((place, mover := Mover(place)))
+        return mover
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
         """Drops the channel's references to versions below `version`, but for the `pinned` ones."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -17,11 +17,12 @@ import numpy as np
 
 from areal_jax import files
 from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
-from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
+from areal_jax.formats.hf_export import HfCompanions, HfFiles, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import (
+    LeafDigest,
     Manifest,
     decode_manifest,
     encode_manifest,
@@ -31,6 +32,7 @@ from areal_jax.publication.manifest import (
     require_equal,
 )
 from areal_jax.publication.part_writer import PartWriter
+from areal_jax.publication.unchanged import UnchangedLeaves, by_path
 from areal_jax.publication.version_directory import write_hf_directory
 from areal_jax.publication.versions import (
     MANIFEST,
@@ -68,6 +70,8 @@ class FilesChannel:
       verify: `receive` recomputes the digest of every leaf.
       companions: tokenizer and so on, written with each version so that a server can start from any of them.
       writers: the other processes of a learner over several, which hold leaves of each version too.
+      file_of: see `plan_hf_files`. A file whose leaves are all arrays of the last version is not written again: it is a
+        hard link to the file of that version. None = one file.
       separate_head: see `plan_hf_files`; a reader that knows the model's own config reads the same weights.
     """
 
@@ -80,7 +84,11 @@ class FilesChannel:
         companions: HfCompanions | None = None,
         writers: Sequence[VersionWriter] = (),
         separate_head: bool = False,
+        file_of: Callable[[str], int] | None = None,
     ):
+        self._file_of, self._last = file_of, -1  # version that was transferred last
+        self._digests: UnchangedLeaves[LeafDigest] = UnchangedLeaves()
+        self.carried_bytes = 0  # of the leaves that the last `transfer` has written
         self._directory, self._config, self._separate_head = pathlib.Path(directory), config, separate_head
         self._verify, self._companions = verify, companions or HfCompanions()
         self._parts, self._writers = PartWriter(config, companions, separate_head=separate_head), writers
@@ -95,15 +103,36 @@ class FilesChannel:
         """
         if is_shared(copy):
             return self._transfer_shares(version, copy)
+        leaves = by_path(copy)
+        known = self._digests.find(leaves)
         copy = jax.tree.map(np.asarray, copy)  # on the host nothing waits for the update that is under way
-        manifest = finite_host_manifest(copy, version)
+        changed = {path: leaf for path, leaf in by_path(copy).items() if path not in known}
+        manifest = known | finite_host_manifest(changed, version)
         digest = manifest_hash(manifest)
         clear_versions(self._directory, version)
         target = version_path(self._directory.absolute(), version)
         record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': encode_manifest(manifest)}
-        plan = plan_hf_files(copy, self._config, companions=self._companions, separate_head=self._separate_head)
-        write_hf_directory(target, plan, {MANIFEST: record})
+        plan = plan_hf_files(
+            copy,
+            self._config,
+            file_of=self._file_of,
+            companions=self._companions,
+            separate_head=self._separate_head,
+        )
+        links = self._find_links(plan, known)
+        write_hf_directory(target, plan, {MANIFEST: record}, links=links)
+        self._digests.note(leaves, manifest)
+        self._last = version
+        self.carried_bytes = plan.weight_bytes(set(plan.weights) - set(links))
         return PublishedWeights(version, digest, handle=str(target))
+
+    def _find_links(self, plan: HfFiles, known: Collection[str]) -> dict[str, pathlib.Path]:
+        """The files of the last version that this one has too, by name: all their leaves are `known`."""
+        if self._file_of is None:
+            return {}
+        before = version_path(self._directory.absolute(), self._last)
+        kept = [name for name, tensors in plan.weights.items() if all(plan.tensors[t].path in known for t in tensors)]
+        return {name: before / name for name in kept if (before / name).is_file()}
 
     def _transfer_shares(self, version: int, copy: Tree) -> PublishedWeights:
         directory = str(self._directory.absolute())

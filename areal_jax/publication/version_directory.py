@@ -6,6 +6,7 @@ The files channel writes each version with it, and `export` the final weights; f
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,10 +27,13 @@ def write_hf_directory(
     records: Mapping[str, Mapping[str, object]] | None = None,
     elsewhere: str = ANOTHER,
     announce: files.Announce = files.announce_nothing,
+    links: Mapping[str, pathlib.Path] | None = None,
 ) -> None:
     """Writes planned files and JSON `records` by file name; an earlier directory of the same name is replaced.
 
     `elsewhere` says in errors what else to do on a full disk than to make room. `announce` hears of the bytes written.
+    `links` has, by name, files on the same disk that hold what would be written; they are written where the file system
+    has no hard links.
 
     Raises PublicationError for a directory in the way that holds no weights, for lack of space (naming needed and
     free bytes), for a failed write, and for values that the dtype of the files cannot hold.
@@ -44,8 +48,18 @@ def write_hf_directory(
 
     with writing(target, elsewhere):
         for name in contents.weights:
-            contents.write_weights(partial, name, note=note)
+            if not (links and name in links and _link(links[name], partial / name)):
+                contents.write_weights(partial, name, note=note)
         finish_directory(target, contents, records)
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
+    """Whether `target` is a hard link to `source` now."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def open_directory(target: pathlib.Path, nbytes: int, elsewhere: str = ANOTHER) -> pathlib.Path:

@@ -46,6 +46,7 @@ from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, VersionScores, read_curve
 from areal_jax.telemetry.json_lines import plain
+from areal_jax.telemetry.values import number
 
 FILE = 'report.json'
 PAGE = 'report.md'
@@ -199,7 +200,10 @@ def _versions_per_trajectory(metrics: Metrics) -> contents.MeanMax:
 def count_optimizer_steps(metrics: Metrics) -> contents.OptimizerSteps:
     """Over all updates: {'applied', 'skipped' because the gradient was not finite}."""
     applied, skipped = aggregates.total(metrics, names.OPTIMIZER_STEPS), aggregates.total(metrics, names.SKIPPED_STEPS)
-    return {'applied': int(applied), 'skipped': int(skipped)}
+    counted: contents.OptimizerSteps = {'applied': int(applied), 'skipped': int(skipped)}
+    if blocks := sorted(int(block) for line in metrics if (block := number(line, names.BLOCK)) is not None):
+        counted['updates_by_block'] = {str(block): count for block, count in collections.Counter(blocks).items()}
+    return counted
 
 
 def _span(events: Sequence[Event]) -> float | None:

@@ -126,6 +126,7 @@ class Tokens(TypedDict):
 class OptimizerSteps(TypedDict):
     applied: int
     skipped: int  # their gradient was not finite
+    updates_by_block: NotRequired[Mapping[str, int]]  # absent where every update trains all leaves
 
 
 class Unparsed(Ends):

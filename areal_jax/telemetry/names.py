@@ -129,6 +129,11 @@ READ_TOKENS = Metric('train/read_tokens', 'tokens', 'prompts and answers that pa
 MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see diagnostics/flops.py')
 OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
 SKIPPED_STEPS = Metric('update/skipped_steps', 'steps', 'optimizer steps left out: their gradient was not finite')
+BLOCK = Metric('update/block', 'block', 'number of the block that the update trained; absent with optimizer.blocks=1')
+# of distributed.clients, at the end of a turn
+AVERAGED_BLOCK = Metric('average/block', 'block', 'number of the block that was replaced by its mean over the clients')
+AVERAGED_CLIENTS = Metric('average/clients', 'clients', 'clients in that mean')
+AVERAGE_SECONDS = Metric('average/seconds', 's', 'from sending that block to its mean, on the wall clock')
 
 EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, the one under way as a fraction')
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')

@@ -11,8 +11,12 @@ import jax
 
 from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import Model
+from areal_jax.app.parts.part_settings import build_blocks
 from areal_jax.config import TrackedConfig
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve
+from areal_jax.learning.blockwise.block_learner import leaf_sizes
+from areal_jax.learning.blockwise.blocks import cut_blocks
+from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Channel
 from areal_jax.publication.device_channel import DeviceChannel
 from areal_jax.publication.files_carrier import FilesReceiver, FilesSender
@@ -73,7 +77,17 @@ def build_files(parts: ChannelParts) -> FilesChannel | RecordChannel:
         companions=companions,
         writers=parts.writers,
         separate_head=separate_head,
+        file_of=_find_files(parts),
     )
+
+
+def _find_files(parts: ChannelParts) -> Callable[[str], int] | None:
+    """A file for each block of leaves that is trained by itself; None = one file."""
+    if (blocks := build_blocks(parts.config)) is None:
+        return None
+    cut = cut_blocks(leaf_sizes(Decoder(parts.model.decoder.config).abstract()), blocks.blocks)
+    number = {path: block for block, paths in enumerate(cut) for path in paths}
+    return number.__getitem__
 
 
 def build_records(

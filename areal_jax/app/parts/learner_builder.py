@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from areal_jax.app.model.model import Model
 from areal_jax.app.model.text_model import describe_source
-from areal_jax.app.parts.part_settings import build_learner_settings, build_lora, build_mesh, build_optimizer
+from areal_jax.app.parts.part_settings import (
+    build_blocks,
+    build_learner_settings,
+    build_lora,
+    build_mesh,
+    build_optimizer,
+)
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
+from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
+from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.leader import CommandLeader
+from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
@@ -18,15 +29,29 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
     mesh = build_mesh(config)
     decoder, params = build_training_decoder(config, model)
     optimizer = build_optimizer(config)
-    settings = build_learner_settings(config)
-    return SpmdLearner(
-        decoder,
-        params,
-        mesh,
-        optimizer=optimizer,
-        learning_rate=config.optimizer.learning_rate,
-        settings=settings,
-        compile_ahead=compile_ahead,
+    settings, rate = build_learner_settings(config), config.optimizer.learning_rate
+    if (blocks := build_blocks(config)) is None:
+        return SpmdLearner(
+            decoder, params, mesh,
+            optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
+        )  # fmt: skip
+    form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
+    if config.distributed.clients == 1:
+        return BlockLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead)
+    client = ClientSettings(config.distributed.overlap, config.run.steps)
+    averages = build_averages(config)
+    return AveragedLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead, averages=averages, client=client)
+
+
+def build_averages(config: TrackedConfig) -> Averages:
+    """The directory through which this client averages with the others."""
+    ours = config.distributed
+    return Averages(
+        pathlib.Path(ours.average_directory),
+        ours.client,
+        ours.clients,
+        deadline_s=ours.average_deadline_s,
+        kept_turns=ours.kept_turns,
     )
 
 

@@ -16,6 +16,7 @@ from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
+from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
 from areal_jax.plugins import Function, load_function
 from areal_jax.rollout import requirements
@@ -85,6 +86,20 @@ def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
         schedule=ours.schedule,
         final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
         total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
+    )
+
+
+def build_blocks(config: TrackedConfig) -> BlockSettings | None:
+    """None where an update trains all leaves."""
+    ours = config.optimizer
+    if ours.blocks == 1:
+        return None
+    return BlockSettings(
+        blocks=ours.blocks,
+        block_order=ours.block_order,
+        block_updates=ours.block_updates,
+        block_state=ours.block_state,
+        seed=config.run.seed,
     )
 
 
@@ -188,6 +203,14 @@ def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParam
         top_p=rollout.top_p,
         stop_tokens=() if rollout.ignore_eos else (tokenizer.eos_id,),
     )
+
+
+def build_sampling_seed(config: TrackedConfig) -> int:
+    """The seed of the noise of sampled answers: each of several clients has its own."""
+    seed: int = config.run.seed
+    if config.distributed.clients == 1:
+        return seed
+    return (seed * config.distributed.clients + config.distributed.client) % 2**31
 
 
 def build_gate(config: TrackedConfig) -> StalenessGate:

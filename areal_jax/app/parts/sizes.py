@@ -27,21 +27,14 @@ from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
 from areal_jax.telemetry.numerals import format_bytes
+from areal_jax.types import Tree
 
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication', 'transposed weights'),
-    *(
-        'weights in 8 bits',
-        'KV cache',
-        'prefill',
-        'logits',
-        'rows',
-        'answers',
-        'earlier versions',
-        'versions for deltas',
-    ),
+    *('weights in 8 bits', 'moments of other blocks', 'KV cache', 'prefill', 'logits', 'rows', 'answers'),
+    *('earlier versions', 'versions for deltas'),
 )
 
 
@@ -126,6 +119,8 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
         # the learner's last version, and on accelerators the buffers of each reader; on a CPU engines decode with those
         readers = [devices for devices in allocation.by_devices() if devices[0].platform != 'cpu']
         host['versions for deltas'] = (1 + len(readers)) * version
+    if config.optimizer.blocks > 1:  # moments of other blocks, or at most as much
+        host['moments of other blocks'] = 2 * learner['weights']
     if config.diagnostics.ratio_sample:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
         host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
@@ -140,6 +135,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     count = lambda tree, shardings, dtype: _bytes(tree, shardings, shape.n_layers, dtype)
     optimizer = build.build_optimizer(config)
     state = jax.eval_shape(optimizer.init, trained)
+    placed = optimizer.shardings(trained, cut(trained), replicated(mesh))
     dtype = config.learner.dtype
     supervised = config.loss.objective == 'sft'
     published = 'float32' if supervised else config.publication.dtype
@@ -149,8 +145,8 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     )
     sizes = {
         'weights': count(trained, cut(trained), 'float32') + count(frozen, cut(frozen), dtype),
-        'optimizer': count(state, optimizer.shardings(trained, cut(trained), replicated(mesh)), None),
-        'gradients': count(trained, cut(trained), 'float32'),
+        'optimizer': _of_largest_block(config, shape, state, placed, None),
+        'gradients': _of_largest_block(config, shape, trained, cut(trained), 'float32'),
         'publication': count(merged, cut(merged), published),
         'rows': tokens * shape.n_layers * shape.d_model * _itemsize(dtype),
     }
@@ -159,6 +155,16 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     if not supervised and config.loss.kl_coefficient:
         sizes['reference model'] = count(trained, cut(trained), dtype)
     return sizes
+
+
+def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, shardings: Tree, dtype: str | None) -> int:
+    """Bytes of gradients or optimizer state, of which the learner's devices have one block at a time."""
+    blocks = config.optimizer.blocks
+    whole = _bytes(tree, shardings, shape.n_layers, dtype)
+    if blocks == 1:
+        return whole
+    outside = _bytes(tree, shardings, 0, dtype)
+    return max(outside, (whole - outside) * -(-shape.n_layers // (blocks - 1)) // shape.n_layers)
 
 
 def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> dict[str, int]:

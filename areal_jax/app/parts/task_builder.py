@@ -15,7 +15,9 @@ from areal_jax import lanes
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, is_own, load_function
+from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.client_stream import ClientStream
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.scoring.audit import Audit
@@ -46,6 +48,12 @@ def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     if 0 < sizes['held_out'] < wanted:
         print(f'evaluation.problems={wanted}: all {sizes["held_out"]} held-out problems are evaluated', flush=True)
     return task
+
+
+def build_stream(config: TrackedConfig, task: Task) -> PromptStream:
+    """The prompts to train on: of several clients each has its own."""
+    whole, ours = task.prompts('train', config.run.seed), config.distributed
+    return whole if ours.clients == 1 else ClientStream(whole, ours.client, ours.clients)
 
 
 def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:

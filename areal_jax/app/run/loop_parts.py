@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.server_parts import Servers
-from areal_jax.app.parts.task_builder import build_task, build_verifier
+from areal_jax.app.parts.task_builder import build_stream, build_task, build_verifier
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, build_workflow
 from areal_jax.app.run.evaluations import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.run.observer import StepObserver
@@ -237,7 +237,7 @@ def _build_controller(
     evaluations: Evaluations,
     sampling: SamplingParams,
 ) -> Controller:
-    config, seed, beside = host.config, host.config.run.seed, evaluations.beside
+    config, beside = host.config, evaluations.beside
 
     def save_checkpoint(step: int, arrays: Tree, earlier: Mapping[int, Tree], snapshot: State) -> None:
         host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
@@ -254,9 +254,9 @@ def _build_controller(
         clock=host.clock,
         log=host.log,
         supervisor=host.supervisor,
-        stream=host.task.prompts('train', seed),
+        stream=build_stream(config, host.task),
         pool=generation.pool,
-        workflow=host.make_workflow(generation.pool, sampling, seed),
+        workflow=host.make_workflow(generation.pool, sampling, build.build_sampling_seed(config)),
         verifier=host.verifier,
         learner=site.trace(),
         channel=generation.channel,

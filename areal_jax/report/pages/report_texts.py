@@ -14,7 +14,7 @@ from areal_jax.report.engine_work import describe_attention, work_rows
 from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
 from areal_jax.report.publications import describe_publications
 from areal_jax.report.ratios import age_rows, describe_split, split_rows
-from areal_jax.report.report_keys import Groups, Interval, Report, Time
+from areal_jax.report.report_keys import Groups, Interval, OptimizerSteps, Report, Time
 from areal_jax.report.servers import HEAD as SERVERS_HEAD
 from areal_jax.report.servers import describe_servers
 from areal_jax.report.token_fates import fate_rows
@@ -189,12 +189,19 @@ def _accuracy_rows(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
+def _block_rows(steps: OptimizerSteps) -> list[tuple[str, ...]]:
+    counts = steps.get('updates_by_block', {})
+    told = ', '.join(f'{block}: {count}' for block, count in counts.items())
+    return [('updates by the block that they trained', told)] if told else []
+
+
 def _learning_rows(report: Report) -> list[tuple[str, ...]]:
     reward, mismatch, steps = report['reward'], report['mismatch'], report['optimizer_steps']
     unparsed, audit = report['unparsed_rate'], report['audit']
     compared = audit and f'{audit["answers"]} / {audit["disagreements"]} / {audit["undecided"]}'
     return [
         ('optimizer steps, applied / skipped (gradient not finite)', f'{steps["applied"]} / {steps["skipped"]}'),
+        *_block_rows(steps),
         ('reward, first to last update', f'{format_number(reward["first"])} to {format_number(reward["last"])}'),
         (
             'answers that could not be read, first to last update',

@@ -53,6 +53,7 @@ _ONLY: Mapping[str, Value] = {
     'learner.loss_scale': 1.0,
     'publication.dtype': 'float32',
     'lora.rank': 0,
+    'optimizer.blocks': 1,
     'loss.objective': 'decoupled_ppo',
     'loss.kl_coefficient': 0.0,
 }  # what the program can compute; other values need a run of their own

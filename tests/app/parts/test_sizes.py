@@ -60,6 +60,20 @@ def test_sizes_are_those_of_the_arrays(fields):
     assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
 
 
+def test_gradients_and_moments_are_those_of_the_largest_block():
+    config, found = measured(optimizer__blocks=3, model__n_layers=3)
+    whole = measured(model__n_layers=3)[1].learner
+    learner, trained, moments = build_learner(config, build_model(config)), [], []
+    for version in range(3):
+        learner.update([], version)  # turns to the block of the version
+        trained.append(nbytes(learner.state.params))
+        moments.append(nbytes(learner.state.optimizer))
+    assert found.learner['gradients'] == max(trained) < whole['gradients'] == sum(trained)
+    assert found.learner['optimizer'] == pytest.approx(max(moments), rel=0.01)
+    assert found.learner['weights'] == whole['weights']
+    assert found.host['moments of other blocks'] == 2 * whole['weights']
+
+
 def test_the_parts_of_a_process_are_those_of_its_learner_engines_and_host():
     found = measured(rollout__slots=3)[1]
     parts = sizes.measure_parts(small_config(rollout__slots=3))

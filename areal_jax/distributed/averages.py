@@ -1,0 +1,213 @@
+"""The mean of a block over independent clients, through a directory that all of them see. No jax.
+
+    DIRECTORY/turn_000012/client_1         the block of client 1 after its turn 12, until the mean is there
+    DIRECTORY/turn_000012/average/mean     the mean of the clients that average/clients.json names
+
+All clients have begun the turn from equal weights of the block, so the mean of their weights is these plus the mean of
+their changes. The first client that finds all others there, or whose deadline has passed, writes the mean. It renames a
+directory that holds it: that succeeds once, so every client reads the same mean, a resumed one too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import pathlib
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from areal_jax import files
+from areal_jax.distributed.codec import CodecError, decode, encode
+from areal_jax.errors import UserError
+
+Block = Mapping[str, np.ndarray]  # float32 leaves by path
+_LOOK_S = 0.02  # between two looks at the directory
+_TURN = re.compile(r'turn_(\d{6,})')
+_CLIENT = re.compile(r'client_(\d+)')
+_MEAN, _CLIENTS = 'mean', 'clients.json'
+
+
+class AverageError(UserError):
+    """A mean that cannot be made or read; the message names the directory and the fix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """The mean of a block after one turn."""
+
+    clients: tuple[int, ...]  # that are in it
+    values: dict[str, np.ndarray]
+    waited_s: float  # from the call of `exchange` to the mean
+
+
+class Averages:
+    """The directory as one client uses it. For one thread.
+
+    Args:
+      directory: the same for all clients.
+      client: the number of this one, from 0.
+      clients: how many there are at the start.
+      deadline_s: how long others are waited for after the block of this client is there.
+      kept_turns: turns whose means stay, for clients that are resumed from an earlier checkpoint; 0 = all.
+      pace: called with the bytes of each block that is sent or fetched; a simulated link waits in it.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        client: int,
+        clients: int,
+        *,
+        deadline_s: float,
+        kept_turns: int = 0,
+        pace: Callable[[int], None] = lambda nbytes: None,
+    ):
+        self._directory, self._client, self._clients = directory, client, clients
+        self._deadline_s, self._kept_turns, self._pace = deadline_s, kept_turns, pace
+
+    def exchange(self, turn: int, block: Block) -> Average:
+        """Sends the block of this client and returns the mean over the clients, at once where it is there.
+
+        A client that is late is left out from then on, until it has sent a block in time again.
+
+        Raises AverageError for a mean that is not kept any more, and for blocks of other leaves.
+        """
+        began_s, home = time.monotonic(), self._home(turn)
+        if (found := self._read(turn)) is None:
+            self._require_kept(turn)
+            home.mkdir(parents=True, exist_ok=True)
+            content = encode(dict(block))
+            files.write_bytes(home / f'client_{self._client}', content)
+            self._pace(len(content))
+            found = self._await(turn)
+        clients, values = found
+        self._pace(sum(leaf.nbytes for leaf in values.values()))
+        if self._client not in clients:
+            _warn(
+                f'client {self._client} came after the deadline of turn {turn}: it goes on with the mean of clients '
+                f'{_name(clients)}'
+            )
+        self._remove_old(turn)
+        return Average(clients, values, time.monotonic() - began_s)
+
+    def _await(self, turn: int) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+        end_s = time.monotonic() + self._deadline_s
+        before = self._read_clients(turn - 1)
+        expected = set(range(self._clients)) if before is None else set(before)
+        while True:
+            if (found := self._read(turn)) is not None:
+                return found
+            there, is_late = self._list_clients(turn), time.monotonic() >= end_s
+            if is_late or expected <= set(there):
+                if missing := sorted(expected - set(there)):
+                    _warn(
+                        f'clients {_name(missing)} sent no block of turn {turn} within distributed.average_deadline_s='
+                        f'{self._deadline_s:g}: the mean is over clients {_name(there)}'
+                    )
+                with contextlib.suppress(FileNotFoundError):  # another client has made the mean meanwhile
+                    self._decide(turn, there)
+            else:
+                time.sleep(_LOOK_S)
+
+    def _decide(self, turn: int, clients: Sequence[int]) -> None:
+        """Writes the mean over these clients, unless there is one."""
+        home = self._home(turn)
+        blocks = [_decode(home / f'client_{client}') for client in clients]
+        content = encode(mean_blocks(blocks, home))
+        self._pace(len(content) * (len(blocks) - (self._client in clients)))  # the blocks of others
+        own = home / f'.average_{self._client}'
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        files.write_bytes(own / _MEAN, content)
+        files.write_json(own / _CLIENTS, {'clients': list(clients)})
+        try:
+            own.rename(home / 'average')
+        except OSError as error:
+            shutil.rmtree(own, ignore_errors=True)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return
+        files.sync(home)
+        for path in home.glob('client_*'):
+            path.unlink(missing_ok=True)
+
+    def _read(self, turn: int) -> tuple[tuple[int, ...], dict[str, np.ndarray]] | None:
+        clients = self._read_clients(turn)
+        return None if clients is None else (clients, _decode(self._home(turn) / 'average' / _MEAN))
+
+    def _read_clients(self, turn: int) -> tuple[int, ...] | None:
+        """Of the mean of a turn; None where it has none."""
+        path = self._home(turn) / 'average' / _CLIENTS
+        return tuple(files.read_json(path)['clients']) if path.exists() else None
+
+    def _list_clients(self, turn: int) -> list[int]:
+        """Those whose blocks are there, in order."""
+        found = [match for path in self._home(turn).iterdir() if (match := _CLIENT.fullmatch(path.name))]
+        return sorted(int(match[1]) for match in found)
+
+    def _require_kept(self, turn: int) -> None:
+        later = [number for number in self._turns() if number > turn and self._read_clients(number) is not None]
+        if later:
+            raise AverageError(
+                f'{self._directory} has the mean of turn {later[0]} and none of turn {turn}, at which this client is: '
+                'resume it from a newer checkpoint, and raise distributed.kept_turns or lower checkpoint.every'
+            )
+
+    def _remove_old(self, turn: int) -> None:
+        """Any client may remove a turn; one that another one removes at the same time is gone as well."""
+        if self._kept_turns:
+            for number in self._turns():
+                if number <= turn - self._kept_turns:
+                    shutil.rmtree(self._home(number), ignore_errors=True)
+
+    def _turns(self) -> list[int]:
+        if not self._directory.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self._directory.iterdir() if (match := _TURN.fullmatch(path.name)))
+
+    def _home(self, turn: int) -> pathlib.Path:
+        return self._directory / f'turn_{turn:06d}'
+
+
+def mean_blocks(blocks: Sequence[Block], where: pathlib.Path) -> dict[str, np.ndarray]:
+    """The mean of each leaf, added up in float64 in the order of the blocks; one block stays as it is, bit for bit.
+
+    Raises AverageError, which names `where`, for blocks of other leaves or shapes.
+    """
+    shapes = [{path: leaf.shape for path, leaf in block.items()} for block in blocks]
+    if any(shape != shapes[0] for shape in shapes):
+        raise AverageError(
+            f'the clients sent blocks of other leaves to {where}: start all clients of one model with one config, and '
+            'give every run a distributed.average_directory of its own'
+        )
+    return {path: _mean([block[path] for block in blocks]) for path in blocks[0]}
+
+
+def _mean(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    total = leaves[0].astype(np.float64)
+    for leaf in leaves[1:]:
+        total += leaf
+    return (total / len(leaves)).astype(np.float32)
+
+
+def _decode(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Raises FileNotFoundError for a file that is not there, AverageError for another content."""
+    try:
+        content: dict[str, np.ndarray] = decode(path.read_bytes())
+    except CodecError as error:
+        raise AverageError(f'{path} holds no block ({error}): remove the directory of its turn, and resume') from error
+    return content
+
+
+def _name(clients: Sequence[int]) -> str:
+    return ', '.join(map(str, clients))
+
+
+def _warn(sentence: str) -> None:
+    print(f'warning: {sentence}', file=sys.stderr, flush=True)

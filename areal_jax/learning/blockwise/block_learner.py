@@ -1,0 +1,214 @@
+"""The learner that trains one block of leaves after the other; blocks.py says which.
+
+The trained block is on the mesh with its gradients and moments. All other leaves are frozen there: a pass takes no
+gradient of them, and saves no activations of the layers below the block. Moments of other blocks are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.blockwise.blocks import BlockSettings, cut_blocks
+from areal_jax.learning.diagnostics.data_metrics import Metrics
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot
+from areal_jax.learning.weights.trained_leaves import Params
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.weights import nest
+from areal_jax.sharding.placement import copy_shards
+from areal_jax.sharding.rules import path_name
+from areal_jax.telemetry.metrics import merge
+from areal_jax.telemetry.names import BLOCK
+from areal_jax.types import TrajectoryGroup, Tree
+
+_BLOCKS, _MOMENTS = 'blocks', 'transform'  # in a checkpoint: blocks/2/transform/... are the moments of block 2
+
+
+class BlockLearner(SpmdLearner):
+    """`protocols.Learner` whose updates each train one block. For one process, with layers as a list.
+
+    `publish` returns leaves that have not changed since the last publication as the same arrays: a channel carries the
+    others only.
+
+    Raises ConfigError for settings that cannot train blocks, and for more blocks than the model has layers.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Params,
+        mesh: Mesh,
+        *,
+        blocks: BlockSettings,
+        optimizer: Optimizer,
+        learning_rate: float,
+        settings: LearnerSettings,
+        compile_ahead: bool = False,
+    ):
+        _require_fit(decoder, settings)
+        self.blocks = blocks
+        self._block = 0  # the one that is trained on the mesh
+        self._moments: dict[int, Tree] = {}  # of other blocks that have been trained, on the host
+        self._published: Tree = None  # the last publication
+        self._changed = set(range(blocks.blocks))  # blocks that it does not have as they are
+        super().__init__(
+            decoder,
+            params,
+            mesh,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            settings=settings,
+            compile_ahead=compile_ahead,
+        )
+
+    def _make_parts(self, make: PartMaker, params: Params) -> list[TrainedPart]:
+        self.paths: Sequence[frozenset[str]] = cut_blocks(leaf_sizes(params), self.blocks.blocks)
+        return [make.make(params, paths.__contains__, block=block) for block, paths in enumerate(self.paths)]
+
+    def _declare(self) -> list[Declared]:
+        turning = ('copy', 'initial_state', *(['zeros'] if self._settings.accumulate == 'dispatch' else []))
+        return super()._declare() + [
+            (part.programs, name, (part.described.params,)) for part in self.parts for name in turning
+        ]
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
+        """Trains the block of this version; see SpmdLearner.update."""
+        self._turn_to(self.blocks.block_of(version))
+        self._changed.add(self._block)
+        return merge(learner=super().update(groups, version), blocks={BLOCK: float(self._block)})
+
+    def publish(self, version: int) -> Tree:
+        """See SpmdLearner.publish. Leaves that did not change are the arrays of the last publication."""
+        self._version = version
+        whole = trees.join(self.state.params, self.state.frozen)
+        leaves = {} if self._published is None else _by_path(self._published)
+        for block in sorted(self._changed):
+            leaves |= _by_path(self._export(block, whole))
+        self._changed.clear()
+        self._copy = self._published = nest(leaves.items())
+        return self._copy
+
+    def read_block(self, block: int) -> dict[str, np.ndarray]:
+        """The weights of one block by path, float32 on the host, in memory that no update writes to."""
+        whole = trees.join(self.state.params, self.state.frozen)
+        own, _ = trees.split(whole, self.parts[block].trains)
+        return {path: np.asarray(copy_shards(leaf)) for path, leaf in _by_path(own).items()}
+
+    def replace_block(self, block: int, values: Mapping[str, np.ndarray]) -> None:
+        """Gives a block other weights, by path; its moments stay. Raises ValueError for leaves of another block."""
+        if values.keys() != self.paths[block]:
+            raise ValueError(f'block {block} has {len(self.paths[block])} leaves, and {len(values)} others were given')
+        part, state = self.parts[block], self.state
+        new = jax.device_put(nest(values.items()), part.programs.definitions.params, may_alias=False)
+        if block == self._block:
+            state.params = new
+        else:
+            state.frozen = trees.join(new, trees.split(state.frozen, part.trains)[1])
+        self._copy = self._version = None
+        self._changed.add(block)
+
+    def restore(self, saved: Mapping[str, Tree]) -> None:
+        """See SpmdLearner.restore. The next update turns to the block of its version."""
+        state, part = self.state, self.parts[self._block]
+        blocks = sorted({int(path.split('/')[1]) for path in saved['optimizer'] if path.startswith(f'{_BLOCKS}/')})
+        if unknown := [block for block in blocks if block >= self.blocks.blocks]:
+            raise ValueError(f'saved moments are of block {unknown[0]}, and optimizer.blocks={self.blocks.blocks}')
+        described = self._describe(lambda part: part.described.optimizer, state.optimizer['step'], blocks)
+        whole = trees.join(state.params, state.frozen)
+        current = jax.tree.map(_describe_leaf, {'params': whole, 'optimizer': described})
+        match_snapshot(self._decoder, saved, current)
+        state.params = state.frozen = state.optimizer = state.gradients = self._copy = self._published = None
+        placed = self._describe(lambda part: part.programs.definitions.state, self._replicated_step(), blocks)
+        over = {'params': self._shardings(), 'optimizer': placed}
+        new = read_snapshot(self._decoder, saved, current, over)
+        self._moments = {int(block): to_host(of[_MOMENTS]) for block, of in new['optimizer'].get(_BLOCKS, {}).items()}
+        trained, state.frozen = trees.split(new['params'], part.trains)
+        self._begin(part, trained, new['optimizer']['step'])
+        self._changed = set(range(self.blocks.blocks))
+        self.require_finite('the checkpoint', 'remove it to go on from the one before, or start again')
+
+    def _turn_to(self, block: int) -> None:
+        """Makes `block` the trained one; the moments of the one before go to the host, or are dropped."""
+        if block != self._block:
+            state, part = self.state, self.parts[block]
+            if self.blocks.keeps_moments:
+                self._moments[self._block] = to_host(state.optimizer[_MOMENTS])
+            step, state.optimizer, state.gradients = state.optimizer['step'], None, None
+            trained, state.frozen = trees.split(trees.join(state.params, state.frozen), part.trains)
+            state.params, self._block = None, block
+            self._begin(part, trained, step)
+        if not self.blocks.keeps_moments:
+            self._moments.clear()  # a checkpoint at the end of a turn has those of the block before
+
+    def _begin(self, part: TrainedPart, trained: Params, step: jax.Array) -> None:
+        """Puts copies of the leaves, which updates may write to, and their moments on the mesh."""
+        state, programs = self.state, part.programs
+        state.params = programs.run('copy', trained)
+        state.optimizer = {**programs.run('initial_state', state.params), 'step': step}
+        if (kept := self._moments.pop(self._block, None)) is not None:
+            over = programs.definitions.state[_MOMENTS]
+            state.optimizer[_MOMENTS] = jax.device_put(kept, over, may_alias=False)
+        self.programs, self._passes = programs, part.passes
+
+    def _whole_optimizer(self) -> Tree:
+        optimizer = self.state.optimizer
+        moments = self._moments | {self._block: optimizer[_MOMENTS]}
+        return {'step': optimizer['step'], _BLOCKS: {str(b): {_MOMENTS: moments[b]} for b in sorted(moments)}}
+
+    def _describe(self, state_of: Callable[[TrainedPart], Tree], step: Tree, blocks: Sequence[int]) -> Tree:
+        """What `_whole_optimizer` has for these blocks, of another kind of leaf."""
+        own = {str(block): {_MOMENTS: state_of(self.parts[block])[_MOMENTS]} for block in blocks}
+        return {'step': step, _BLOCKS: own} if own else {'step': step}
+
+    def _replicated_step(self) -> Tree:
+        return self.parts[0].programs.definitions.state['step']
+
+    def _shardings(self) -> Params:
+        definitions = self.parts[0].programs.definitions
+        return trees.join(definitions.params, definitions.frozen)
+
+    def _export(self, block: int, whole: Params) -> Tree:
+        """The leaves of one block as engines read them, in buffers of their own."""
+        part = self.parts[block]
+        own, _ = trees.split(whole, part.trains)
+        return self._host_copies.copy(own) if self._host_copies else part.programs.run('export', own, {})
+
+
+def leaf_sizes(params: Params) -> dict[str, int]:
+    """Bytes of each leaf in float32, by path; leaves need a shape only."""
+    return {path: leaf.size * 4 for path, leaf in _by_path(params).items()}
+
+
+def to_host(tree: Tree) -> Tree:
+    """Numpy arrays in memory that no update writes to."""
+    return jax.tree.map(copy_shards, tree)
+
+
+def _by_path(tree: Tree) -> dict[str, Tree]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _describe_leaf(leaf: Tree) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _require_fit(decoder: Decoder, settings: LearnerSettings) -> None:
+    """Raises ConfigError for what cannot be trained in blocks; config/constraints.py has the reasons."""
+    for path, value, fits in (
+        ('learner.layers', decoder.layers, decoder.layers == 'list'),
+        ('lora.rank', decoder.lora and decoder.lora.rank, not decoder.lora),
+        ('learner.dtype', settings.dtype, settings.dtype == 'float32'),
+        ('loss.kl_coefficient', settings.kl_coefficient, not settings.kl_coefficient),
+        ('diagnostics.ratio_sample', settings.ratio and settings.ratio.sample, settings.ratio is None),
+    ):
+        if not fits:
+            raise ConfigError(f'{path}={value!r} cannot be trained in blocks: use optimizer.blocks=1')

@@ -1,0 +1,92 @@
+"""What training in blocks, and clients that average them, refuse: field, value, reason and fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_jax.config import default_config, validate
+from areal_jax.config.block_constraints import find_client_problems
+from areal_jax.config.ranges import ConfigError
+
+CLIENTS = {
+    'optimizer.blocks': 3,
+    'distributed.clients': 2,
+    'distributed.client': 1,
+    'distributed.average_directory': 'means',
+}
+
+
+def make_config(fields):
+    config = default_config()
+    config.update_from_flattened_dict(fields)
+    return config
+
+
+@pytest.mark.parametrize('fields', [{'optimizer.blocks': 3}, CLIENTS, CLIENTS | {'distributed.overlap': False}])
+def test_what_can_run_is_accepted(fields):
+    validate(make_config(fields))
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        (
+            {'lora.rank': 4},
+            r'optimizer\.blocks=3 with lora\.rank=4: adapters are the leaves .*; use lora\.rank=0, or blocks=1',
+        ),
+        (
+            {'learner.layers': 'stacked'},
+            r"learner\.layers='stacked': a stacked leaf has the weights of all layers, .* use learner\.layers='list'",
+        ),
+        ({'learner.dtype': 'bfloat16'}, r"learner\.dtype='bfloat16': the leaves of other blocks are kept once"),
+        ({'loss.kl_coefficient': 0.1}, r'loss\.kl_coefficient=0\.1: the reference model would need'),
+        ({'diagnostics.ratio_sample': 0.5}, r'diagnostics\.ratio_sample=0\.5: its ring keeps the trained leaves alone'),
+        (
+            {'cluster.learner': 'hosts=1 x data=1', 'rollout.server': 'own', 'publication.channel': 'files'},
+            r"cluster\.learner='hosts=1 x data=1': processes of a learner write whole versions",
+        ),
+        ({'optimizer.block_updates': 0}, r'optimizer\.block_updates=0 must be at least 1'),
+        ({'optimizer.block_state': 'disk'}, r"optimizer\.block_state='disk' is not known; use one of host, drop"),
+    ],
+)
+def test_blocks_refuse(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config({'optimizer.blocks': 3} | fields))
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'distributed.client': 2}, r'distributed\.client=2 must be below distributed\.clients=2'),
+        (
+            {'distributed.average_directory': ''},
+            r'clients=2 needs distributed\.average_directory: a directory',
+        ),
+        (
+            {'optimizer.blocks': 1},
+            r'clients=2 with optimizer\.blocks=1: clients average blocks; use optimizer\.bl',
+        ),
+        ({'loss.objective': 'sft'}, r"clients=2 with loss\.objective='sft': its demonstrations are not divided"),
+        (
+            {'optimizer.block_updates': 3},
+            r'run\.steps=20 must be a multiple of optimizer\.block_updates=3 with distributed\.clients=2',
+        ),
+        (
+            {'distributed.average_deadline_s': 300.0},
+            r'distributed\.average_deadline_s=300\.0 must be below run\.stall_timeout_s=300\.0',
+        ),
+        ({'distributed.clients': 2000}, r'distributed\.clients=2000 must be at least 1 and at most 1024'),
+    ],
+)
+def test_clients_refuse(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(CLIENTS | fields))
+
+
+def test_clients_in_roles_are_refused():
+    roles = {'cluster.learner': 'hosts=1 x data=1', 'rollout.server': 'own', 'publication.channel': 'files'}
+    found = [problem for problem in find_client_problems(make_config(CLIENTS | roles)) if 'one process' in problem]
+    assert found == [
+        "distributed.clients=2 with cluster.learner='hosts=1 x data=1': each client is one process; use "
+        "cluster.learner='data=1'"
+    ]
