@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.addresses import split_address
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
 from areal_jax.plugins import is_own
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
@@ -31,9 +31,9 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _capacity_problems(c)
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
-        yield from _record_problems(c)
+        yield from find_record_problems(c)
         yield from _quantization_problems(c)
-        yield from _delta_problems(c)
+        yield from find_delta_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)
     yield from _task_and_model_problems(c)
@@ -153,28 +153,6 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
 
 
-def _record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Who can send versions as records, and who can read them."""
-    setting = f'publication.channel={c.publication.channel!r}'
-    if c.publication.listen and split_address(c.publication.listen) is None:
-        yield (
-            f'publication.listen={c.publication.listen!r} must be a host or host:port, with brackets around a host of '
-            'IPv6: name an interface of this machine'
-        )
-    if not find_channel(c.publication.channel).sends_records:
-        return
-    if not find_server(c.rollout.server).reads_records:
-        yield (
-            f'{setting} with rollout.server={c.rollout.server!r}: these servers load directories of files; use '
-            "publication.channel='files', or rollout.server='own'"
-        )
-    if parse_learner(c.cluster.learner).hosts is not None:
-        yield (
-            f'{setting} with cluster.learner={c.cluster.learner!r}: learners in roles or over several processes write '
-            "files; use publication.channel='files', or a learner in one process"
-        )
-
-
 def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What engines with weights in 8 bits do not take; the fix is always to leave them as published."""
     if c.rollout.weights != 'int8':
@@ -196,35 +174,6 @@ def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
                 f"rollout.weights='int8' with {path}={value!r}: {why}; use {path}={fix!r}, or "
                 "rollout.weights='published'"
             )
-
-
-def _delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Who cannot send or take what changed between two versions."""
-    publication, server = c.publication, c.rollout.server
-    if not publication.delta:
-        return
-    for path, value, fits, why in (
-        (
-            *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
-            "it carries whole versions only; use publication.channel='files'",
-        ),
-        (
-            *('publication.dtype', publication.dtype, publication.dtype != 'float32'),
-            '99.8 % of the elements of float32 weights change in each update, so that no delta is smaller; use '
-            "publication.dtype='bfloat16'",
-        ),
-        (
-            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None),
-            'each process writes its own leaves, and a delta needs the version before in one process; use a learner '
-            'in the process of the trainer',
-        ),
-        (
-            *('rollout.server', server, find_server(server).reads_deltas),
-            "these servers load whole directories; use rollout.server='own'",
-        ),
-    ):
-        if not fits:
-            yield f'publication.delta=True with {path}={value!r}: {why}, or publication.delta=False'
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
