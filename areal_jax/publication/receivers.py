@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.record import RecordReceiver
+from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.shm_carrier import SCHEME as SHM
 from areal_jax.publication.shm_carrier import ShmReceiver
 from areal_jax.publication.stream_receiver import StreamReceiver
@@ -33,6 +33,20 @@ class Scheme:
 
     open: Callable[[str, Reader], RecordReceiver]  # (rest of the address, reader)
     is_here: Callable[[str], bool]  # whether this host can have what the rest of the address names
+
+
+def name_version(address: str, held: Held) -> str:
+    """'shm:PATH#7@3f2a...': a version at an address, as a server is told which one to load."""
+    return f'{address}#{held.version}@{held.manifest_hash}'
+
+
+def parse_version_name(text: str) -> tuple[str, Held] | None:
+    """(address, version) of a text that `name_version` made; None for any other, a path of a directory, say."""
+    address, mark, named = text.rpartition('#')
+    version, _, manifest_hash = named.partition('@')
+    if not mark or not version.isdecimal() or not address.startswith(tuple(SCHEMES)):
+        return None
+    return address, Held(int(version), manifest_hash)
 
 
 def open_receiver(address: str, reader: Reader) -> RecordReceiver:

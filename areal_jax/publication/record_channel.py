@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 import jax
 import numpy as np
 
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.manifest import LeafDigest, leaves_by_path
 from areal_jax.publication.record import Held, Record, RecordReceiver, RecordSender
 from areal_jax.publication.version_encoder import Leaves, VersionEncoder, wrap_whole
@@ -42,6 +42,7 @@ class RecordChannel:
     Args:
       open_receiver: from an address that `send` returned; called once for each place where engines need weights.
       name: publication.channel, for the log.
+      name_version: what readers are told, from an address and the version that is there.
       delta: False = all records are whole, of any dtype.
       base_every: most versions from a whole record to the next.
       verify: readers in this process compute all digests of a version again before they use it.
@@ -53,11 +54,13 @@ class RecordChannel:
         open_receiver: Callable[[str], RecordReceiver],
         *,
         name: str,
+        name_version: Callable[[str, Held], str] = lambda address, held: address,
         delta: bool,
         base_every: int = 20,
         verify: bool = False,
     ):
         self._sender, self._open_receiver, self._name = sender, open_receiver, name
+        self._name_version = name_version
         self._delta, self._base_every, self._verify = delta, base_every, verify
         self._chain: _Chain | None = None  # None: the next record is whole
         self._encoder = VersionEncoder()
@@ -79,10 +82,15 @@ class RecordChannel:
         leaves = {path: np.asarray(leaf) for path, leaf in leaves_by_path(copy).items()}
         chain, self._chain = self._chain, None  # until this version is sent, readers may have it or not
         record, changed, after = self._encode(version, leaves, chain)
-        address = self._sender.send(record)
+        try:
+            address = self._sender.send(record)
+        except ChainFull:
+            record, _, after = self._encode(version, leaves, None)
+            address = self._sender.send(record)
         self._chain, header = after, record.header
         size = PublicationSize(self._name, header.kind, header.n_bytes, changed)
-        return PublishedWeights(version, header.manifest_hash, handle=address, size=size)
+        handle = self._name_version(address, Held(version, header.manifest_hash))
+        return PublishedWeights(version, header.manifest_hash, handle=handle, size=size)
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
         """The weights, a nested dict of jax arrays, at `place`; None = the first device of this process.

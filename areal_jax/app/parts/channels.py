@@ -21,7 +21,7 @@ from areal_jax.protocols import Channel
 from areal_jax.publication.device_channel import DeviceChannel
 from areal_jax.publication.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.files_channel import FilesChannel, VersionWriter
-from areal_jax.publication.record import RecordReceiver, RecordSender
+from areal_jax.publication.record import Held, RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.placement import Place
@@ -91,12 +91,16 @@ def _find_files(parts: ChannelParts) -> Callable[[str], int] | None:
 
 
 def build_records(
-    config: TrackedConfig, sender: RecordSender, open_receiver: Callable[[str], RecordReceiver]
+    config: TrackedConfig,
+    sender: RecordSender,
+    open_receiver: Callable[[str], RecordReceiver],
+    name_version: Callable[[str, Held], str] = lambda address, held: address,
 ) -> RecordChannel:
     """The channel over a carrier, as publication.delta and its fields ask."""
     publication = config.publication
     base_every = publication.base_every if publication.delta else 1
     return RecordChannel(
         sender, open_receiver,
-        name=publication.channel, delta=publication.delta, base_every=base_every, verify=publication.verify,
+        name=publication.channel, name_version=name_version,
+        delta=publication.delta, base_every=base_every, verify=publication.verify,
     )  # fmt: skip

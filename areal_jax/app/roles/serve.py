@@ -243,7 +243,7 @@ class _Server:
         require_finite_shards(params, *describe_source(config, model.source))
         return LocalEngine(
             0, self._backend, self.clock, self.log,
-            receive=VersionLoader(self._backend, model.decoder, place),
+            receive=VersionLoader(self._backend, model.decoder, place, self._reader),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
         )  # fmt: skip

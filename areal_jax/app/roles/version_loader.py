@@ -6,6 +6,9 @@ import dataclasses
 import os
 import pathlib
 import socket
+from collections.abc import Iterable
+
+import jax
 
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.learning.weights import trained_leaves as trees
@@ -14,7 +17,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.publication.delta_file import read_delta
 from areal_jax.publication.files_carrier import FilesReceiver
 from areal_jax.publication.files_channel import find_version, load_version
-from areal_jax.publication.manifest import Manifest
+from areal_jax.publication.receivers import Reader, open_receiver, parse_version_name
+from areal_jax.publication.record import Held
 from areal_jax.publication.versions import parse_delta, parse_version
 from areal_jax.publication.weights_reader import WeightsReader
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
@@ -27,23 +31,29 @@ from areal_jax.types import PublishedWeights, Weights
 class VersionLoader:
     """Called with a WeightsDirectory, returns its weights for the backend and sets its digest.
 
-    A path `v000007.delta` opens a reader of its directory, which then takes every version there by what changed. Other
-    paths are loaded whole.
+    A path `v000007.delta` opens a reader of its directory, which then takes every version there by what changed. So
+    does the address of a version in shared memory or behind a socket (receivers.py). Other paths are loaded whole.
+
+    Args:
+      reader: this process as a reader of a run; None = it serves no run, and takes no version from an address.
     """
 
-    def __init__(self, backend: JaxDecodeBackend, decoder: Decoder, place: Place):
-        self._backend, self._decoder, self._place = backend, decoder, place
+    def __init__(self, backend: JaxDecodeBackend, decoder: Decoder, place: Place, reader: Reader | None = None):
+        self._backend, self._decoder, self._place, self._reader = backend, decoder, place, reader
         self._readers: dict[pathlib.Path, WeightsReader] = {}  # by directory of versions
+        self._carried: tuple[str, WeightsReader] | None = None  # (address, its reader): one start of a learner
 
     def __call__(self, published: PublishedWeights) -> Weights:
         """Raises as `load_directory` does, UpdateError also for a delta in another dtype than the server's."""
         directory = published.handle
         assert isinstance(directory, WeightsDirectory)
+        if (named := parse_version_name(directory.path)) is not None:
+            return self._read_address(directory, *named)
         path = pathlib.Path(directory.path)
         delta, whole = parse_delta(path), parse_version(path)
         if delta is not None:
             header = read_delta(path, delta).header
-            self._require_dtype(path, header.leaves)
+            self._require_dtype(path, (leaf.dtype for leaf in header.leaves.values()))
             return self._read(directory, delta, header.manifest_hash)
         if whole is not None and path.parent in self._readers:
             return self._read(directory, whole, find_version(path, whole).manifest_hash)
@@ -54,17 +64,40 @@ class VersionLoader:
         if folder not in self._readers:
             receiver = FilesReceiver(folder, self._decoder.config, f'{socket.gethostname()}-{os.getpid()}')
             self._readers[folder] = WeightsReader(receiver, self._place, transposed=transposed or ())
-        weights, held = self._readers[folder].receive(version, manifest_hash)
-        directory.digest = held.manifest_hash
-        return weights if transposed is None else PreparedWeights(weights)
+        return self._take(self._readers[folder], directory, version, manifest_hash)
 
-    def _require_dtype(self, path: pathlib.Path, leaves: Manifest) -> None:
+    def _read_address(self, directory: WeightsDirectory, address: str, held: Held) -> Weights:
+        if self._reader is None:
+            raise UpdateError(
+                f'{directory.path} is a version of a run, and this server belongs to none: start it with the --workdir '
+                'of the run'
+            )
+        if self._carried is None or self._carried[0] != address:
+            self._close_carried()
+            transposed = self._backend.find_transposed()
+            receiver = open_receiver(address, self._reader)
+            self._carried = address, WeightsReader(receiver, self._place, transposed=transposed or ())
+        return self._take(self._carried[1], directory, held.version, held.manifest_hash)
+
+    def _close_carried(self) -> None:
+        """The reader of an earlier start of the learner: its sender is gone."""
+        if self._carried is not None:
+            self._carried[1].close()
+            self._carried = None
+
+    def _take(self, reader: WeightsReader, directory: WeightsDirectory, version: int, manifest_hash: str) -> Weights:
+        weights, held = reader.receive(version, manifest_hash)
+        self._require_dtype(directory.path, (str(leaf.dtype) for leaf in jax.tree.leaves(weights)))
+        directory.digest = held.manifest_hash
+        return weights if self._backend.find_transposed() is None else PreparedWeights(weights)
+
+    def _require_dtype(self, path: str | pathlib.Path, dtypes: Iterable[str]) -> None:
         own = self._backend.dtype.name
-        for leaf in leaves.values():
-            if leaf.dtype != own:
+        for dtype in dtypes:
+            if dtype != own:
                 raise UpdateError(
-                    f'{path} is in {leaf.dtype}, and this server decodes in {own}: start it with publication.dtype='
-                    f'{leaf.dtype!r}, or publish with publication.delta=False'
+                    f'{path} is in {dtype}, and this server decodes in {own}: start it with publication.dtype='
+                    f'{dtype!r}, or publish with publication.delta=False'
                 )
 
 
