@@ -32,11 +32,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
     from areal_jax.app.parts.extras import API_KEY, require_serving
     from areal_jax.app.process.library_messages import silence_libraries
+    from areal_jax.app.roles.server_front import enter_interpreter, find_front
 
     silence_libraries()
     values = _define_flags()
     command = parse_command(argv, values)
     require_serving()
+    server = command.config.rollout.server
+    enter_interpreter(server)
     if values.workdir is not None:
         require_workdir(values.workdir)
     if values.port is None:
@@ -71,6 +74,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
             overrides=command.overrides,
             interrupts=interrupts,
             heartbeat=heartbeat,
+            front=find_front(server),
         )
     return ExitCode.FINISHED
 

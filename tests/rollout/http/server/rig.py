@@ -57,14 +57,15 @@ class SlowBackend(ToyBackend):
 class ToyServer:
     """Inside, it serves; `url` is its address."""
 
-    def __init__(self, *, slots=4, limits=None, api_key='', tokenizer=None):
+    def __init__(self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None):
+        self.decode_steps = decode_steps
         self.log = EventLog()
         self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
         self.backend = SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT)
         self.receive = receive  # tests put others in its place
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
-            params=(0, 0), kv_policy='recompute', decode_steps=1,
+            params=(0, 0), kv_policy='recompute', decode_steps=decode_steps,
             decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
             failure=IN_A_SERVER,
         )  # fmt: skip
@@ -78,9 +79,12 @@ class ToyServer:
         model = ServedModel(texts, CONTEXT, 10, 7, self.facts)
         listener = bind('127.0.0.1', 0)
         self.url = describe_url(listener)
-        self.http = HttpThread(self.service.inbox, model, listener, limits=limits or Limits(), api_key=api_key)
+        self.http = self.make_front(model, listener, limits or Limits(), api_key)
         self.thread = threading.Thread(target=self._execute)
         self.error = None
+
+    def make_front(self, model, listener, limits, api_key):
+        return HttpThread(self.service.inbox, model, listener, limits=limits, api_key=api_key)
 
     def _execute(self):
         async def program():
