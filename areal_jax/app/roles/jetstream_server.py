@@ -32,7 +32,7 @@ def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupt
 
 def describe_front() -> FrontKind:
     """gRPC: JetStream's service, and one that controls the engine."""
-    return FrontKind(JETSTREAM_CLIENT, _build)
+    return FrontKind(JETSTREAM_CLIENT, _build, survives=True)
 
 
 def enter_interpreter() -> None:

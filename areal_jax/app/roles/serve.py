@@ -9,6 +9,7 @@ import pathlib
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Collection
 
 from ml_collections import config_dict
@@ -251,6 +252,7 @@ class _Server:
             receive=functools.partial(load_directory, decoder=model.decoder, place=place, dtype=dtype),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
+            on_failed_dispatch=traceback.print_exception if self._kind.survives else None,
         )  # fmt: skip
 
     def _describe_front(self, listener: socket.socket, api_key: str) -> FrontParts:

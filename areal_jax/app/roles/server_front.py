@@ -54,6 +54,7 @@ class FrontKind:
 
     client: ClientKind  # that speaks it
     build: Callable[[FrontParts], Front]
+    survives: bool = False  # an exception of a dispatch ends the answers in slots, and not the server
 
 
 def build_http(parts: FrontParts) -> Front:

@@ -23,7 +23,7 @@ from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SE
 from areal_jax.rollout.jetstream.server.engine import StepError
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
-from areal_jax.rollout.stream import LogprobError
+from areal_jax.rollout.stream import DispatchError, LogprobError
 
 Context = grpc.aio.ServicerContext
 _ID_BYTES = 16  # random, of an id that the server makes
@@ -157,7 +157,7 @@ async def end_refused(context: Context, error: UserError) -> NoReturn:
     if isinstance(error, RequestError):
         code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
     else:
-        code = grpc.StatusCode.INTERNAL if isinstance(error, LogprobError | StepError) else _CODES[400]
+        code = grpc.StatusCode.INTERNAL if isinstance(error, LogprobError | DispatchError | StepError) else _CODES[400]
     await _end(context, code, str(error))
 
 

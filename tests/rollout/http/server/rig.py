@@ -57,6 +57,8 @@ class SlowBackend(ToyBackend):
 class ToyServer:
     """Inside, it serves; `url` is its address."""
 
+    on_failed_dispatch = None  # see LocalEngine
+
     def __init__(self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None):
         self.decode_steps = decode_steps
         self.log = EventLog()
@@ -67,7 +69,7 @@ class ToyServer:
             0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
             params=(0, 0), kv_policy='recompute', decode_steps=decode_steps,
             decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
-            failure=IN_A_SERVER,
+            failure=IN_A_SERVER, on_failed_dispatch=self.on_failed_dispatch,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
         self.scoring = ToyScoring()
