@@ -35,6 +35,7 @@ from areal_jax.types import (
 Result = TypeVar('Result')
 MOST_FAILED = 3  # dispatches without a successful one of decoding between them: the last one ends the engine
 
+
 class LocalEngine:
     """Continuous batching over the slots of a backend, under the weights of one version at a time.
 

@@ -29,7 +29,6 @@ KEPT = 'areal-answer-kept'  # trailing metadata: the record is fetched by this i
 # are sent as base64, 4 characters for 3 bytes
 LARGEST_TRAILER = 5500
 _LENGTH = struct.Struct('<I')  # of the header
-_BYTE_ORDER = '<'  # of the arrays, whatever the machine
 
 
 def render_settings(call: Call) -> str:
@@ -69,7 +68,7 @@ def encode_record(call: Call, answer: Answer) -> bytes:
     }  # fmt: skip
     text = json.dumps(header, separators=(',', ':')).encode()
     arrays = [answer.logprobs, *(answer.column(find(name)) for name in call.columns)]
-    parts = [array.astype(array.dtype.newbyteorder(_BYTE_ORDER)).tobytes() for array in arrays]
+    parts = [array.astype(_little(array.dtype)).tobytes() for array in arrays]
     return b''.join([_LENGTH.pack(len(text)), text, *parts])
 
 
@@ -112,12 +111,17 @@ def _take(header: Reply, data: bytes, name: str, dtype: np.dtype, shape: tuple[i
     size = int(np.prod(shape)) * dtype.itemsize
     if len(data) < size:
         raise header.error(name, f'{len(data)} bytes, and {shape[0]} tokens need {size}')
-    array = np.frombuffer(data[:size], dtype.newbyteorder(_BYTE_ORDER)).astype(dtype).reshape(shape)
+    array = np.frombuffer(data[:size], _little(dtype)).astype(dtype).reshape(shape)
     return array, data[size:]
 
 
+def _little(dtype: np.dtype) -> np.dtype:
+    """The byte order of the arrays, whatever the machine."""
+    return dtype.newbyteorder('<')
+
+
 def _read_finish(header: Reply) -> FinishWord:
-    reason = header.text('finish_reason')
+    reason = header.values.get('finish_reason')
     if reason == 'stop' or reason == 'length' or reason == 'abort':
         return reason
     raise header.error('finish_reason', f'{reason!r}, which is none of stop, length and abort')

@@ -1,4 +1,4 @@
-"""The record behind an answer and the settings in front of it: what goes in comes out, and what is broken is refused."""
+"""The record behind an answer and the settings in front: what goes in comes out, what is broken is refused."""
 
 import dataclasses
 import json
@@ -112,7 +112,7 @@ NAN, POSITIVE = (np.array([value], '<f4').tobytes() for value in (np.nan, 0.5))
         (RECORD[:20], 'the record of an answer has no header'),
         (RECORD[:-1], 'sampling_logprobs in the record of the server has 11 bytes, and 3 tokens need 12'),
         (RECORD + b'1234', 'logprobs in the record of the server has 4 bytes more than 3 tokens need'),
-        (RECORD[:-12] + NAN + RECORD[-8:], 'sampling_logprobs in the record of the server has a value that no log-prob'),
+        (RECORD[:-12] + NAN + RECORD[-8:], 'sampling_logprobs in the record of the server has a value that no'),
         (RECORD[:-24] + POSITIVE + RECORD[-20:], 'logprobs in the record of the server has a value that no log-prob'),
         (spoil(RECORD, finish_reason='tired'), "finish_reason in the record of the server has 'tired'"),
         (spoil(RECORD, weight_versions=[{'version': '1', 'start': 0, 'end': 2}]), 'weight_versions'),

@@ -13,6 +13,7 @@ from typing import NoReturn, cast
 
 import grpc
 import numpy as np
+from grpc.aio import ServicerContext as Context
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.bridge import Bridge
@@ -25,7 +26,6 @@ from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
 from areal_jax.rollout.stream import DispatchError, LogprobError
 
-Context = grpc.aio.ServicerContext
 _ID_BYTES = 16  # random, of an id that the server makes
 _KEPT_BYTES = 64 << 20  # of all records that wait to be fetched; the oldest are forgotten above
 _CODES = {

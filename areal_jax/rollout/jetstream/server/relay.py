@@ -60,7 +60,8 @@ class Relay:
         """The data of the next step (result_columns.py); waits until there is news."""
         with self._changed:
             self._changed.wait_for(self._is_due)
-            data, left = make_data(self.slots, self.steps), {}
+            data = make_data(self.slots, self.steps)
+            left: dict[OpenCall, None] = {}
             for call in self._fresh:
                 if call.slot is None:
                     left[call] = None
@@ -94,6 +95,11 @@ class Relay:
         with self._changed:
             call.fail(error)
             self._note(call)
+
+    def count_free(self) -> int:
+        """Slots without a call, by what the steps so far have said."""
+        with self._changed:
+            return sum(call is None for call in self._by_slot)
 
     # The host's thread.
 
