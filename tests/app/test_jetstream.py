@@ -1,4 +1,4 @@
-"""Whole programs: `areal-serve` behind JetStream, a run that trains with such a server, and one whose server is killed."""
+"""Whole programs: `areal-serve` behind JetStream, a run that trains with it, and one whose server is killed."""
 
 from __future__ import annotations
 
