@@ -1,4 +1,4 @@
-"""areal-serve: answers of a model over HTTP."""
+"""areal-serve: answers of a model over HTTP, or in the protocol of the kind in rollout.server."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _define_flags() -> flags.FlagValues:
 
 COMMAND = Command(
     program='areal-serve',
-    purpose='Serves a model over HTTP, with the chat and completions interface of OpenAI.',
+    purpose='Serves a model over HTTP, with the chat and completions interface of OpenAI, or behind JetStream.',
     usage=(
         '--config=FILE[:ARGUMENT] --port=N [--model=RUN|CHECKPOINT|HF_DIR|GGUF] [--host=ADDRESS] '
         '[--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
@@ -129,6 +129,10 @@ COMMAND = Command(
             'the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY',
             'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 '
             '--host=0.0.0.0',
+        ),
+        Example(
+            "behind JetStream's orchestrator and gRPC server, in the environment of launch/jetstream_environment.sh",
+            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=9000 --config.rollout.server=jetstream',
         ),
     ),
     fields=(

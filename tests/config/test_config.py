@@ -126,7 +126,7 @@ BAD = [
     ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
     (
         {'rollout.server': 'sglang'},
-        r"server='sglang' is not known; use one of in_process, own, vllm, external",
+        r"server='sglang' is not known; use one of in_process, own, vllm, jetstream, external",
     ),
     ({'rollout.urls': ('vllm+http://a:1',)}, r"rollout\.urls=.* with rollout\.server='in_process' would not be used"),
     (

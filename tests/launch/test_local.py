@@ -321,7 +321,7 @@ def test_two_launchers_of_a_workdir_are_refused(tmp_path):
     ('flag', 'sentence'),
     [
         ('--config.publication.channel=device', "use publication.channel='files'"),
-        ('--config.rollout.server=in_process', 'launch.local starts servers of this project or vLLM'),
+        ('--config.rollout.server=in_process', 'launch.local starts servers of this project, vLLM or JetStream'),
         ('--config.rollout.server=vllm', 'needs an interpreter that has vLLM'),
         ('--config.rollout.slots=0', 'rollout.slots=0 must be'),
     ],
