@@ -50,13 +50,16 @@ def streaming_server(options: argparse.Namespace, requests: str) -> Program:
     return Program(whole.python, whole.module, {**whole.arguments, 'client_options': {'stream': True}})
 
 
+HTTP = {'whole': lambda options, requests: our_server(options, requests, CLIENTS), 'streams': streaming_server}
+
+
 def measure(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         for lengths in options.lengths:
             requests, about = draw_requests(options, pathlib.Path(directory), lengths, SMOLLM2_TOKENS)
             about['judged'] = ('cpu_s',)
-            http = {'whole': our_server(options, requests, CLIENTS), 'streams': streaming_server(options, requests)}
+            http = {name: HTTP[name](options, requests) for name in options.http}
             cell = Cell(1, lengths, jetstream_server(options, requests), http, BAR, model=SMOLLM2, **about)
             for entry in run_cell(cell, options.turns):
                 rows.append(entry)
@@ -68,7 +71,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, turns=5)
     add_engine(parser, prefill_buckets='80,160,320,1024')
     parser.add_argument('--lengths', default='equal,lognormal')
+    parser.add_argument(
+        '--http', default='whole,streams', help='what is asked of our HTTP server; the better one counts'
+    )
     options = parser.parse_args(arguments)
+    options.http = split_choices('http', options.http, tuple(HTTP))
     options.lengths = split_choices('lengths', options.lengths, tuple(LENGTHS))
     return options
 

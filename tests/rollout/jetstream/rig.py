@@ -33,7 +33,8 @@ class JetstreamToyServer(ToyServer):
 
         return JetstreamFront(
             self.service.inbox, model, listener,
-            limits=limits, decode_steps=self.decode_steps, api_key=api_key, on_death=self.note_death,
+            limits=limits, decode_steps=self.decode_steps, api_key=api_key,
+            on_death=lambda error: self.note_death(error),
         )  # fmt: skip
 
     def note_death(self, error):

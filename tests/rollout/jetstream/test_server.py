@@ -20,7 +20,7 @@ from tests.toys import STOP, length, token
 
 pytestmark = [pytest.mark.slow, needs_jetstream]
 CALLS = int(os.environ.get('AREAL_JAX_JETSTREAM_CALLS', '10000'))
-SMALL = Limits(streams=2, requests=64, share=1.0)
+SMALL = Limits(streams=4, requests=64, share=1.0)
 
 
 def settings(name='a', draw=2, sample=1, **fields):
@@ -224,6 +224,69 @@ def test_an_exception_of_our_backend_ends_the_answers_in_slots_and_is_told(serve
     assert ids == expected(10)
 
 
+def test_an_exception_in_the_text_of_an_answer_ends_its_call_alone(server):
+    decode = server.texts.decode
+
+    def broken(tokens, *, skip_special):
+        if 5 in tokens.tolist():
+            raise IndexError('no such piece')
+        return decode(tokens, skip_special=skip_special)
+
+    server.texts.decode = broken
+
+    async def script(talk):
+        refused = await refusal(talk.read(talk.decode(text='e', new=300, metadata=settings('bad'))))
+        return refused, (await talk.read(talk.decode(new=10, metadata=settings())))[0]
+
+    refused, ids = server.talk(script)
+    assert refused == ('INTERNAL', 'the text of an answer failed (IndexError: no such piece): send the request again')
+    assert ids == expected(10)
+
+
+def test_an_error_in_a_thread_of_jetstream_is_told_and_kills_nothing():
+    """JetStream's own thread would end this process with SIGKILL."""
+    told = threading.Event()
+    with JetstreamToyServer(slots=2) as server:
+        server.note_death = lambda error: (setattr(server, 'death', error), told.set())
+        server.http.relay.fail_slots = None  # what catches the error below fails itself
+        server.http.relay.take_step = None
+
+        async def script(talk):
+            call = talk.decode(new=300)
+            reading = asyncio.create_task(talk.read(call))
+            assert await asyncio.to_thread(told.wait, 20)
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+        server.talk(script)
+    assert isinstance(server.death, TypeError)
+
+
+def test_an_answer_that_takes_too_long_ends_at_the_limit_of_the_server():
+    with JetstreamToyServer(slots=1, limits=Limits(request_s=0.3)) as server:
+        server.backend.step_s = 0.02
+
+        async def script(talk):
+            late = await refusal(talk.read(talk.decode(new=390, metadata=settings('late'))))
+            return late, (await talk.read(talk.decode(new=2, metadata=settings())))[0]
+
+        late, ids = server.talk(script)
+        assert server.free_slots() == server.http.relay.slots
+    assert late == (
+        'DEADLINE_EXCEEDED',
+        'the answer was not complete after 0.3 s, the limit of this server: ask for fewer tokens',
+    )
+    assert ids == expected(2)
+
+
+def test_settings_as_long_as_a_thousand_stop_tokens_are_taken(server):
+    async def script(talk):
+        ((key, value),) = settings()
+        return (await talk.read(talk.decode(new=10, metadata=[(key, value + ' ' * 8000)])))[0]
+
+    assert server.talk(script) == expected(10)
+
+
 class Gate:
     """Lets dispatches of the backend through one by one."""
 
@@ -309,6 +372,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(stage):
                 gate.open()
                 await anext(aiter(gone))
             if stage == 'at the end':
+                gone.cancel()
                 gone = talk.decode(new=3, metadata=settings('short'))
                 await anext(aiter(gone))
             gone.cancel()
@@ -321,9 +385,8 @@ def test_a_client_that_goes_away_leaves_nothing_behind(stage):
         ids, last = server.talk(script)
         assert ids == expected(6)
         assert last == expected(10)
-        assert server.free_slots() == 2
+        assert server.free_slots() == server.http.relay.slots
         assert server.death is None
-        assert server.http.relay.count_free() == 2
 
 
 def test_a_pause_that_aborts_ends_answers_with_what_they_have(server):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jetstream.core import orchestrator
 from jetstream.core.utils.return_sample import ReturnSample
 
-from areal_jax.rollout.jetstream.server.engine import RelayEngine
+from areal_jax.rollout.jetstream.server.engine import RelayEngine, describe_failure
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
 from areal_jax.rollout.jetstream.server.result_columns import drop_fillers
@@ -18,11 +18,20 @@ from areal_jax.rollout.jetstream.server.result_columns import drop_fillers
 class RelayRequest(orchestrator.ActiveRequest):
     """JetStream's request whose content is one of our calls."""
 
+    relay: Relay | None = None  # that ends the call
+
     def enqueue_samples(self, generated_samples: list[ReturnSample]) -> None:
-        """Without fillers, with the text that the tokens add; nothing where there is neither."""
+        """Without fillers, with the text that the tokens add; nothing where there is neither.
+
+        An exception would end JetStream's thread: it ends the call.
+        """
         (sample,) = generated_samples
-        token_ids = drop_fillers(sample.token_ids)
-        text = self.prefill_content.extend_text(token_ids)
+        token_ids, text = drop_fillers(sample.token_ids), ''
+        try:
+            text = self.prefill_content.extend_text(token_ids)
+        except Exception as error:
+            assert self.relay is not None
+            self.relay.end(self.prefill_content, describe_failure('the text of an answer', error))
         if token_ids or text:
             super().enqueue_samples([ReturnSample(text=[text] if text else [], token_ids=token_ids)])
 
@@ -45,7 +54,7 @@ class RelayDriver(orchestrator.Driver):
         )  # fmt: skip
 
     def place_request_on_prefill_queue(self, request: orchestrator.ActiveRequest) -> None:
-        super().place_request_on_prefill_queue(RelayRequest(**vars(request)))
+        super().place_request_on_prefill_queue(RelayRequest(**vars(request), relay=self._relay))
 
     def stop(self) -> None:
         self._relay.close()

@@ -52,7 +52,7 @@ class RelayEngine(engine_api.Engine):
         try:
             self._relay.submit(padded_tokens)
         except Exception as error:
-            self._relay.fail(padded_tokens, _describe('prefill', error))
+            self._relay.fail(padded_tokens, describe_failure('prefill', error))
         return padded_tokens
 
     def insert(self, prefix: OpenCall, decode_state: None, slot: int) -> None:
@@ -63,7 +63,7 @@ class RelayEngine(engine_api.Engine):
         try:
             data = self._relay.take_step()
         except Exception as error:
-            data = self._relay.fail_slots(_describe('generate', error))
+            data = self._relay.fail_slots(describe_failure('generate', error))
         return None, _wrap(data, self._relay.steps)
 
     @property
@@ -126,6 +126,7 @@ def _wrap(data: np.ndarray, steps: int) -> engine_api.ResultTokens:
     )
 
 
-def _describe(where: str, error: Exception) -> StepError:
+def describe_failure(where: str, error: Exception) -> StepError:
+    """The error that callers get; the traceback goes to the log."""
     _log.error('in %s of JetStream', where, exc_info=error)
     return StepError(f'{where} failed ({type(error).__name__}: {error}): send the request again')

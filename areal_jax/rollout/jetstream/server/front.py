@@ -25,8 +25,11 @@ from areal_jax.rollout.jetstream.server.relay import Relay
 
 _GRACE_S = 2.0  # for calls that are open at the end
 _WORKERS = 4  # threads of gRPC that run what is not a coroutine: nothing of ours
+_METADATA_BYTES = 1 << 16  # of a call: its settings may name a thousand stop tokens
 _OPTIONS = (
     ('grpc.so_reuseport', 0),  # else a second server takes half of the connections of the first one
+    ('grpc.max_metadata_size', _METADATA_BYTES),
+    ('grpc.absolute_max_metadata_size', _METADATA_BYTES),
     ('grpc.max_receive_message_length', -1),
     ('grpc.max_send_message_length', -1),
 )
@@ -58,7 +61,12 @@ class JetstreamFront:
         self._server: _Server | None = None
 
     def __enter__(self) -> JetstreamFront:
-        self._server = _Server(self._build, RelayDriver(self.relay, self._on_death), self._listener)
+        driver = RelayDriver(self.relay, self._on_death)
+        try:
+            self._server = _Server(self._build, driver, self._listener)
+        except BaseException:
+            driver.stop()  # else its threads keep the process alive
+            raise
         self._server.start()
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import dataclasses
 import functools
 import hmac
@@ -17,47 +17,24 @@ from grpc.aio import ServicerContext as Context
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.bridge import Bridge
-from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL
+from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, TOO_LATE
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
 from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record, read_settings
 from areal_jax.rollout.jetstream.server.engine import StepError
+from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
 from areal_jax.rollout.stream import DispatchError, LogprobError
 
 _ID_BYTES = 16  # random, of an id that the server makes
-_KEPT_BYTES = 64 << 20  # of all records that wait to be fetched; the oldest are forgotten above
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     FAILED: grpc.StatusCode.INTERNAL,
+    TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-
-
-class KeptRecords:
-    """Records that are too long for trailing metadata, by the id of their request, until they are fetched."""
-
-    def __init__(self, most_bytes: int = _KEPT_BYTES):
-        self._most, self._bytes = most_bytes, 0
-        self._records: collections.OrderedDict[str, bytes] = collections.OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def keep(self, request_id: str, record: bytes) -> None:
-        self.take(request_id)
-        self._records[request_id] = record
-        self._bytes += len(record)
-        while self._bytes > self._most and len(self._records) > 1:
-            self.take(next(iter(self._records)))
-
-    def take(self, request_id: str) -> bytes:
-        """b'' for an id that has none."""
-        record = self._records.pop(request_id, b'')
-        self._bytes -= len(record)
-        return record
 
 
 class OpenCalls:
@@ -107,7 +84,8 @@ class OpenCalls:
         found = self._make(call, token_ids is None, max_tokens)
         number = next(self._numbers)
         self._open[number] = found
-        context.add_done_callback(lambda _: self._close(number))
+        deadline = asyncio.get_running_loop().call_later(self.bridge.limits.request_s, self._expire, found)
+        context.add_done_callback(lambda _: self._close(number, deadline))
         return found
 
     async def finish(self, call: OpenCall, context: Context) -> None:
@@ -123,8 +101,13 @@ class OpenCalls:
             self.records.keep(call.answer.request_id, record)
             context.set_trailing_metadata(((KEPT, call.answer.request_id),))
 
-    def _close(self, number: int) -> None:
+    def _expire(self, call: OpenCall) -> None:
+        sentence = f'the answer was not complete after {self.bridge.limits.request_s:g} s, the limit of this server'
+        self._relay.end(call, RequestError('', f'{sentence}: ask for fewer tokens', TOO_LATE))
+
+    def _close(self, number: int, deadline: asyncio.TimerHandle) -> None:
         """The call of gRPC has ended, by whichever side."""
+        deadline.cancel()
         call = self._open.pop(number)
         self.bridge.load.release(1, stream=True)
         self._relay.withdraw(call)

@@ -101,6 +101,11 @@ class Relay:
         with self._changed:
             return sum(call is None for call in self._by_slot)
 
+    def end(self, call: OpenCall, error: UserError) -> None:
+        """The call ends with this error, and the service gives it up."""
+        self.withdraw(call)
+        self.fail(call, error)
+
     # The host's thread.
 
     def deliver(self, call: OpenCall, delivery: Delivery) -> None:

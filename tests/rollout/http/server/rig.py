@@ -77,7 +77,7 @@ class ToyServer:
         self.scorer = Scorer(self.engine, self.scoring, self.clock)
         self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy', scorer=self.scorer)
         self.end = self.clock.event('end')
-        texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
+        texts = self.texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
         model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts)
         listener = bind('127.0.0.1', 0)
