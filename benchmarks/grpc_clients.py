@@ -47,7 +47,7 @@ async def _ask_all(url: str, calls: Iterator[Call], clients: int) -> Totals:
             if found.n_tokens != wanted:
                 raise RuntimeError(f'{found.n_tokens} tokens instead of {wanted}')
             totals['tokens'] += found.n_tokens
-            totals['logprob'] += float(found.logprobs.sum())
+            totals['logprob'] += float(found.logprobs.sum(dtype=np.float64))
 
     await asyncio.gather(*(follow() for _ in range(clients)))
     await connection.close()

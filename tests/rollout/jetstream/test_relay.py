@@ -186,6 +186,17 @@ def test_an_error_of_the_service_ends_its_call_alone(relay):
     assert (str(a.error), b.error) == ('no', None)
 
 
+def test_a_call_that_is_ended_keeps_its_error_although_the_service_says_that_it_was_cancelled(relay, inbox):
+    (a,) = begin(relay, 'a')
+    relay.end(a, UserError('late'))
+    deliver(relay, (a, tokens(finish='cancelled')))
+    assert inbox.withdrawn() == ['a']
+    assert str(a.error) == 'late'
+    assert step(relay)[0] == ([], True)
+    relay.end(a, UserError('again'))
+    assert inbox.withdrawn() == ['a']
+
+
 def test_a_failed_step_ends_all_slots_and_what_comes_later_for_them_is_dropped(relay, inbox):
     a, b = begin(relay, 'a', 'b')
     deliver(relay, (a, tokens(5)))

@@ -224,6 +224,30 @@ def test_an_exception_of_our_backend_ends_the_answers_in_slots_and_is_told(serve
     assert ids == expected(10)
 
 
+def test_a_log_prob_that_is_no_number_fails_its_request_alone_and_is_known_of_the_weights(server):
+    generate = server.backend.generate
+
+    def broken(weights, state, rows, steps):
+        state, output = generate(weights, state, rows, steps)
+        for index, row in enumerate(rows):
+            if row.request.name == 'bad':
+                output.logprobs[0, index] = np.nan
+        return state, output
+
+    server.backend.generate = broken
+
+    async def script(talk):
+        good = asyncio.create_task(talk.read(talk.decode(new=30, metadata=settings('good'))))
+        refused = await refusal(talk.read(talk.decode(new=30, metadata=settings('bad'))))
+        return refused, (await good)[0], await talk.control(STATUS)
+
+    (code, details), ids, status = server.talk(script)
+    assert code == 'INTERNAL'
+    assert 'the log-prob of a generated token is nan' in details
+    assert ids == expected(30)
+    assert status['fault'].startswith("the weights of version '0' gave a log-prob that no policy can have")
+
+
 def test_an_exception_in_the_text_of_an_answer_ends_its_call_alone(server):
     decode = server.texts.decode
 

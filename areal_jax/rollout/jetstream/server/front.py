@@ -71,8 +71,9 @@ class JetstreamFront:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
 
     def refuse_new(self) -> None:
         """From any thread: new calls are refused from now on."""

@@ -103,8 +103,12 @@ class Relay:
 
     def end(self, call: OpenCall, error: UserError) -> None:
         """The call ends with this error, and the service gives it up."""
-        self.withdraw(call)
-        self.fail(call, error)
+        with self._changed:
+            is_open = not call.is_over
+            call.fail(error)  # before the service can say that it was cancelled
+            self._note(call)
+        if is_open:
+            self._withdraw_from_service([call])
 
     # The host's thread.
 
