@@ -10,6 +10,8 @@ TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.html
 GGUF = ['gguf>=0.19']
 SERVE = ['aiohttp>=3.11']  # servers and their clients
+# the client needs the first two; the others are imported by JetStream (launch/jetstream_environment.sh)
+JETSTREAM = ['grpcio>=1.70', 'protobuf>=5', 'prometheus-client>=0.20', 'tiktoken>=0.7', 'blobfile>=3', 'shortuuid>=1.0']
 RAY = ['ray>=2.60,<3']  # placement groups of TPU slices
 JOBSET = ['pyyaml>=6']
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
@@ -61,7 +63,7 @@ setup(
         'cuda12': ['jax[cuda12]>=0.10.2,<0.13'],
         'cuda13': ['jax[cuda13]>=0.10.2,<0.13'],
         'serve': SERVE,
-        'jetstream': [],  # the Engine contract is imitated; an orchestrator brings its own packages
+        'jetstream': [*SERVE, *JETSTREAM],  # JetStream itself stands in an environment of its own
         'hf': ['transformers>=5.0'],
         'tasks': TASKS,
         'tensorboard': [*TENSORBOARD, 'tensorboard>=2.20'],  # and TensorBoard itself

@@ -1,4 +1,4 @@
-"""areal-serve: answers of a model over HTTP."""
+"""areal-serve: answers of a model over HTTP, or in the protocol of the kind in rollout.server."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
     from areal_jax.app.parts.extras import API_KEY, require_serving
     from areal_jax.app.process.setup import set_up_process, silence_libraries
+    from areal_jax.app.roles.server_front import enter_interpreter, find_front
 
     silence_libraries()
     values = _define_flags()
     command = parse_command(argv, values)
     require_serving()
+    server = command.config.rollout.server
+    enter_interpreter(server)
     if values.workdir is not None:
         require_workdir(values.workdir)
     if values.port is None:
@@ -67,6 +70,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
             overrides=command.overrides,
             interrupts=interrupts,
             heartbeat=heartbeat,
+            front=find_front(server),
         )
     return ExitCode.FINISHED
 
@@ -106,7 +110,7 @@ def _define_flags() -> flags.FlagValues:
 
 COMMAND = Command(
     program='areal-serve',
-    purpose='Serves a model over HTTP, with the chat and completions interface of OpenAI.',
+    purpose='Serves a model over HTTP, with the chat and completions interface of OpenAI, or behind JetStream.',
     usage=(
         '--config=FILE[:ARGUMENT] --port=N [--model=RUN|CHECKPOINT|HF_DIR|GGUF] [--host=ADDRESS] '
         '[--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
@@ -121,6 +125,10 @@ COMMAND = Command(
             'the same for clients of other machines that send the key in the environment variable AREAL_JAX_API_KEY',
             'AREAL_JAX_API_KEY=secret areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=8000 '
             '--host=0.0.0.0',
+        ),
+        Example(
+            "behind JetStream's orchestrator and gRPC server, in the environment of launch/jetstream_environment.sh",
+            'areal-serve --config=configs/tiny_cpu.py --model=runs/tiny --port=9000 --config.rollout.server=jetstream',
         ),
     ),
     fields=(

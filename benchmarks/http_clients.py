@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -38,11 +38,13 @@ async def ask_all(url: str, bodies: Iterator[tuple[bytes, int]], clients: int) -
                 content = await reply.read()
             if reply.status != 200:
                 raise RuntimeError(f'{url}{ROUTE} answered {reply.status}: {content[:300]!r}')
-            [choice] = json.loads(content)['choices']
-            if len(choice['token_ids']) != new_tokens:
-                raise RuntimeError(f'{len(choice["token_ids"])} tokens instead of {new_tokens}')
+            choices = read_choices(content)
+            if (received := sum(len(choice['token_ids']) for choice in choices)) != new_tokens:
+                raise RuntimeError(f'{received} tokens instead of {new_tokens}')
             totals['tokens'] += new_tokens
-            totals['logprob'] += math.fsum(entry['logprob'] for entry in choice['logprobs']['content'])
+            totals['logprob'] += math.fsum(
+                entry['logprob'] for choice in choices if choice['token_ids'] for entry in choice['logprobs']['content']
+            )
             totals['answers'] += 1
 
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
@@ -51,22 +53,30 @@ async def ask_all(url: str, bodies: Iterator[tuple[bytes, int]], clients: int) -
     return totals
 
 
-def make_bodies(requests: Requests, temperature: float) -> list[tuple[bytes, int]]:
+def read_choices(content: bytes) -> list[dict[str, Any]]:
+    """Of a reply, or of the events of a stream."""
+    if not content.startswith(b'data:'):
+        return json.loads(content)['choices']
+    events = [line.removeprefix(b'data:').strip() for line in content.split(b'\n') if line.startswith(b'data:')]
+    return [choice for event in events if event != b'[DONE]' for choice in json.loads(event)['choices']]
+
+
+def make_bodies(requests: Requests, temperature: float, stream: bool = False) -> list[tuple[bytes, int]]:
     """(JSON, tokens that are asked for) of each request."""
     return [
-        (json.dumps(_body(prompt.tolist(), n, temperature)).encode(), n)
+        (json.dumps(_body(prompt.tolist(), n, temperature) | ({'stream': True} if stream else {})).encode(), n)
         for prompt, n in zip(requests.prompts, requests.new_tokens, strict=True)
     ]
 
 
-def _body(prompt: list[int], new_tokens: int, temperature: float) -> Mapping[str, Any]:
+def _body(prompt: list[int], new_tokens: int, temperature: float) -> dict[str, Any]:
     sampling = {'max_tokens': new_tokens, 'temperature': temperature, 'ignore_eos': True, 'logprobs': 0}
     return {'model': MODEL, 'token_ids': prompt, 'sampling_params': {**sampling, 'detokenize': False}}
 
 
-def answer(url: str, requests: Requests, clients: int, temperature: float) -> dict[str, float]:
+def answer(url: str, requests: Requests, clients: int, temperature: float, stream: bool = False) -> dict[str, float]:
     """All answers once; checks of a side (sides.py) without the seconds."""
-    totals = asyncio.run(ask_all(url, iter(make_bodies(requests, temperature)), clients))
+    totals = asyncio.run(ask_all(url, iter(make_bodies(requests, temperature, stream)), clients))
     return {'tokens': totals['tokens'], 'mean_logprob': totals['logprob'] / totals['tokens']}
 
 

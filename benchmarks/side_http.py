@@ -1,21 +1,22 @@
 """A server of any kind as a side of a comparison: started here, and asked by clients of this process.
 
-Only the CPU seconds of the server's processes count. The clients are the same for all servers; their CPU seconds are
-in `client_cpu_s`.
+The clients speak HTTP, or gRPC with a server behind JetStream (`clients_module`: benchmarks.grpc_clients). Only the CPU
+seconds of the server's processes count. The clients' own are in `client_cpu_s`.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.http_clients import answer, post, wait_healthy
+from benchmarks.http_clients import wait_healthy
 from benchmarks.sides import Call, Start, children_cpu_seconds, serve
 from benchmarks.workload import load_requests
 
@@ -26,18 +27,21 @@ PORT = '{port}'  # in a command: replaced by a free one
 
 def prepare(arguments: dict[str, Any]) -> Start:
     requests, clients = load_requests(arguments['requests']), arguments['clients']
+    module = importlib.import_module(arguments.get('clients_module', 'benchmarks.http_clients'))
+    options = arguments.get('client_options', {})
 
     def start() -> tuple[Call, Any]:
         began_s = time.monotonic()
-        url = start_server(arguments['command'], arguments.get('environment', {}))
+        url = start_server(arguments['command'], arguments.get('environment', {}), module.wait_healthy)
         facts = {'start_s': time.monotonic() - began_s, 'command': arguments['command']}
-        answer(url, requests.head(len(requests.prompts), WARM_UP_TOKENS), clients, arguments['temperature'])
+        warm_up = requests.head(len(requests.prompts), WARM_UP_TOKENS)
+        module.answer(url, warm_up, clients, arguments['temperature'], **options)
 
         def call() -> Mapping[str, float]:
             if arguments['flush']:
-                post(url + arguments['flush'])  # the last call had the same prompts
+                module.post(url + arguments['flush'])  # the last call had the same prompts
             cpu_s, own_s, wall_s = children_cpu_seconds(), time.process_time(), time.monotonic()
-            found = answer(url, requests, clients, arguments['temperature'])
+            found = module.answer(url, requests, clients, arguments['temperature'], **options)
             found['part_wall_s'] = time.monotonic() - wall_s
             return found | {
                 'part_cpu_s': children_cpu_seconds() - cpu_s, 'client_cpu_s': time.process_time() - own_s,
@@ -48,7 +52,9 @@ def prepare(arguments: dict[str, Any]) -> Start:
     return start
 
 
-def start_server(command: Sequence[str], environment: Mapping[str, str]) -> str:
+def start_server(
+    command: Sequence[str], environment: Mapping[str, str], await_health: Callable[..., bool] = wait_healthy
+) -> str:
     """Its URL when it is healthy; it ends with this process. Raises RuntimeError with its last words where it fails."""
     port = free_port()
     output = tempfile.TemporaryFile('w+')  # noqa: SIM115 as long as the process
@@ -58,7 +64,7 @@ def start_server(command: Sequence[str], environment: Mapping[str, str]) -> str:
     )  # fmt: skip
     atexit.register(end, process)
     url = f'http://127.0.0.1:{port}'
-    if not wait_healthy(url, START_S, lambda: process.poll() is None):
+    if not await_health(url, START_S, lambda: process.poll() is None):
         output.seek(0)
         raise RuntimeError(f'{" ".join(command)} did not start:\n{output.read()[-4000:]}')
     return url

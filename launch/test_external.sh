@@ -9,6 +9,10 @@
 #   bash launch/test_external.sh sglang URL FOLDER
 #                                               a running server on the model FOLDER/v0, where FOLDER was made by
 #                                               python -m tests.rollout.http.clients.checkpoints FOLDER
+# JetStream's orchestrator and gRPC server around our engine: the contract, faults, 10,000 calls, runs with such servers:
+#   bash launch/test_external.sh jetstream      makes the environment (jetstream_environment.sh) and runs the tests in it;
+#                                               AREAL_JAX_JETSTREAM_PYTHON names another interpreter, which needs pytest
+#                                               too; AREAL_JAX_JETSTREAM_CALLS is the number of calls
 # Evaluation harnesses, against a server of ours with SmolLM2:
 #   AREAL_JAX_LM_EVAL_PYTHON=PYTHON bash launch/test_external.sh lm_eval
 #                                               an interpreter that has lm-eval, transformers and torch
@@ -88,6 +92,18 @@ if [ "${1:-}" = lm_eval ]; then
   AREAL_JAX_LM_EVAL_PYTHON=$HARNESS "$PYTHON" -m pytest -s -m slow tests/app/test_lm_eval.py "${@:2}"
   exit
 fi
+if [ "${1:-}" = jetstream ]; then
+  JETSTREAM=${AREAL_JAX_JETSTREAM_PYTHON:-$PWD/.venv-jetstream/bin/python}
+  if [ -z "${AREAL_JAX_JETSTREAM_PYTHON:-}" ]; then
+    bash launch/jetstream_environment.sh
+    "$JETSTREAM" -c 'import pytest, hypothesis' 2>/dev/null ||
+      PYTHON=$JETSTREAM run_pip .venv-jetstream/install.log install 'pytest>=8' 'hypothesis>=6'
+  fi
+  "$JETSTREAM" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("jetstream", "pytest"))))' 2>/dev/null ||
+    refuse "AREAL_JAX_JETSTREAM_PYTHON=$JETSTREAM has no JetStream or no pytest: name an interpreter that has both, or unset the variable"
+  "$JETSTREAM" -m pytest -m slow tests/rollout/jetstream tests/app/test_jetstream.py "${@:2}"
+  exit
+fi
 if [ "${1:-}" = schemathesis ]; then
   FUZZER=${AREAL_JAX_SCHEMATHESIS:-schemathesis}
   "$FUZZER" --version >/dev/null 2>&1 || refuse "AREAL_JAX_SCHEMATHESIS=${AREAL_JAX_SCHEMATHESIS:-} names no command that runs:\
@@ -99,7 +115,7 @@ fi
 case ${1:-} in
   vllm) find_engine AREAL_JAX_VLLM_PYTHON .venv-vllm vllm_environment.sh vllm vLLM ;;
   sglang) find_engine AREAL_JAX_SGLANG_PYTHON .venv-sglang sglang_environment.sh sglang SGLang ;;
-  *) refuse "usage: bash launch/test_external.sh vllm [--record] | sglang [--record] | sglang URL FOLDER | lm_eval | schemathesis \
+  *) refuse "usage: bash launch/test_external.sh vllm [--record] | sglang [--record] | sglang URL FOLDER | jetstream | lm_eval | schemathesis \
 [pytest's arguments]" ;;
 esac
 KIND=$1

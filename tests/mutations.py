@@ -1123,6 +1123,55 @@ MUTATIONS = [
         'prompts[0]',
         'tests/tasks/test_client_stream.py',
     ),
+    Mutation(
+        "end a call in JetStream's step before its last tokens",
+        'areal_jax.rollout.jetstream.server.open_call:OpenCall.take',
+        'self.is_over and not len(self.waiting)',
+        'self.is_over',
+        'tests/rollout/jetstream/test_relay.py',
+    ),
+    Mutation(
+        "write JetStream's step without the spare column",
+        'areal_jax.rollout.jetstream.server.result_columns:count_columns',
+        'steps + 1',
+        'steps',
+        'tests/rollout/jetstream/test_result_columns.py',
+    ),
+    Mutation(
+        'submit a call to the service although its client is gone',
+        'areal_jax.rollout.jetstream.server.relay:Relay.submit',
+        'not call.is_withdrawn and not call.is_over',
+        'not call.is_over',
+        'tests/rollout/jetstream/test_relay.py',
+    ),
+    Mutation(
+        'deliver to the slot of a call that has failed',
+        'areal_jax.rollout.jetstream.server.relay:Relay._announce',
+        'if not call.is_over:',
+        'if call is not None:',
+        'tests/rollout/jetstream/test_relay.py',
+    ),
+    Mutation(
+        'keep the blocks of a cache that a failed dispatch has consumed',
+        'areal_jax.rollout.stream:DecodeStream.recover',
+        'self._scheduler.requeue()',
+        'pass',
+        'tests/rollout/test_failed_dispatch.py',
+    ),
+    Mutation(
+        'count failed dispatches from the start of the engine',
+        'areal_jax.rollout.local_engine:LocalEngine._run',
+        'self._failed = 0 if isinstance(step, DecodeStep) else self._failed',
+        'pass',
+        'tests/rollout/test_failed_dispatch.py',
+    ),
+    Mutation(
+        "take a log-prob of JetStream's record that no policy can have",
+        'areal_jax.rollout.jetstream.record:decode_record',
+        'if not np.all(',
+        'if False and not np.all(',
+        'tests/rollout/jetstream/test_record.py',
+    ),
 ]
 
 

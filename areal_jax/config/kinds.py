@@ -36,6 +36,8 @@ class Launch:
     plan: Reference  # (config, workdir) -> the words after `python -m` of a server beside a trainer
     require: Reference | None = None  # () -> None; raises UserError where none can be started here
     prepare: Reference | None = None  # (config, workdir) -> None: writes what the servers beside a trainer read
+    front: Reference | None = None  # () -> app.roles.server_front.FrontKind of areal-serve; None: HTTP
+    enter: Reference | None = None  # () -> None: goes on under the interpreter that has what its servers import
     registers_at_start: bool = False  # its entry is in the registry while the server is still being built
 
 
@@ -82,8 +84,14 @@ Kind = TypeVar('Kind', ServerKind, ChannelKind)
 
 OWN_CLIENT = ClientKind('own', 'areal_jax.rollout.http.clients.own:connect', has_address=False)
 VLLM_CLIENT = ClientKind('vllm', 'areal_jax.rollout.http.clients.vllm:connect', packs_tied_head=True)
+JETSTREAM_CLIENT = ClientKind('jetstream', 'areal_jax.rollout.jetstream.client:connect', has_address=False)
 SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:connect')
 
+_READ_BY_SERVERS = (
+    *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
+    *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
+    'publication.record_deadline_s',
+)  # of this project
 IN_PROCESS = ServerKind(
     'in_process',
     reads_deltas=True,
@@ -106,10 +114,27 @@ OWN = ServerKind(
     gives_sampling_logprobs=True,
     limits_streams=True,
     reads_records=True,
-    reads=(
-        *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
-        *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
+    reads=_READ_BY_SERVERS,
+)
+JETSTREAM = ServerKind(
+    'jetstream',
+    (JETSTREAM_CLIENT,),
+    launch=Launch(
+        'areal_jax.app.roles.jetstream_server:serve_engine',
+        'areal_jax.app.roles.own_server:plan_server',
+        require='areal_jax.app.roles.jetstream_server:find_python',
+        prepare='areal_jax.app.roles.own_server:write_config',
+        front='areal_jax.app.roles.jetstream_server:describe_front',
+        enter='areal_jax.app.roles.jetstream_server:enter_interpreter',
+        registers_at_start=True,
     ),
+    reads_deltas=True,
+    reads_records=True,
+    keeps_kv=True,
+    gives_sampling_logprobs=True,
+    limits_streams=True,
+    modules=('grpc', 'google.protobuf'),
+    reads=_READ_BY_SERVERS,
 )
 VLLM = ServerKind(
     'vllm',
@@ -152,7 +177,7 @@ STREAM = ChannelKind(
     sends_records=True,
 )
 
-SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, SGLANG, EXTERNAL)}
+SERVERS: Mapping[str, ServerKind] = {kind.name: kind for kind in (IN_PROCESS, OWN, VLLM, SGLANG, JETSTREAM, EXTERNAL)}
 CHANNELS: Mapping[str, ChannelKind] = {kind.name: kind for kind in (DEVICE, FILES, SHM, STREAM)}
 
 
@@ -175,7 +200,7 @@ def resolve(reference: Reference, field: str) -> Callable[..., Any]:
 
 
 def name_launched() -> str:
-    """ "'own', 'vllm' or 'sglang'": the kinds that launchers start, for errors."""
+    """ "'own', 'vllm', 'sglang' or 'jetstream'": the kinds that launchers start, for errors."""
     *names, last = [repr(kind.name) for kind in SERVERS.values() if kind.launch]
     return f'{", ".join(names)} or {last}'
 

@@ -18,7 +18,7 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.pinned import PinnedRequests
 from areal_jax.rollout.running_request import RunningRequest
-from areal_jax.rollout.scheduler import DecodeStep
+from areal_jax.rollout.scheduler import DecodeStep, PrefillStep
 from areal_jax.rollout.stop_strings import DecodeText
 from areal_jax.rollout.stream import IN_TRAINING, TRAINING, DecodeStream, EngineWeights, LogprobFailure
 from areal_jax.types import (
@@ -33,6 +33,7 @@ from areal_jax.types import (
 )
 
 Result = TypeVar('Result')
+MOST_FAILED = 3  # dispatches without a successful one of decoding between them: the last one ends the engine
 
 
 class LocalEngine:
@@ -51,6 +52,8 @@ class LocalEngine:
       every_dispatches: see PinnedRequests.
       decode_text: the text of tokens, for requests with stop strings; None = no such requests.
       failure: what a log-prob does that is NaN, infinite or above 0.
+      on_failed_dispatch: told of the exception of a dispatch, which ends the requests in slots only, unless it is the
+        MOST_FAILED-th without one of decoding that succeeded; None = every exception ends the engine.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class LocalEngine:
         every_dispatches: int = 1,
         decode_text: DecodeText | None = None,
         failure: LogprobFailure = IN_TRAINING,
+        on_failed_dispatch: Callable[[Exception], None] | None = None,
     ):
         self.name, self._publish_lane = engine_lane(index), publish_lane(index)
         self.capabilities = EngineCapabilities(
@@ -99,6 +103,7 @@ class LocalEngine:
             )  # fmt: skip
         self._swapped_s: float | None = None  # when the swap began whose rebuild is not finished
         self._pause_s = 0.0
+        self._on_failed_dispatch, self._failed = on_failed_dispatch, 0  # dispatches since one of decoding succeeded
         self._pausing = False
         self._pause_mode: PauseMode = 'retract'
         self._wake = clock.event(f'{self.name}: a request or weights')
@@ -232,13 +237,25 @@ class LocalEngine:
                 if isinstance(step, DecodeStep):
                     self._note_loaded()
                 self._note_dispatch()
-                await stream.run(step, self._weights)
+                await self._run(step)
             else:
                 self._note_loaded()
                 if self._pinned is not None:
                     self._pinned.note_idle()
                 self._wake.clear()
                 await self._clock.wait(self._wake)
+
+    async def _run(self, step: PrefillStep | DecodeStep) -> None:
+        try:
+            await self._stream.run(step, self._weights)
+        except Exception as error:
+            self._failed += 1
+            if self._on_failed_dispatch is None or self._failed == MOST_FAILED:
+                raise
+            self._on_failed_dispatch(error)
+            self._stream.recover(error)
+        else:
+            self._failed = 0 if isinstance(step, DecodeStep) else self._failed
 
     def _note_dispatch(self) -> None:
         if self._pinned is not None:

@@ -31,6 +31,10 @@ class LogprobError(UserError, ArithmeticError):
     """A log-prob that no policy can have; the message names engine, request, version and the fix."""
 
 
+class DispatchError(UserError, RuntimeError):
+    """A dispatch has failed; the requests that were in slots are lost."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LogprobFailure:
     """What an engine does with a log-prob that no policy can have."""
@@ -173,6 +177,23 @@ class DecodeStream:
         """Delivers everything, and returns the requests in slots to the head of the queue, without their KV cache."""
         self.deliver()
         self._scheduler.requeue()
+
+    def recover(self, error: Exception) -> None:
+        """After a dispatch that raised: the requests in slots end with DispatchError, and the cache is empty.
+
+        Waiting requests stay. The state of the cache is made anew, because the dispatch may have consumed it.
+        """
+        for _, running in self.table.running():
+            self._scheduler.end(running)
+            running.fail(
+                DispatchError(
+                    f'{self._engine}, request {running.request_id}: a dispatch failed ({type(error).__name__}: '
+                    f'{error}); send the request again'
+                )
+            )
+        self._scheduler.requeue()
+        self._state = None  # frees its memory first
+        self._state = self._backend.initial_state()
 
     def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
         """The next dispatch, for `run`; None where there is no request. See Scheduler.next_step."""

@@ -127,7 +127,7 @@ BAD = [
     ({'lora.alpha': 0.0}, r'lora\.alpha=0\.0 must be above 0'),
     (
         {'rollout.server': 'tgi'},
-        r"server='tgi' is not known; use one of in_process, own, vllm, sglang, external",
+        r"server='tgi' is not known; use one of in_process, own, vllm, sglang, jetstream, external",
     ),
     ({'rollout.urls': ('vllm+http://a:1',)}, r"rollout\.urls=.* with rollout\.server='in_process' would not be used"),
     (

@@ -77,7 +77,8 @@ def test_the_check_sees_each_form(source):
     *(client.connect for client in CLIENTS.values()),
     *(kind.build for kind in CHANNELS.values()),
     *(reference for kind in SERVERS.values() if (launch := kind.launch)
-      for reference in (launch.serve, launch.plan, launch.require, launch.prepare) if reference),
+      for reference in (launch.serve, launch.plan, launch.require, launch.prepare, launch.front, launch.enter)
+      if reference),
 ])  # fmt: skip
 def test_a_function_that_a_table_names_exists(reference):
     assert callable(resolve(reference, 'rollout.server'))
@@ -95,7 +96,8 @@ def test_kinds_are_found_by_name():
     assert find_channel('device') is CHANNELS['device']
     assert [name for name in SERVERS if find_server(name).in_process] == ['in_process']
     with pytest.raises(
-        UserError, match=r"rollout.server='vlm' is not known; use one of in_process, own, vllm, sglang, external"
+        UserError,
+        match=r"rollout.server='vlm' is not known; use one of in_process, own, vllm, sglang, jetstream, external",
     ):
         find_server('vlm')
 

@@ -321,7 +321,10 @@ def test_two_launchers_of_a_workdir_are_refused(tmp_path):
     ('flag', 'sentence'),
     [
         ('--config.publication.channel=device', "use publication.channel='files'"),
-        ('--config.rollout.server=in_process', 'launch.local starts servers of this project, vLLM or SGLang'),
+        (
+            '--config.rollout.server=in_process',
+            'launch.local starts servers of this project, vLLM, SGLang or JetStream',
+        ),
         ('--config.rollout.server=vllm', 'needs an interpreter that has vLLM'),
         ('--config.rollout.server=sglang', 'needs an interpreter that has SGLang'),
         ('--config.rollout.slots=0', 'rollout.slots=0 must be'),

@@ -40,6 +40,18 @@ def test_an_interpreter_without_the_server_is_refused(kind, title):
     )
 
 
+def test_an_interpreter_without_jetstream_is_refused(tmp_path):
+    python = tmp_path / 'python'
+    python.write_text('#!/bin/bash\nexit 1\n')
+    python.chmod(0o755)
+    code, said = run('launch/test_external.sh', 'jetstream', AREAL_JAX_JETSTREAM_PYTHON=str(python))
+    assert code == 2
+    assert said == (
+        f'error: AREAL_JAX_JETSTREAM_PYTHON={python} has no JetStream or no pytest: name an interpreter that has both, '
+        'or unset the variable\n'
+    )
+
+
 def test_an_interpreter_without_lm_eval_is_refused_with_what_to_install():
     code, said = run('launch/test_external.sh', 'lm_eval', AREAL_JAX_LM_EVAL_PYTHON=sys.executable)
     assert code == 2
@@ -90,6 +102,25 @@ def test_no_environment_is_made_without_its_python_or_room(tmp_path, kind):
 def test_an_environment_that_is_made_is_left_alone(tmp_path, kind):
     (tmp_path / 'installed').write_text(f'{ENVIRONMENTS[kind][1]}\n')
     assert run(f'launch/{kind}_environment.sh', str(tmp_path)) == (0, '')
+
+
+def test_an_environment_with_jetstream_is_made_where_there_is_nothing_else_and_room(tmp_path):
+    path = folder_of_programs(tmp_path, 'bash', 'cat', 'cksum', 'dirname', 'mkdir', 'awk')
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'letter').touch()
+    code, said = run('launch/jetstream_environment.sh', str(tmp_path / 'mine'), PATH=path)
+    assert (code, 'holds other files: name a new folder' in said) == (2, True), said
+    (tmp_path / 'bin' / 'df').write_text('#!/bin/bash\necho disk 1 1 2000000\n')
+    (tmp_path / 'bin' / 'df').chmod(0o755)
+    code, said = run('launch/jetstream_environment.sh', str(tmp_path / 'new'), PATH=path)
+    assert (code, 'has less than 2500 MB left' in said) == (2, True), said
+
+
+def test_an_environment_with_jetstream_is_left_alone_while_the_requirements_are_the_same(tmp_path):
+    with (ROOT / 'setup.py').open() as requirements:
+        mark = subprocess.run(['cksum'], stdin=requirements, capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / 'installed').write_text(f'0.2.2 jetstream,gguf {mark}\n')
+    assert run('launch/jetstream_environment.sh', str(tmp_path)) == (0, '')
 
 
 PIP = """#!/bin/bash

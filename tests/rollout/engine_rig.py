@@ -30,6 +30,7 @@ class Rig:
         receive=lambda published: published.handle,
         prices=PRICES,
         failure=IN_TRAINING,
+        on_failed_dispatch=None,
         **backend,
     ):
         self.log = EventLog()
@@ -38,6 +39,7 @@ class Rig:
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),
             kv_policy=kv_policy, decode_steps=decode_steps, decode_text=decode_text, failure=failure,
+            on_failed_dispatch=on_failed_dispatch,
         )  # fmt: skip
 
     def run(self, script):

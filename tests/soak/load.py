@@ -17,6 +17,7 @@ from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane, s
 from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.rollout.servers.server_entries import ServerEntry, read_registry
@@ -174,7 +175,7 @@ class SoakLoad:
     def _make_engine(self, entry: ServerEntry) -> OwnEngine:
         index = self._indices.setdefault(entry.name, len(self._indices))
         engine = OwnEngine(
-            server_lanes(index), Connection(entry.url, API_KEY), self._clock, self.log,
+            server_lanes(index), OwnDialect(), Connection(entry.url, API_KEY), self._clock, self.log,
             locate=lambda published: str(published.handle), kv_policy='recompute',
             limits=ServerLimits(
                 CALLS, self._scores.vocab_size, CONTEXT, request_s=120.0, control_s=10.0, load_s=15.0, loads=2

@@ -23,6 +23,8 @@ EXTRAS = {
     'math_verify': 'tasks',
     'gguf': 'gguf',
     'aiohttp': 'serve',
+    'grpc': 'jetstream',
+    'google.protobuf': 'jetstream',
     'wandb': 'wandb',
     'mlflow': 'mlflow',
     'trackio': 'trackio',

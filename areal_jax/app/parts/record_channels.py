@@ -12,7 +12,7 @@ import socket
 from areal_jax.app.parts.channels import ChannelParts, build_records
 from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.wire import prove_as_client, prove_as_server
-from areal_jax.publication.receivers import Reader, name_version, parse_version_name, open_receiver
+from areal_jax.publication.receivers import Reader, name_version, open_receiver, parse_version_name
 from areal_jax.publication.record import RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.publication.shm_carrier import ShmSender

@@ -13,6 +13,7 @@ from areal_jax.app.parts.extras import API_KEY, require_serving
 from areal_jax.app.process.ending import code_of_stopped_server
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
+from areal_jax.app.roles.server_front import HTTP, FrontKind
 from areal_jax.config import default_config, flatten
 from areal_jax.config.cluster import ENGINES, parse_engines
 
@@ -33,7 +34,9 @@ def get_config():
 '''
 
 
-def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
+def serve_engine(
+    config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts, front: FrontKind = HTTP
+) -> int:
     """This process becomes an engine of a run in roles; returns its exit code."""
     require_serving()
     with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
@@ -50,6 +53,7 @@ def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupt
             api_key=os.environ.get(API_KEY, ''),
             interrupts=interrupts,
             heartbeat=heartbeat,
+            front=front,
         )
     return code_of_stopped_server()
 

@@ -1,4 +1,4 @@
-"""A model behind HTTP: one engine of this process, its service and the thread of HTTP."""
+"""A served model: one engine of this process, its service, and the front that takes the requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pathlib
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Collection
 
 from ml_collections import config_dict
@@ -20,12 +21,13 @@ from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_serving_backend, describe_caches, place_of
 from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.parts.record_channels import describe_reader
 from areal_jax.app.process.interrupt import StopRequests
+from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
 from areal_jax.app.roles.version_loader import VersionLoader
 from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.kinds import OWN_CLIENT
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
@@ -35,6 +37,7 @@ from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.protocols import Event
 from areal_jax.publication.files_channel import find_version, load_version
+from areal_jax.publication.receivers import Reader
 from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
@@ -44,7 +47,7 @@ from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.server_names import reachable
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
-from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, describe_url
+from areal_jax.rollout.http.server.thread import ServedModel, describe_url
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
@@ -68,6 +71,7 @@ def serve_model(
     overrides: Collection[str] = (),
     interrupts: StopRequests | None = None,
     heartbeat: Heartbeat | None = None,
+    front: FrontKind = HTTP,
 ) -> None:
     """Serves until a stop is asked for; then answers under way have server.drain_timeout_s to end.
 
@@ -79,6 +83,7 @@ def serve_model(
       heartbeat: of a server of a run, which is in its registry from its start and gets its address there when it
         serves. The config is the run's, of which a server reads a part; `model` may be a version that the run has
         published.
+      front: in which protocol.
 
     Raises UserError for what the user can mend.
     """
@@ -89,7 +94,10 @@ def serve_model(
     with contextlib.ExitStack() as parts:
         tracked = TrackedConfig(adapted, () if heartbeat else overrides)
         described = TrackedConfig(config) if version is not None else None
-        server = _Server(tracked, _Source(version, described), listener, api_key, interrupts, parts)
+        deadline_s = tracked.publication.record_deadline_s
+        reader = None if heartbeat is None else describe_reader(heartbeat.workdir, deadline_s)
+        source = _Source(version, described)
+        server = _Server(tracked, source, listener, api_key, interrupts, front, reader, parts)
         server.run(heartbeat)
 
 
@@ -157,9 +165,11 @@ class _Server:
         listener: socket.socket,
         api_key: str,
         interrupts: StopRequests | None,
+        front: FrontKind,
+        reader: Reader | None,
         parts: contextlib.ExitStack,
     ):
-        self._config, self._interrupts = config, interrupts
+        self._config, self._interrupts, self._kind, self._reader = config, interrupts, front, reader
         self._start = StartProgress(config.telemetry.progress, check=interrupts.check if interrupts else lambda: None)
         parts.callback(self._start.end)
         parts.enter_context(use_compilation_cache(config))
@@ -174,7 +184,7 @@ class _Server:
             label=source.label(self._model), model_path=config.model.path, digest=source.digest,
             scorer=Scorer(self.engine, JaxScoring(self._backend), self.clock),
         )  # fmt: skip
-        self.http = self._build_http(listener, api_key)
+        self.front = front.build(self._describe_front(listener, api_key))
         self._heartbeat: Heartbeat | None = None
         self._fenced: FencedError | None = None  # another process has taken the name
         self._drain_s = config.server.drain_timeout_s
@@ -194,7 +204,7 @@ class _Server:
                 serving.enter_context(interrupts.deferred(request, then, self.clock.abandon))
             if heartbeat is not None:
                 self._served.facts.holder = heartbeat.entry.holder
-            serving.enter_context(self.http)
+            serving.enter_context(self.front)
             if heartbeat is not None:
                 self._announce(heartbeat, stop)
             print(f'serving {self._name} on {self.url}', flush=True)
@@ -210,14 +220,14 @@ class _Server:
             self.clock.post_signal(signal.SIGTERM, stop)
 
         heartbeat.on_fenced = end
-        heartbeat.update(address=reachable(self.url), kind=OWN_CLIENT.name, details=describe_facts(self._facts))
+        heartbeat.update(address=reachable(self.url), kind=self._kind.client.name, details=describe_facts(self._facts))
         self._heartbeat = heartbeat
 
     async def _program(self, stop: Event) -> None:
         self.engine.start(self.supervisor)
         self.supervisor.start('service', self.service.serve())
         await self.clock.wait(stop)
-        self.http.refuse_new()
+        self.front.refuse_new()
         if self._heartbeat is not None:
             self._heartbeat.note_leaving()
         drained = self.clock.event('no request is open')
@@ -246,9 +256,10 @@ class _Server:
             receive=VersionLoader(self._backend, model.decoder, place, self._reader),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
+            on_failed_dispatch=traceback.print_exception if self._kind.survives else None,
         )  # fmt: skip
 
-    def _build_http(self, listener: socket.socket, api_key: str) -> HttpThread:
+    def _describe_front(self, listener: socket.socket, api_key: str) -> FrontParts:
         config, model = self._config, self._model
         self.url, self._name = describe_url(listener), _name_model(model, config)
         shape = model.decoder.config
@@ -272,17 +283,17 @@ class _Server:
             write_s=config.server.write_timeout_s,
         )
         raise_limit()
-        return HttpThread(
-            self.service.inbox, served, listener, limits=limits, api_key=api_key, on_death=self._note_death
+        return FrontParts(
+            self.service.inbox, served, listener, limits, config.rollout.decode_steps, api_key, self._note_death
         )
 
     def _note_death(self, error: BaseException) -> None:
-        """On the thread of HTTP: the program ends with its error."""
+        """On a thread of the front: the program ends with its error."""
 
         async def fail(service: GenerationService) -> None:
-            raise RuntimeError('the thread of HTTP has ended') from error
+            raise RuntimeError('a thread that takes requests has ended') from error
 
-        self.service.inbox.put(Action('http', fail, lambda result, refused: None))
+        self.service.inbox.put(Action('front', fail, lambda result, refused: None))
 
     def _warm_up(self) -> None:
         began = time.monotonic()

@@ -17,7 +17,7 @@ from areal_jax.rollout.http.wire.exchange import Piece
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scoring import NO_SCORES, Scored, Scorer, ScoringRequest
-from areal_jax.rollout.stream import LogprobError
+from areal_jax.rollout.stream import DispatchError, LogprobError
 from areal_jax.types import (
     EngineFinish,
     EngineStatus,
@@ -95,7 +95,7 @@ class ServiceStatus:
     scoring_programs: int  # compiled so far
     updates: int
     update_pause_s: float  # of the last update
-    failed: int  # answers with a log-prob that no policy can have
+    failed: int  # answers with a log-prob that no policy can have, and answers of a dispatch that raised
     fault: str  # why the weights in use are not to be trusted; '' = nothing is known against them
 
 
@@ -194,6 +194,9 @@ class GenerationService:
                     pieces = []
         except LogprobError as error:
             delivery = Delivery(error=self._note_failure(error))
+        except DispatchError as error:
+            self._failed += 1
+            delivery = Delivery(error=error)
         else:
             assert running.finish_reason is not None
             self._finished[running.finish_reason] += 1

@@ -15,7 +15,7 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.engine import Arrival, ClientParts, ServerEngine
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect
+from areal_jax.rollout.http.clients.own_dialect import OwnDialect, StagingDialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Call, Piece
@@ -36,12 +36,14 @@ class OwnEngine(ServerEngine):
     """Implements remote_engine.RemoteEngine.
 
     Args:
+      dialect: how a server of ours is spoken to.
       kv_policy: what the server does at a swap (rollout.kv_policy of its config).
     """
 
     def __init__(
         self,
         lanes: ServerLanes,
+        dialect: StagingDialect,
         connection: Connection,
         clock: Clock,
         log: EventLog,
@@ -50,8 +52,8 @@ class OwnEngine(ServerEngine):
         limits: ServerLimits,
         kv_policy: KvPolicy,
     ):
-        self._dialect, self._connection = OwnDialect(), connection
-        super().__init__(lanes, self._dialect, connection, clock, log, locate=locate, limits=limits)
+        self._dialect, self._connection = dialect, connection
+        super().__init__(lanes, dialect, connection, clock, log, locate=locate, limits=limits)
         self.capabilities = EngineCapabilities(
             logprobs=('behavior', 'sampling'),
             spans=True,
@@ -125,8 +127,12 @@ class OwnEngine(ServerEngine):
 
 def connect(parts: ClientParts) -> OwnEngine:
     """The client of one server of this project."""
-    connection = Connection(parts.entry.url, parts.api_key, parts.entry.holder)
+    return connect_dialect(parts, OwnDialect(), Connection(parts.entry.url, parts.api_key, parts.entry.holder))
+
+
+def connect_dialect(parts: ClientParts, dialect: StagingDialect, connection: Connection) -> OwnEngine:
+    """The client of one server of this project that is spoken to in `dialect`."""
     return OwnEngine(
-        parts.lanes, connection, parts.clock, parts.log,
+        parts.lanes, dialect, connection, parts.clock, parts.log,
         locate=parts.locate, limits=parts.limits, kv_policy=parts.kv_policy,
     )  # fmt: skip

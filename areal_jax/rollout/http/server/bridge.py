@@ -32,7 +32,7 @@ from areal_jax.rollout.http.wire.exchange import (
     tokenize_call,
 )
 from areal_jax.rollout.scoring import ScoringRequest
-from areal_jax.rollout.stream import LogprobError
+from areal_jax.rollout.stream import DispatchError, LogprobError
 from areal_jax.text.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
@@ -215,7 +215,7 @@ class Exchange:
         while self._unfinished:
             for index, delivery in (await self._take_news()).items():
                 if delivery.error is not None:
-                    status = FAILED if isinstance(delivery.error, LogprobError) else 400
+                    status = FAILED if isinstance(delivery.error, LogprobError | DispatchError) else 400
                     raise RequestError(self._call.prompt_field if status == 400 else '', str(delivery.error), status)
                 answer = self.answers[index]
                 answer.cached_tokens, answer.retractions = delivery.cached_tokens, delivery.retractions

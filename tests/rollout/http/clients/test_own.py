@@ -12,6 +12,7 @@ from areal_jax.errors import UserError
 from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RequestFailedError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment
@@ -40,7 +41,7 @@ class Factory:
 
     def __call__(self, clock, log):
         engine = OwnEngine(
-            server_lanes(0), Connection(self.server.url), clock, log,
+            server_lanes(0), OwnDialect(), Connection(self.server.url), clock, log,
             locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',
         )  # fmt: skip
 

@@ -57,30 +57,41 @@ class SlowBackend(ToyBackend):
 class ToyServer:
     """Inside, it serves; `url` is its address."""
 
-    def __init__(self, *, slots=4, limits=None, api_key='', tokenizer=None):
+    on_failed_dispatch = None  # see LocalEngine
+    context, vocabulary = CONTEXT, 10
+
+    def __init__(self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None):
+        self.decode_steps = decode_steps
         self.log = EventLog()
         self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
-        self.backend = SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT)
         self.receive = receive  # tests put others in its place
+        self.backend, first = self.make_backend(slots, decode_steps)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
-            params=(0, 0), kv_policy='recompute', decode_steps=1,
+            params=first, kv_policy='recompute', decode_steps=decode_steps,
             decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
-            failure=IN_A_SERVER,
+            failure=IN_A_SERVER, on_failed_dispatch=self.on_failed_dispatch,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
         self.scoring = ToyScoring()
         self.scorer = Scorer(self.engine, self.scoring, self.clock)
         self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy', scorer=self.scorer)
         self.end = self.clock.event('end')
-        texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
+        texts = self.texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
-        model = ServedModel(texts, CONTEXT, 10, 7, self.facts)
+        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts)
         listener = bind('127.0.0.1', 0)
         self.url = describe_url(listener)
-        self.http = HttpThread(self.service.inbox, model, listener, limits=limits or Limits(), api_key=api_key)
+        self.http = self.make_front(model, listener, limits or Limits(), api_key)
         self.thread = threading.Thread(target=self._execute)
         self.error = None
+
+    def make_backend(self, slots, decode_steps):
+        """(backend, first weights)."""
+        return SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT), (0, 0)
+
+    def make_front(self, model, listener, limits, api_key):
+        return HttpThread(self.service.inbox, model, listener, limits=limits, api_key=api_key)
 
     def _execute(self):
         async def program():

@@ -1,0 +1,81 @@
+"""Servers of this project behind JetStream (rollout.server='jetstream').
+
+They need an interpreter that has JetStream: AREAL_JAX_JETSTREAM_PYTHON names it; without it a clone takes the
+interpreter of .venv-jetstream, which launch/jetstream_environment.sh makes.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+from ml_collections import config_dict
+
+from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.roles import own_server
+from areal_jax.app.roles.roles import RoleProcess
+from areal_jax.app.roles.server_front import Front, FrontKind, FrontParts
+from areal_jax.config.kinds import JETSTREAM_CLIENT
+from areal_jax.errors import UserError
+from areal_jax.installation import find_clone
+
+PYTHON = 'AREAL_JAX_JETSTREAM_PYTHON'  # environment variable
+_MADE = '.venv-jetstream/bin/python'  # in a clone, by launch/jetstream_environment.sh
+
+
+def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
+    """This process becomes an engine of a run in roles; returns its exit code."""
+    enter_interpreter()
+    return own_server.serve_engine(config, process, interrupts, describe_front())
+
+
+def describe_front() -> FrontKind:
+    """gRPC: JetStream's service, and one that controls the engine."""
+    return FrontKind(JETSTREAM_CLIENT, _build, survives=True)
+
+
+def enter_interpreter() -> None:
+    """Nothing where this interpreter has JetStream; else the one that has it takes the place of this process."""
+    if not _has_jetstream():
+        python = find_python()
+        os.execv(python, [python, *sys.orig_argv[1:]])
+
+
+def find_python() -> str:
+    """The interpreter that has JetStream; raises UserError where there is none."""
+    if _has_jetstream():
+        return sys.executable
+    clone, named = find_clone(), os.environ.get(PYTHON)
+    python = named or (None if clone is None else str(clone / _MADE))
+    if python is not None and pathlib.Path(python).is_file() and pathlib.Path(python).parent != _folder():
+        return python
+    found = '' if python is None else f', and {python} is none'
+    if clone is None:
+        fix = f'install it into an environment of its own, and name its interpreter in {PYTHON}'
+    else:
+        fix = f'make one with `bash launch/jetstream_environment.sh`, or name one in {PYTHON}'
+    raise UserError(f"rollout.server='jetstream' needs an interpreter that has JetStream{found}: {fix}")
+
+
+def _folder() -> pathlib.Path:
+    """Of this interpreter: another name of it has no JetStream either."""
+    return pathlib.Path(sys.executable).parent
+
+
+def _has_jetstream() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec('jetstream') is not None
+
+
+def _build(parts: FrontParts) -> Front:
+    from areal_jax.rollout.jetstream.server.compatibility import import_jetstream
+
+    import_jetstream()  # before anything that imports it
+    from areal_jax.rollout.jetstream.server.front import JetstreamFront
+
+    return JetstreamFront(
+        parts.inbox, parts.model, parts.listener,
+        limits=parts.limits, decode_steps=parts.decode_steps, api_key=parts.api_key, on_death=parts.on_death,
+    )  # fmt: skip

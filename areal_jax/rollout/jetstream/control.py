@@ -1,0 +1,35 @@
+"""The second service of a server: what JetStream's own has no calls for. Names and errors, for both sides.
+
+Messages are JSON objects as UTF-8, because they have few fields, and so that neither side needs code generated for its
+version of protobuf. `Record` alone answers bytes, see record.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+from areal_jax.files import JsonObject
+
+SERVICE = 'areal_jax.EngineControl'
+PAUSE, RESUME, STAGE, SWAP, STATUS, ABORT, FLUSH, RECORD = (
+    'Pause', 'Resume', 'Stage', 'Swap', 'Status', 'Abort', 'FlushCache', 'Record',
+)  # fmt: skip
+
+
+def describe_path(method: str) -> str:
+    """'/areal_jax.EngineControl/Pause'."""
+    return f'/{SERVICE}/{method}'
+
+
+def encode(fields: JsonObject) -> bytes:
+    """One message."""
+    return json.dumps(fields, separators=(',', ':')).encode()
+
+
+def decode(message: bytes) -> JsonObject:
+    """The fields of a reply; {} for what is no JSON object."""
+    try:
+        found = json.loads(message)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,72 @@
+"""JetStream's messages, for clients whose interpreter has no JetStream: DecodeRequest and DecodeResponse.
+
+The fields and their numbers are those of jetstream/core/proto/jetstream.proto of google-jetstream 0.2.2
+(third_party/jetstream). They are declared here and not in the default pool of protobuf, where JetStream, if it is
+imported too, declares the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+PACKAGE = 'jetstream_proto'
+DECODE = f'/{PACKAGE}.Orchestrator/Decode'
+_INT32, _STRING, _MESSAGE = (
+    descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
+    descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
+    descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE,
+)
+_OF_STREAM = 'DecodeResponse.StreamContent'
+# message: field: (number, type, name of the message, repeated). What this project neither sends nor reads is left out
+_FIELDS: Mapping[str, Mapping[str, tuple[int, int, str, bool]]] = {
+    'DecodeRequest': {
+        'max_tokens': (4, _INT32, '', False),
+        'token_content': (6, _MESSAGE, 'DecodeRequest.TokenContent', False),
+    },
+    'DecodeRequest.TokenContent': {'token_ids': (1, _INT32, '', True)},
+    'DecodeResponse': {'stream_content': (3, _MESSAGE, _OF_STREAM, False)},
+    _OF_STREAM: {'samples': (1, _MESSAGE, f'{_OF_STREAM}.Sample', True)},
+    f'{_OF_STREAM}.Sample': {'text': (1, _STRING, '', False), 'token_ids': (2, _INT32, '', True)},
+}
+
+
+def _declare() -> descriptor_pool.DescriptorPool:
+    file = descriptor_pb2.FileDescriptorProto(name='jetstream.proto', package=PACKAGE, syntax='proto3')
+    messages: dict[str, descriptor_pb2.DescriptorProto] = {}
+    for path, fields in _FIELDS.items():
+        outer, _, name = path.rpartition('.')
+        messages[path] = (messages[outer].nested_type if outer else file.message_type).add(name=name)
+        for field, (number, kind, message, repeated) in fields.items():
+            label = 'LABEL_REPEATED' if repeated else 'LABEL_OPTIONAL'
+            messages[path].field.add(
+                name=field, number=number, type=kind,  # type: ignore[arg-type]
+                label=descriptor_pb2.FieldDescriptorProto.Label.Value(label),
+                type_name=f'.{PACKAGE}.{message}' if message else None,
+            )  # fmt: skip
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+_POOL = _declare()
+_Request, _Response = (
+    message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f'{PACKAGE}.{name}'))
+    for name in ('DecodeRequest', 'DecodeResponse')
+)
+
+
+def render_decode(token_ids: Sequence[int], max_tokens: int) -> bytes:
+    """A DecodeRequest for so many tokens after the prompt."""
+    return _Request(max_tokens=max_tokens, token_content={'token_ids': token_ids}).SerializeToString()
+
+
+def parse_decode(message: bytes) -> np.ndarray:
+    """int32 [n]: the ids in a DecodeResponse to a call of one sample.
+
+    Raises google.protobuf.message.DecodeError for bytes that are none.
+    """
+    samples = _Response.FromString(message).stream_content.samples
+    return np.array(samples[0].token_ids if samples else [], np.int32)

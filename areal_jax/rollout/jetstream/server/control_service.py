@@ -1,0 +1,132 @@
+"""Answers the second service (rollout/jetstream/control.py) on the port of JetStream's own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import grpc
+
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.service import ServerPause
+from areal_jax.rollout.http.wire.exchange import RequestError
+from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
+from areal_jax.rollout.jetstream.control import (
+    ABORT,
+    FLUSH,
+    PAUSE,
+    RECORD,
+    RESUME,
+    SERVICE,
+    STAGE,
+    STATUS,
+    SWAP,
+    encode,
+)
+from areal_jax.rollout.jetstream.server.open_calls import OpenCalls, end_refused
+
+_PAUSES = ('abort', 'retract', 'in_place', 'wait')
+
+
+class ControlService:
+    """The handlers, on the loop of gRPC. Each takes the fields of a message and returns those of the reply."""
+
+    def __init__(self, calls: OpenCalls):
+        self._calls, self._bridge = calls, calls.bridge
+
+    def build(self) -> grpc.GenericRpcHandler:
+        """For grpc.aio.Server.add_generic_rpc_handlers."""
+        methods = {
+            PAUSE: self._pause, RESUME: self._resume, STAGE: self._stage, SWAP: self._swap, STATUS: self._status,
+            ABORT: self._abort, FLUSH: self._flush,
+        }  # fmt: skip
+        handlers = {name: grpc.unary_unary_rpc_method_handler(self._handle(act)) for name, act in methods.items()}
+        handlers[RECORD] = grpc.unary_unary_rpc_method_handler(self._record)
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _handle(
+        self, act: Callable[[Fields], Awaitable[JsonObject]]
+    ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
+        async def answer(message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            await self._calls.require_allowed(context)
+            try:
+                return encode(await act(_read(message)))
+            except UserError as error:
+                await end_refused(context, error)
+            except TimeoutError:
+                await context.abort(
+                    grpc.StatusCode.UNAVAILABLE, 'the engine has not answered in time: ask again, or start it again'
+                )
+            raise AssertionError('abort raises')
+
+        return answer
+
+    async def _record(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """The record of an answer, once."""
+        await self._calls.require_allowed(context)
+        try:
+            name = _read(message).take_text('request_id')
+        except RequestError as error:
+            await end_refused(context, error)
+        if record := self._calls.records.take(name):
+            return record
+        await context.abort(
+            grpc.StatusCode.NOT_FOUND, f'request_id={name!r} has no record here: it was fetched, or is too old'
+        )
+        raise AssertionError('abort raises')
+
+    async def _pause(self, fields: Fields) -> JsonObject:
+        mode = fields.take_choice('mode', _PAUSES)
+        fields.finish()
+        await self._bridge.act('pause', lambda service: service.pause(cast(ServerPause, mode)))
+        return {}
+
+    async def _resume(self, fields: Fields) -> JsonObject:
+        fields.finish()
+        await self._bridge.act('resume', lambda service: service.resume(), self._bridge.limits.reply_s)
+        return {}
+
+    async def _stage(self, fields: Fields) -> JsonObject:
+        path, label = fields.take_text('path'), fields.take_text('version')
+        fields.finish()
+        await self._bridge.act('stage', lambda service: service.stage(path, label))
+        return {}
+
+    async def _swap(self, fields: Fields) -> JsonObject:
+        label = fields.take_text('version')
+        fields.finish()
+        await self._bridge.act('swap', lambda service: service.swap(label or None))
+        return {'pause_seconds': (await self._bridge.look()).update_pause_s}
+
+    async def _status(self, fields: Fields) -> JsonObject:
+        fields.finish()
+        status = await self._bridge.look()
+        return {
+            'weight_version': status.weight_version,
+            'manifest_hash': status.digest or None,
+            'pause': status.pause,
+            'running': status.engine.running,
+            'waiting': status.engine.waiting + status.held,
+            'generated_tokens': status.generated_tokens,
+            'updates': status.updates,
+            'fault': status.fault,
+            'records_kept': len(self._calls.records),
+        }
+
+    async def _abort(self, fields: Fields) -> JsonObject:
+        """Ends one request, or all where the id is ''."""
+        name = fields.take_text('request_id')
+        fields.finish()
+        act = (lambda service: service.cancel([name])) if name else (lambda service: service.cancel_all())
+        await self._bridge.act('abort', act, self._bridge.limits.reply_s)
+        return {}
+
+    async def _flush(self, fields: Fields) -> JsonObject:
+        fields.finish()
+        await self._bridge.act('flush', lambda service: service.flush_cache(), self._bridge.limits.reply_s)
+        return {}
+
+
+def _read(message: bytes) -> Fields:
+    return Fields(parse_json(message or b'{}'))

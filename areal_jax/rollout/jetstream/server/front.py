@@ -1,0 +1,114 @@
+"""The threads of JetStream's server around a service: made and started, stopped at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable
+
+import grpc
+from jetstream.core import server_lib
+from jetstream.core.proto import jetstream_pb2_grpc
+
+from areal_jax.addresses import join_address
+from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.thread import ServedModel
+from areal_jax.rollout.jetstream.server.control_service import ControlService
+from areal_jax.rollout.jetstream.server.driver import RelayDriver
+from areal_jax.rollout.jetstream.server.open_calls import OpenCalls
+from areal_jax.rollout.jetstream.server.orchestrator import RelayOrchestrator
+from areal_jax.rollout.jetstream.server.relay import Relay
+
+_GRACE_S = 2.0  # for calls that are open at the end
+_WORKERS = 4  # threads of gRPC that run what is not a coroutine: nothing of ours
+_METADATA_BYTES = 1 << 16  # of a call: its settings may name a thousand stop tokens
+_OPTIONS = (
+    ('grpc.so_reuseport', 0),  # else a second server takes half of the connections of the first one
+    ('grpc.max_metadata_size', _METADATA_BYTES),
+    ('grpc.absolute_max_metadata_size', _METADATA_BYTES),
+    ('grpc.max_receive_message_length', -1),
+    ('grpc.max_send_message_length', -1),
+)
+
+
+class JetstreamFront:
+    """A context manager: inside, calls are taken; at its end open ones are closed.
+
+    Args:
+      listener: the bound socket of the address. gRPC binds an address itself, so it is closed just before.
+      api_key: '' = none is asked for.
+      on_death: called on the thread that an error has ended.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        model: ServedModel,
+        listener: socket.socket,
+        *,
+        limits: Limits,
+        decode_steps: int,
+        api_key: str = '',
+        on_death: Callable[[BaseException], None] = lambda error: None,
+    ):
+        self._inbox, self._model, self._listener, self._limits = inbox, model, listener, limits
+        self._api_key, self._on_death = api_key, on_death
+        self.relay = Relay(inbox, min(limits.streams, limits.requests), decode_steps)
+        self._server: _Server | None = None
+
+    def __enter__(self) -> JetstreamFront:
+        driver = RelayDriver(self.relay, self._on_death)
+        try:
+            self._server = _Server(self._build, driver, self._listener)
+        except BaseException:
+            driver.stop()  # else its threads keep the process alive
+            raise
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    def refuse_new(self) -> None:
+        """From any thread: new calls are refused from now on."""
+        self._model.facts.draining = True
+
+    def _build(self) -> OpenCalls:
+        """On the loop of gRPC."""
+        model, facts = self._model, self._model.facts
+        bridge = Bridge(
+            self._inbox, model.texts, self._limits,
+            context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
+        )  # fmt: skip
+        return OpenCalls(bridge, self.relay, self._api_key, lambda: facts.holder, lambda: facts.draining)
+
+
+class _Server(server_lib.JetStreamServer):
+    """Differs from JetStream's in its two services, and in the address, which JetStream does not let one choose."""
+
+    def __init__(self, build: Callable[[], OpenCalls], driver: RelayDriver, listener: socket.socket):
+        self._driver = driver
+        self._executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self._loop.run_forever, name='grpc', daemon=True)
+        self._loop_thread.start()
+        asyncio.run_coroutine_threadsafe(self._prepare(build, listener), self._loop).result()
+
+    async def _prepare(self, build: Callable[[], OpenCalls], listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        calls = build()
+        self._grpc_server = grpc.aio.server(self._executor, options=_OPTIONS)
+        orchestrator = RelayOrchestrator(self._driver, calls)
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(orchestrator, self._grpc_server)
+        self._grpc_server.add_generic_rpc_handlers((ControlService(calls).build(),))
+        listener.close()
+        self._grpc_server.add_insecure_port(join_address(host, port))
+
+    async def _async_stop(self) -> None:
+        await self._grpc_server.stop(grace=_GRACE_S)

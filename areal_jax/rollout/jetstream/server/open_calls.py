@@ -1,0 +1,149 @@
+"""From a call of gRPC to a call of ours: who may call, what it asks for, and the records that are kept for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hmac
+import itertools
+import secrets
+from collections.abc import Callable, Mapping
+from typing import NoReturn, cast
+
+import grpc
+import numpy as np
+from grpc.aio import ServicerContext as Context
+
+from areal_jax.errors import UserError
+from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, TOO_LATE
+from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
+from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record, read_settings
+from areal_jax.rollout.jetstream.server.engine import StepError
+from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
+from areal_jax.rollout.jetstream.server.open_call import OpenCall
+from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.rollout.stream import DispatchError, LogprobError
+
+_ID_BYTES = 16  # random, of an id that the server makes
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FAILED: grpc.StatusCode.INTERNAL,
+    TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+class OpenCalls:
+    """The calls under way; used on the loop of gRPC alone.
+
+    Args:
+      api_key: that clients must send; '' = none.
+      holder: what the registry of a run calls this process now; '' = it is in none.
+      is_draining: whether new calls are refused.
+    """
+
+    def __init__(
+        self, bridge: Bridge, relay: Relay, api_key: str, holder: Callable[[], str], is_draining: Callable[[], bool]
+    ):
+        self.records, self.bridge = KeptRecords(), bridge
+        self._relay, self._api_key, self._holder, self._is_draining = relay, api_key, holder, is_draining
+        self._numbers = itertools.count()
+        self._open: dict[int, OpenCall] = {}
+
+    async def require_allowed(self, context: Context) -> Mapping[str, str]:
+        """The metadata of the call by name; ends it where the key or the process is another one."""
+        found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        if self._api_key and not hmac.compare_digest(
+            found.get('authorization', '').encode(), f'Bearer {self._api_key}'.encode()
+        ):
+            await _end(context, grpc.StatusCode.UNAUTHENTICATED, 'the key is missing or wrong: send that of the server')
+        meant, holder = found.get(INCARNATION.lower(), ''), self._holder()
+        if meant and holder and meant != holder:
+            await _end(
+                context, grpc.StatusCode.FAILED_PRECONDITION,
+                f'the request is for the process {meant}, and this one is {holder}: read the registry of the run again',
+            )  # fmt: skip
+        return found
+
+    async def open(self, token_ids: list[int] | None, text: str, max_tokens: int, context: Context) -> OpenCall:
+        """The call of a DecodeRequest, with ids or with a text; ends the call of gRPC where it is refused."""
+        metadata = await self.require_allowed(context)
+        try:
+            if self._is_draining():
+                raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
+            if max_tokens < 1:
+                raise RequestError('max_tokens', f'max_tokens={max_tokens} must be 1 or more')
+            call = await self._read(metadata.get(SETTINGS), token_ids, text, max_tokens)
+            self.bridge.load.admit(1, stream=True)
+        except RequestError as error:
+            await end_refused(context, error)
+        found = self._make(call, token_ids is None, max_tokens)
+        number = next(self._numbers)
+        self._open[number] = found
+        deadline = asyncio.get_running_loop().call_later(self.bridge.limits.request_s, self._expire, found)
+        context.add_done_callback(lambda _: self._close(number, deadline))
+        return found
+
+    async def finish(self, call: OpenCall, context: Context) -> None:
+        """After the last token: trailing metadata, or the error of a call that failed."""
+        if call.error is not None:
+            await end_refused(context, call.error)
+        if call.answer.finish is None or not call.call.logprobs:
+            return
+        record = encode_record(call.call, call.answer)
+        if len(record) <= LARGEST_TRAILER:
+            context.set_trailing_metadata(((RECORD, record),))
+        else:
+            self.records.keep(call.answer.request_id, record)
+            context.set_trailing_metadata(((KEPT, call.answer.request_id),))
+
+    def _expire(self, call: OpenCall) -> None:
+        sentence = f'the answer was not complete after {self.bridge.limits.request_s:g} s, the limit of this server'
+        self._relay.end(call, RequestError('', f'{sentence}: ask for fewer tokens', TOO_LATE))
+
+    def _close(self, number: int, deadline: asyncio.TimerHandle) -> None:
+        """The call of gRPC has ended, by whichever side."""
+        deadline.cancel()
+        call = self._open.pop(number)
+        self.bridge.load.release(1, stream=True)
+        self._relay.withdraw(call)
+
+    async def _read(self, settings: str | None, token_ids: list[int] | None, text: str, max_tokens: int) -> Call:
+        ids = [0] if token_ids is None else token_ids  # of a text: the tokenizer has its ids
+        call = vllm.parse(read_settings(settings, ids, max_tokens))
+        if call.n != 1 or call.alternatives or call.prompt_logprobs is not None:
+            raise RequestError(
+                SETTINGS, f'{SETTINGS} asks for several answers, alternatives or log-probs of the prompt: JetStream '
+                'has none, ask for one answer with logprobs=0',
+            )  # fmt: skip
+        if token_ids is None:
+            call = dataclasses.replace(call, prompts=(text,), prompt_field='text')
+        return await self.bridge.tokenize(call)
+
+    def _make(self, call: Call, sends_text: bool, max_tokens: int) -> OpenCall:
+        name = name_answers(call, f'request-{secrets.token_hex(_ID_BYTES)}').request_ids[0]
+        answer = Answer(name, cast(np.ndarray, call.prompts[0]))
+        text = self.bridge.texts.answer(call.sampling[0]) if sends_text else None
+        found = OpenCall(call, answer, max_tokens, text=text)
+        (submission,) = self.bridge.describe(call, [answer], lambda index, delivery: None)
+        # what the service delivers goes to JetStream's threads, and not first to this loop
+        found.submission = dataclasses.replace(submission, deliver=functools.partial(self._relay.deliver, found))
+        return found
+
+
+async def end_refused(context: Context, error: UserError) -> NoReturn:
+    """Ends a call with the sentence of the error."""
+    if isinstance(error, RequestError):
+        code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
+    else:
+        code = grpc.StatusCode.INTERNAL if isinstance(error, LogprobError | DispatchError | StepError) else _CODES[400]
+    await _end(context, code, str(error))
+
+
+async def _end(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
+    await context.abort(code, sentence)
+    raise AssertionError('abort raises')

@@ -1,0 +1,160 @@
+"""Joins three kinds of threads: the host's, where answers grow, JetStream's, which ask for steps, and the loop of gRPC.
+
+A step of JetStream is what was delivered since the last one. The host's loop announces deliveries when it has made all
+of a dispatch, so that a dispatch is one step, and JetStream's work for each step is done once a dispatch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.errors import UserError
+from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.service import Action, Delivery
+from areal_jax.rollout.jetstream.server.open_call import OpenCall
+from areal_jax.rollout.jetstream.server.result_columns import make_data, write_row
+
+
+class Relay:
+    """The calls that are open, by slot of JetStream.
+
+    Args:
+      inbox: of the service.
+      slots: of JetStream: calls that may be under way at once; the slots of our engine are others.
+      steps: tokens of a slot in one step; what a dispatch brings beyond them comes with the next step.
+    """
+
+    def __init__(self, inbox: Inbox, slots: int, steps: int):
+        self.slots, self.steps = slots, steps
+        self._inbox = inbox
+        self._changed = threading.Condition()
+        self._by_slot: list[OpenCall | None] = [None] * slots
+        self._fresh: dict[OpenCall, None] = {}  # with news, in the order in which they got them
+        self._unannounced: list[tuple[OpenCall, Delivery]] = []  # of the host's thread
+        self._is_closed = False
+        self.steps_taken = 0
+
+    # JetStream's threads.
+
+    def submit(self, call: OpenCall) -> None:
+        """Gives the call to the service; one whose client is gone is over."""
+        with self._changed:
+            if call.submission is not None and not call.is_withdrawn and not call.is_over:
+                self._inbox.put(call.submission)  # under the lock, so that a withdrawal comes behind it
+            else:
+                call.put(Delivery(finish='cancelled'))
+                self._note(call)
+
+    def insert(self, call: OpenCall, slot: int) -> None:
+        """From now on the call is a row of the steps."""
+        with self._changed:
+            call.slot, self._by_slot[slot] = slot, call
+            if call.has_news:
+                self._note(call)
+
+    def take_step(self) -> np.ndarray:
+        """The data of the next step (result_columns.py); waits until there is news."""
+        with self._changed:
+            self._changed.wait_for(self._is_due)
+            data = make_data(self.slots, self.steps)
+            left: dict[OpenCall, None] = {}
+            for call in self._fresh:
+                if call.slot is None:
+                    left[call] = None
+                    continue
+                tokens, ends = call.take(self.steps)
+                write_row(data, call.slot, tokens, ends=ends)
+                if ends:
+                    self._by_slot[call.slot] = None
+                elif call.has_news:
+                    left[call] = None
+            self._fresh = left
+            self.steps_taken += 1
+        return data
+
+    def fail_slots(self, error: UserError) -> np.ndarray:
+        """The data of a step that ends all calls that have slots, with this error; the service withdraws them."""
+        with self._changed:
+            data = make_data(self.slots, self.steps)
+            failed = [call for call in self._by_slot if call is not None]
+            for slot, call in enumerate(self._by_slot):
+                if call is not None:
+                    call.fail(error)
+                    write_row(data, slot, call.waiting[:0], ends=True)
+            self._by_slot = [None] * self.slots
+            self._fresh = {call: None for call in self._fresh if call not in failed}
+        self._withdraw_from_service(failed)
+        return data
+
+    def fail(self, call: OpenCall, error: UserError) -> None:
+        """The call ends with this error."""
+        with self._changed:
+            call.fail(error)
+            self._note(call)
+
+    def count_free(self) -> int:
+        """Slots without a call, by what the steps so far have said."""
+        with self._changed:
+            return sum(call is None for call in self._by_slot)
+
+    def end(self, call: OpenCall, error: UserError) -> None:
+        """The call ends with this error, and the service gives it up."""
+        with self._changed:
+            is_open = not call.is_over
+            call.fail(error)  # before the service can say that it was cancelled
+            self._note(call)
+        if is_open:
+            self._withdraw_from_service([call])
+
+    # The host's thread.
+
+    def deliver(self, call: OpenCall, delivery: Delivery) -> None:
+        """Submission.deliver: the rows of one dispatch come one after the other, and are announced together."""
+        if not self._unannounced:
+            asyncio.get_running_loop().call_soon(self._announce)
+        self._unannounced.append((call, delivery))
+
+    def _announce(self) -> None:
+        delivered, self._unannounced = self._unannounced, []
+        with self._changed:
+            for call, delivery in delivered:
+                if not call.is_over:  # else it has failed here, and its slot may be that of another call
+                    call.put(delivery)
+                    self._fresh[call] = None
+            self._changed.notify_all()
+
+    # The loop of gRPC.
+
+    def withdraw(self, call: OpenCall) -> None:
+        """The client is gone: the call ends wherever it is."""
+        with self._changed:
+            call.is_withdrawn = True
+            is_open = not call.is_over
+        if is_open:
+            self._withdraw_from_service([call])
+
+    def close(self) -> None:
+        """No step waits from now on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # Under the lock.
+
+    def _note(self, call: OpenCall) -> None:
+        self._fresh[call] = None
+        self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        """A call that has no slot yet is no reason for a step unless JetStream could give it one."""
+        has_room = any(call is None for call in self._by_slot)
+        return self._is_closed or any(call.slot is not None or has_room for call in self._fresh)
+
+    def _withdraw_from_service(self, calls: Sequence[OpenCall]) -> None:
+        """Of any thread; what the service does not know is ignored there."""
+        submissions = [call.submission for call in calls if call.submission is not None]
+        self._inbox.put(Action('withdraw', lambda service: service.withdraw(submissions), lambda result, error: None))
