@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class JetstreamDialect:
     """Implements own_dialect.StagingDialect over gRPC; its connection is a JetstreamConnection."""
 
-    seeds, streams = True, False
+    seeds, streams, keeps_answers = True, False, False
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         prompt = cast(np.ndarray, call.prompts[0])
@@ -51,7 +51,7 @@ class JetstreamDialect:
         else:
             await _of(connection).act(control.ABORT, {})
 
-    async def pause(self, connection: Connection) -> None:
+    async def pause(self, connection: Connection, keeps_answers: bool = False) -> None:
         await _of(connection).act(control.PAUSE, {'mode': 'abort'})
 
     async def resume(self, connection: Connection) -> None:
