@@ -105,9 +105,6 @@ class OwnEngine(ServerEngine):
     def _make_call(self, request: ServerRequest) -> Call:
         return make_own_call(request.request, request.tokens, request.wire_id)
 
-    def _read_version(self, piece: Piece, sent_under: int) -> int:
-        return read_version(piece.version)
-
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
         room = arrival.request.room_tokens
         if version == NOT_GENERATED or len(piece.tokens) > room:
