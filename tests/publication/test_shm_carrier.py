@@ -212,10 +212,12 @@ def test_a_reader_sees_that_its_bytes_are_being_replaced(narrow, path, monkeypat
         begun.wait()
 
     sending = threading.Thread(target=narrow.send, args=(make_record(2, SMALL),))
-    with pytest.raises(PublicationError, match=r'version 0 is not in .*, which has version 1: fetch a version'):
-        open_reader(path).fetch(0, None, consume)
-    go_on.set()
-    sending.join()
+    try:
+        with pytest.raises(PublicationError, match=r'version 0 is not in .*, which has version 1: fetch a version'):
+            open_reader(path).fetch(0, None, consume)
+    finally:
+        go_on.set()
+        sending.join()
 
 
 def test_a_hold_is_waited_for_once(narrow, path, monkeypatch):
