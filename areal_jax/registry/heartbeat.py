@@ -24,7 +24,7 @@ class Heartbeat:
     """
 
     def __init__(self, workdir: pathlib.Path, entry: Entry, on_fenced: OnFenced):
-        self.registration = Registration(workdir, entry)
+        self.workdir, self.registration = workdir, Registration(workdir, entry)
         self.on_fenced = on_fenced
         self._end, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
