@@ -53,6 +53,7 @@ from areal_jax.models.weights import Params
 from areal_jax.protocols import Learner
 from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
@@ -139,6 +140,8 @@ class OwnSite:
     def build_channel(self) -> PlacedChannel:
         parts = ChannelParts(self._config, self._context.workdir, self.model, self.allocation, self.learner.writers)
         self.channel = build_channel(parts)
+        if isinstance(self.channel, RecordChannel):
+            self._context.own(self.channel)  # what it holds outside the process goes with the run
         return self.channel
 
     def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
