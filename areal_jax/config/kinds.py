@@ -90,7 +90,7 @@ SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:conn
 _READ_BY_SERVERS = (
     *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
     *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
-    'publication.record_deadline_s',
+    *('publication.channel', 'publication.reader_deadline_s', 'publication.record_deadline_s'),
 )  # of this project
 IN_PROCESS = ServerKind(
     'in_process',

@@ -50,12 +50,13 @@ def parse_version_name(text: str) -> tuple[str, Held] | None:
 
 
 def open_receiver(address: str, reader: Reader) -> RecordReceiver:
-    """A receiver for the first carrier of the address that reaches this host.
+    """A receiver for the first carrier that reaches this host, of an address or of the name of a version there.
 
     Raises PublicationError for an unknown scheme, an address of other hosts only, and a sender that is not there.
     """
     tried = list[str]()
-    for choice in address.split(','):
+    named = parse_version_name(address)
+    for choice in (address if named is None else named[0]).split(','):
         name, colon, rest = choice.partition(':')
         scheme = SCHEMES.get(f'{name}{colon}')
         if scheme is None:

@@ -266,7 +266,7 @@ class _Reading:
 
     def __init__(self, segment: Segment, place: int, sequence: int):
         self._segment, self._place, self._sequence = segment, place, sequence
-        self._view = memoryview(segment.map_place(place)).toreadonly()
+        self._view = memoryview(segment.map_place(place))
 
     def entries(self) -> list[Entry]:
         return self._unless_overtaken(lambda: read_entries(self._view, self._segment.n_records(self._place)))

@@ -4,9 +4,10 @@ import contextlib
 
 import pytest
 
+from areal_jax.addresses import CARRIERS, is_carrier_address
 from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.receivers import SCHEMES, open_receiver
 from areal_jax.publication.receivers import Reader as Settings
-from areal_jax.publication.receivers import open_receiver
 from areal_jax.publication.shm_carrier import ShmReceiver, ShmSender
 from areal_jax.publication.shm_segment import segment_path
 from areal_jax.publication.stream_receiver import StreamReceiver
@@ -61,6 +62,12 @@ def test_another_host_takes_the_network(senders):
 def test_an_address_that_leads_nowhere(address, match):
     with pytest.raises(PublicationError, match=match):
         open_receiver(address, ENGINE)
+
+
+def test_an_address_is_no_path():
+    assert tuple(SCHEMES) == CARRIERS
+    assert all(map(is_carrier_address, ('shm:/dev/shm/a', 'unix:/tmp/s,tcp:node:1', 'tcp:node:1')))
+    assert not any(map(is_carrier_address, ('/runs/a/v000001', 'shm/v000001', 'files:/runs/a', '')))
 
 
 def test_sockets_need_the_key(senders):

@@ -9,13 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import types
 
+import numpy as np
 import pytest
 
 from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.shm_carrier import ShmReceiver, ShmSender
-from areal_jax.publication.shm_segment import create_segment, segment_path, sweep
+from areal_jax.publication.shm_segment import CONTROL_BYTES, create_segment, segment_path, sweep
 from tests.publication.record_samples import Reader, assert_got, held, make_chain, make_record
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -190,6 +193,51 @@ def test_a_reader_that_is_overtaken_reads_again(narrow, path):
     assert seen[1][1] == list(make_record(0, SMALL).parts)
 
 
+def test_a_reader_sees_that_its_bytes_are_being_replaced(narrow, path, monkeypatch):
+    """The sender is in the middle of the first part of version 2 when the reader has read version 0."""
+    narrow.send(make_record(0, SMALL))
+    narrow.send(make_record(1, SMALL))
+    narrow.release(1)
+    begun, go_on, copy = threading.Event(), threading.Event(), np.copyto
+
+    def copyto(target, source):
+        begun.set()
+        go_on.wait()
+        copy(target, source)
+
+    def consume(record):
+        assert not begun.is_set()  # once
+        monkeypatch.setattr(np, 'copyto', copyto)
+        sending.start()
+        begun.wait()
+
+    sending = threading.Thread(target=narrow.send, args=(make_record(2, SMALL),))
+    try:
+        with pytest.raises(PublicationError, match=r'version 0 is not in .*, which has version 1: fetch a version'):
+            open_reader(path).fetch(0, None, consume)
+    finally:
+        go_on.set()
+        sending.join()
+
+
+def test_a_hold_is_waited_for_once(narrow, path, monkeypatch):
+    waits, sleep = [], time.sleep
+    monkeypatch.setattr(time, 'sleep', lambda seconds: (waits[-1].append(seconds), sleep(seconds)))
+    narrow.send(make_record(0, SMALL))
+    narrow.release(9)
+
+    def consume(record):
+        for version in range(1, 7):
+            waits.append([])
+            narrow.send(make_record(version, SMALL))
+        raise PublicationError('it goes on after all of this')
+
+    with pytest.raises(PublicationError, match='version 0 is not in'):
+        open_reader(path).fetch(0, None, consume)
+    # versions 2, 4 and 6 go where it reads
+    assert [bool(each) for each in waits] == [False, True, False, False, False, False]
+
+
 def test_a_reader_that_is_always_overtaken_gives_up(narrow, path):
     narrow.send(make_record(0, SMALL))
     narrow.release(9)
@@ -281,6 +329,7 @@ def test_a_full_file_system_is_told_with_both_sizes(path, monkeypatch, tmp_path)
     expected = re.escape(f'{tmp_path} has 67108864 bytes free, and the weights need 12582912 more there')
     with pytest.raises(PublicationError, match=f'{expected}.*docker: --shm-size'):
         sender.send(make_record(0))  # 3 MB and half as much again: 6 MiB for each of two places
+    assert path.stat().st_size == CONTROL_BYTES  # it keeps nothing of what it got
     monkeypatch.undo()
     sender.send(make_record(0))
     sender.close()
@@ -316,6 +365,21 @@ def test_a_damaged_segment_is_refused(sender, path):
         other.write_bytes(bytes_)
         with pytest.raises(PublicationError, match='is no segment of weights'):
             open_reader(other)
+
+
+def test_a_torn_row_of_a_reader_is_no_acknowledgement(sender, path):
+    """As a reader leaves it that is stopped while it writes."""
+    record = make_record(3, SMALL)
+    sender.send(record)
+    receiver = open_reader(path)
+    receiver.acknowledge(held(record))
+    row = path.read_bytes().index(b'engine 0')
+    with path.open('r+b') as file:
+        file.seek(row)
+        file.write(b'E')
+    assert sender.held() == {}
+    receiver.acknowledge(held(record))
+    assert sender.held() == {'engine 0': held(record)}
 
 
 def test_a_sweep_leaves_segments_of_living_owners_and_foreign_files(sender, path, tmp_path):

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from areal_jax.addresses import is_carrier_address
 from areal_jax.app.parts.extras import API_KEY
 from areal_jax.app.parts.part_settings import build_requirements
 from areal_jax.app.parts.server_parts import EndedBy, Servers, ServersBeside
@@ -221,5 +222,5 @@ def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path)
 
 
 def _locate(published: PublishedWeights) -> str:
-    """The files channel is on a file system that servers share."""
-    return published.handle
+    """Directories are on a file system that servers share; at an address of a carrier are many versions."""
+    return f'{published.handle}#{published.version}' if is_carrier_address(published.handle) else published.handle

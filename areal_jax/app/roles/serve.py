@@ -21,10 +21,10 @@ from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_serving_backend, describe_caches, place_of
 from areal_jax.app.parts.extras import require_extras
-from areal_jax.app.parts.record_channels import describe_reader
+from areal_jax.app.parts.record_channels import number_readers
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
-from areal_jax.app.roles.version_loader import VersionLoader
+from areal_jax.app.roles.version_loader import OpenReceiver, VersionLoader
 from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
@@ -37,7 +37,6 @@ from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.protocols import Event
 from areal_jax.publication.files_channel import find_version, load_version
-from areal_jax.publication.receivers import Reader
 from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
@@ -94,10 +93,9 @@ def serve_model(
     with contextlib.ExitStack() as parts:
         tracked = TrackedConfig(adapted, () if heartbeat else overrides)
         described = TrackedConfig(config) if version is not None else None
-        deadline_s = tracked.publication.record_deadline_s
-        reader = None if heartbeat is None else describe_reader(heartbeat.workdir, deadline_s)
+        open_receiver = number_readers(tracked, None if heartbeat is None else heartbeat.workdir)
         source = _Source(version, described)
-        server = _Server(tracked, source, listener, api_key, interrupts, front, reader, parts)
+        server = _Server(tracked, source, listener, api_key, interrupts, front, open_receiver, parts)
         server.run(heartbeat)
 
 
@@ -166,10 +164,11 @@ class _Server:
         api_key: str,
         interrupts: StopRequests | None,
         front: FrontKind,
-        reader: Reader | None,
+        open_receiver: OpenReceiver | None,
         parts: contextlib.ExitStack,
     ):
-        self._config, self._interrupts, self._kind, self._reader = config, interrupts, front, reader
+        self._config, self._interrupts, self._kind = config, interrupts, front
+        self._open_receiver = open_receiver
         self._start = StartProgress(config.telemetry.progress, check=interrupts.check if interrupts else lambda: None)
         parts.callback(self._start.end)
         parts.enter_context(use_compilation_cache(config))
@@ -253,7 +252,7 @@ class _Server:
         require_finite_shards(params, *describe_source(config, model.source))
         return LocalEngine(
             0, self._backend, self.clock, self.log,
-            receive=VersionLoader(self._backend, model.decoder, place, self._reader),
+            receive=VersionLoader(self._backend, model.decoder, place, self._open_receiver),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
             decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
             on_failed_dispatch=traceback.print_exception if self._kind.survives else None,

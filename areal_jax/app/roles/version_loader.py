@@ -6,7 +6,8 @@ import dataclasses
 import os
 import pathlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import jax
 
@@ -17,8 +18,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.publication.delta_file import read_delta
 from areal_jax.publication.files_carrier import FilesReceiver
 from areal_jax.publication.files_channel import find_version, load_version
-from areal_jax.publication.receivers import Reader, open_receiver, parse_version_name
-from areal_jax.publication.record import Held
+from areal_jax.publication.receivers import parse_version_name
+from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.versions import parse_delta, parse_version
 from areal_jax.publication.weights_reader import WeightsReader
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
@@ -26,6 +27,8 @@ from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
 from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights, Weights
+
+OpenReceiver: TypeAlias = Callable[[str], RecordReceiver]  # from an address
 
 
 class VersionLoader:
@@ -35,11 +38,13 @@ class VersionLoader:
     does the address of a version in shared memory or behind a socket (receivers.py). Other paths are loaded whole.
 
     Args:
-      reader: this process as a reader of a run; None = it serves no run, and takes no version from an address.
+      open_receiver: of an address, in a server of a run; None = it takes no version from an address.
     """
 
-    def __init__(self, backend: JaxDecodeBackend, decoder: Decoder, place: Place, reader: Reader | None = None):
-        self._backend, self._decoder, self._place, self._reader = backend, decoder, place, reader
+    def __init__(
+        self, backend: JaxDecodeBackend, decoder: Decoder, place: Place, open_receiver: OpenReceiver | None = None
+    ):
+        self._backend, self._decoder, self._place, self._open = backend, decoder, place, open_receiver
         self._readers: dict[pathlib.Path, WeightsReader] = {}  # by directory of versions
         self._carried: tuple[str, WeightsReader] | None = None  # (address, its reader): one start of a learner
 
@@ -67,16 +72,15 @@ class VersionLoader:
         return self._take(self._readers[folder], directory, version, manifest_hash)
 
     def _read_address(self, directory: WeightsDirectory, address: str, held: Held) -> Weights:
-        if self._reader is None:
+        if self._open is None:
             raise UpdateError(
-                f'{directory.path} is a version of a run, and this server belongs to none: start it with the --workdir '
-                'of the run'
+                f'{directory.path} is a version of a run whose channel this server does not read: start it with the '
+                '--workdir and the publication.channel of the run'
             )
         if self._carried is None or self._carried[0] != address:
             self._close_carried()
             transposed = self._backend.find_transposed()
-            receiver = open_receiver(address, self._reader)
-            self._carried = address, WeightsReader(receiver, self._place, transposed=transposed or ())
+            self._carried = address, WeightsReader(self._open(address), self._place, transposed=transposed or ())
         return self._take(self._carried[1], directory, held.version, held.manifest_hash)
 
     def _close_carried(self) -> None:
