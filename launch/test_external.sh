@@ -101,7 +101,8 @@ if [ "${1:-}" = jetstream ]; then
   fi
   "$JETSTREAM" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("jetstream", "pytest"))))' 2>/dev/null ||
     refuse "AREAL_JAX_JETSTREAM_PYTHON=$JETSTREAM has no JetStream or no pytest: name an interpreter that has both, or unset the variable"
-  "$JETSTREAM" -m pytest -m slow tests/rollout/jetstream tests/app/test_jetstream.py "${@:2}"
+  "$JETSTREAM" -m pytest -m slow tests/rollout/jetstream tests/app/test_jetstream.py tests/benchmarks/test_jetstream.py \
+    "${@:2}"
   exit
 fi
 if [ "${1:-}" = schemathesis ]; then

@@ -1146,8 +1146,8 @@ MUTATIONS = [
     ),
     Mutation(
         'deliver to the slot of a call that has failed',
-        'areal_jax.rollout.jetstream.server.relay:Relay._announce',
-        'if not call.is_over:',
+        'areal_jax.rollout.jetstream.server.relay:Relay._note',
+        'if not call.has_left:',
         'if call is not None:',
         'tests/rollout/jetstream/test_relay.py',
     ),

@@ -60,6 +60,15 @@ def test_clients_get_all_answers_from_a_server():
     assert found['mean_logprob'] <= 0
 
 
+def test_clients_read_a_stream_as_they_read_a_reply():
+    with ToyServer() as server:
+        whole, streamed = (
+            answer(server.url, REQUESTS, clients=1, temperature=0.0, stream=stream) for stream in (False, True)
+        )
+    assert streamed['tokens'] == whole['tokens'] == 12.0
+    assert streamed['mean_logprob'] == pytest.approx(whole['mean_logprob'])  # the toy's depends on the position alone
+
+
 def test_a_client_names_what_a_server_refused():
     with ToyServer() as server, pytest.raises(RuntimeError, match='answered 400'):
         answer(server.url, Requests((np.array([10**6]),), (3,)), clients=1, temperature=1.0)

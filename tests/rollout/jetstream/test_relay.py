@@ -197,6 +197,19 @@ def test_a_call_that_is_ended_keeps_its_error_although_the_service_says_that_it_
     assert inbox.withdrawn() == ['a']
 
 
+def test_an_error_behind_the_last_tokens_is_told_and_does_not_touch_the_next_call_of_the_slot(relay):
+    (a,) = begin(relay, 'a')
+    deliver(relay, (a, tokens(5, finish='length')))
+    assert step(relay)[0] == ([5], True)
+    c = make_call('c')
+    relay.submit(c)
+    relay.insert(c, 0)
+    relay.end(a, UserError('its text'))
+    deliver(relay, (c, tokens(7)))
+    assert step(relay)[0] == ([7], False)
+    assert (str(a.error), c.error) == ('its text', None)
+
+
 def test_a_failed_step_ends_all_slots_and_what_comes_later_for_them_is_dropped(relay, inbox):
     a, b = begin(relay, 'a', 'b')
     deliver(relay, (a, tokens(5)))

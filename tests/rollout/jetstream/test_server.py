@@ -259,10 +259,17 @@ def test_an_exception_in_the_text_of_an_answer_ends_its_call_alone(server):
     server.texts.decode = broken
 
     async def script(talk):
-        refused = await refusal(talk.read(talk.decode(text='e', new=300, metadata=settings('bad'))))
+        # of 300 tokens, and of 3 that come with the end of the answer
+        refused = [
+            await refusal(talk.read(talk.decode(text='e', new=new, metadata=settings('bad', draw=1, sample=0))))
+            for new in (300, 3)
+        ]
         return refused, (await talk.read(talk.decode(new=10, metadata=settings())))[0]
 
-    refused, ids = server.talk(script)
+    # after a prompt of one: 1 + (3 + 0 + p) % 9 for p = 1, 2, 3
+    assert expected(3, draw=1, sample=0, prompt=[5]) == [5, 6, 7]
+    (refused, at_the_end), ids = server.talk(script)
+    assert at_the_end == refused
     assert refused == ('INTERNAL', 'the text of an answer failed (IndexError: no such piece): send the request again')
     assert ids == expected(10)
 

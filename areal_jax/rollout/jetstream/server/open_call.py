@@ -34,6 +34,7 @@ class OpenCall:
     slot: int | None = None  # of JetStream
     is_withdrawn: bool = False  # the client is gone
     is_over: bool = False  # nothing follows what was delivered
+    has_left: bool = False  # a step of JetStream has said so: the slot is that of other calls
     waiting: np.ndarray = dataclasses.field(default_factory=lambda: _NOTHING)  # int32 [n], for JetStream's next steps
     _passed: int = 0  # tokens whose text was asked for
 

@@ -69,7 +69,7 @@ class Relay:
                 tokens, ends = call.take(self.steps)
                 write_row(data, call.slot, tokens, ends=ends)
                 if ends:
-                    self._by_slot[call.slot] = None
+                    self._by_slot[call.slot], call.has_left = None, True
                 elif call.has_news:
                     left[call] = None
             self._fresh = left
@@ -85,6 +85,7 @@ class Relay:
                 if call is not None:
                     call.fail(error)
                     write_row(data, slot, call.waiting[:0], ends=True)
+                    call.has_left = True
             self._by_slot = [None] * self.slots
             self._fresh = {call: None for call in self._fresh if call not in failed}
         self._withdraw_from_service(failed)
@@ -102,10 +103,11 @@ class Relay:
             return sum(call is None for call in self._by_slot)
 
     def end(self, call: OpenCall, error: UserError) -> None:
-        """The call ends with this error, and the service gives it up."""
+        """The call ends with this error, also one whose last tokens are on their way; the service gives it up."""
         with self._changed:
             is_open = not call.is_over
-            call.fail(error)  # before the service can say that it was cancelled
+            call.error = call.error or error  # before the service can say that it was cancelled
+            call.is_over = True
             self._note(call)
         if is_open:
             self._withdraw_from_service([call])
@@ -122,10 +124,8 @@ class Relay:
         delivered, self._unannounced = self._unannounced, []
         with self._changed:
             for call, delivery in delivered:
-                if not call.is_over:  # else it has failed here, and its slot may be that of another call
-                    call.put(delivery)
-                    self._fresh[call] = None
-            self._changed.notify_all()
+                call.put(delivery)
+                self._note(call)
 
     # The loop of gRPC.
 
@@ -146,8 +146,9 @@ class Relay:
     # Under the lock.
 
     def _note(self, call: OpenCall) -> None:
-        self._fresh[call] = None
-        self._changed.notify_all()
+        if not call.has_left:
+            self._fresh[call] = None
+            self._changed.notify_all()
 
     def _is_due(self) -> bool:
         """A call that has no slot yet is no reason for a step unless JetStream could give it one."""
