@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #include "digest.h"
 
@@ -35,11 +38,33 @@ struct DigestChange {
   }
 };
 
+constexpr int64_t kBlock = 64;  // elements that are compared at once
+
+// Bit i says that element i of the two blocks differs.
+inline uint64_t CompareBlock(const uint16_t* one, const uint16_t* other) {
+  uint64_t mask = 0;
+#ifdef __AVX2__
+  for (int64_t half = 0; half < 2; ++half) {
+    __m256i equal[2];
+    for (int64_t i = 0; i < 2; ++i) {
+      const auto at = 32 * half + 16 * i;
+      equal[i] = _mm256_cmpeq_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(one + at)),
+                                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other + at)));
+    }
+    // packing works within each half of a register: put the quarters in order again
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(equal[0], equal[1]), 0xD8);
+    mask |= static_cast<uint64_t>(~static_cast<uint32_t>(_mm256_movemask_epi8(bytes))) << 32 * half;
+  }
+#else
+  for (int64_t i = 0; i < kBlock; ++i) mask |= static_cast<uint64_t>(one[i] != other[i]) << i;
+#endif
+  return mask;
+}
+
 // Lists what changed, and makes `base` equal to `current`. found[5]: changes, entries of `large`, new values whose bits
 // under `exponent` are all set, and the change of the digest.
 inline void FindChanges(uint16_t* base, const uint16_t* current, int64_t count, uint32_t exponent, ChangeList list,
                         uint64_t* found) {
-  constexpr int64_t kBlock = 64;  // elements that are compared before any is looked at
   int64_t changes = 0, large = 0, wrong = 0, last = -1;
   DigestChange digest;
   const auto note = [&](int64_t i) {
@@ -55,16 +80,8 @@ inline void FindChanges(uint16_t* base, const uint16_t* current, int64_t count, 
   };
   int64_t start = 0;
   for (; start + kBlock <= count; start += kBlock) {
-    uint64_t words[2][kBlock / 4], differs = 0;
-    std::memcpy(words[0], base + start, sizeof words[0]);
-    std::memcpy(words[1], current + start, sizeof words[1]);
-    for (int64_t w = 0; w < kBlock / 4; ++w) differs |= words[0][w] ^= words[1][w];
-    if (!differs) continue;
-    for (int64_t w = 0; w < kBlock / 4; ++w) {
-      if (!words[0][w]) continue;
-      for (int64_t i = start + 4 * w; i < start + 4 * w + 4; ++i) {
-        if (base[i] != current[i]) note(i);
-      }
+    for (uint64_t mask = CompareBlock(base + start, current + start); mask; mask &= mask - 1) {
+      note(start + __builtin_ctzll(mask));
     }
   }
   for (int64_t i = start; i < count; ++i) {

@@ -72,8 +72,8 @@ class RecordChannel:
         """
         if is_shared(copy):
             raise PublicationError(
-                'publication.delta=True with a learner over several processes: each holds a part of every version, and '
-                'a delta needs the last one whole; use publication.delta=False'
+                f'publication.channel={self._name!r} with a learner over several processes: each holds a part of every '
+                "version, and a record needs it whole; use publication.channel='files' and publication.delta=False"
             )
         # on the host nothing waits for the update that is under way
         leaves = {path: np.asarray(leaf) for path, leaf in leaves_by_path(copy).items()}

@@ -66,7 +66,7 @@ class WeightsReader:
         with self._lock:
             buffers = self._find(version, manifest_hash) or self._bring(version, manifest_hash)
             if self._verify:
-                buffers.require_published()
+                buffers = self._verified(buffers, version, manifest_hash)
             assert buffers.held is not None
             weights = self._put(buffers)
             surplus = [each for each in self._free() if each is not buffers][:-1]  # one is the next spare
@@ -100,6 +100,15 @@ class WeightsReader:
         except PublicationError as error:
             raise error from first
         return spare
+
+    def _verified(self, buffers: WeightBuffers, version: int, manifest_hash: str | None) -> WeightBuffers:
+        """The same, or another set where something else has changed the memory of this one."""
+        try:
+            buffers.require_published()
+        except PublicationError:  # then this set holds nothing
+            buffers = self._bring(version, manifest_hash)
+            buffers.require_published()
+        return buffers
 
     def _take_spare(self) -> WeightBuffers:
         """The newest set that is free; a new one where all are in use."""

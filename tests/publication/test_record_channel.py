@@ -10,6 +10,7 @@ import pytest
 from areal_jax.publication.device_channel import DeviceChannel
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.files_channel import FilesChannel
+from areal_jax.sharding.shares import SharedLeaf
 from tests.publication.bits16 import Carrier, first_version, held_of, make_versions, next_version, over
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
@@ -163,3 +164,11 @@ def test_leaves_of_any_size_and_any_bits():
         published = channel.transfer(version, tree)
         assert published.size.record == 'delta'
         assert_bit_equal(channel.receive(published), tree)
+
+
+def test_a_learner_over_several_processes_is_refused():
+    shared = {'leaf': SharedLeaf((2,), np.dtype('float32'), 1, (), None)}
+    with pytest.raises(
+        PublicationError, match=r"channel='memory' with a learner over several processes: each holds a p"
+    ):
+        over(Carrier()).transfer(0, shared)

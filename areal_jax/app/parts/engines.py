@@ -163,10 +163,7 @@ def bind_fetch(
     laid out again.
     """
     if isinstance(channel, RecordChannel) and (transposed := backend.find_transposed()) is not None:
-        records: RecordChannel = channel
-        return share_prepared(
-            lambda published: records.read(published, place, transposed), lambda params: PreparedWeights(params)
-        )
+        return share_prepared(functools.partial(channel.read, place=place, transposed=transposed), PreparedWeights)
     return share_prepared(functools.partial(channel.receive, place=place), backend.prepare)
 
 

@@ -32,7 +32,16 @@ SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
     *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication', 'transposed weights'),
-    *('weights in 8 bits', 'KV cache', 'prefill', 'logits', 'rows', 'answers', 'earlier versions'),
+    *(
+        'weights in 8 bits',
+        'KV cache',
+        'prefill',
+        'logits',
+        'rows',
+        'answers',
+        'earlier versions',
+        'versions for deltas',
+    ),
 )
 
 
@@ -102,6 +111,7 @@ def _require_room(
 def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> Sizes:
     """The sizes of a run with a model of this shape; nothing is allocated."""
     learner = _learner_sizes(config, shape, allocation.learner)
+    version = learner['publication'] * allocation.learner.size  # at most: what is not sharded is counted for each
     if config.loss.objective == 'sft':
         return Sizes(learner, {}, {})
     # the channel holds earlier versions where the learner made them
@@ -112,6 +122,10 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     most = rollout.max_running_groups or config.buffer.capacity
     running = int(min(most, admitted, config.learner.groups_per_update * config.run.steps))
     host = {'answers': running * rollout.group_size * _ANSWER_BYTES}
+    if config.publication.delta:
+        # the learner's last version, and on accelerators the buffers of each reader; on a CPU engines decode with those
+        readers = [devices for devices in allocation.by_devices() if devices[0].platform != 'cpu']
+        host['versions for deltas'] = (1 + len(readers)) * version
     if config.diagnostics.ratio_sample:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
         host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
@@ -259,6 +273,8 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     """What lowers a size in this config."""
     if name == 'optimizer' and c.optimizer.name in ('adamw', 'lion'):
         return "set optimizer.name='adafactor' or 'adamw8bit'"
+    if name == 'versions for deltas':
+        return 'set publication.delta=False'
     if name == 'reference model':
         return 'set loss.kl_coefficient=0'
     if name == 'publication' and c.staleness.schedule != 'natural':

@@ -220,3 +220,11 @@ def test_earlier_versions_are_held_where_the_learner_made_them():
     assert natural.learner['publication'] == 2 * shared.learner['publication']
     assert fixed.learner['publication'] == 4 * shared.learner['publication']
     assert fixed.engines == natural.engines
+
+
+def test_deltas_keep_the_last_version_on_the_host():
+    fields = {'publication__channel': 'files', 'publication__dtype': 'bfloat16'}
+    _, without = measured(**fields)
+    _, found = measured(publication__delta=True, **fields)
+    assert 'versions for deltas' not in without.host
+    assert found.host['versions for deltas'] == found.learner['publication']  # of one device
