@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 from areal_jax.models.shape import ModelConfig
-from areal_jax.publication.files_carrier import FilesReceiver, FilesSender
+from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.record import RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
 

@@ -47,6 +47,7 @@ start_server() {
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} setsid "$PYTHON" -m tests.rollout.http.clients.serve_checkpoint \
     "$1" "$ENGINE" "$FOLDER/v0" "$port" >"$FOLDER/server.log" 2>&1 &
   SERVER=$!
+  disown "$SERVER" # bash says nothing when it is killed
   for _ in $(seq 300); do
     if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$URL/health', timeout=5)" 2>/dev/null; then return; fi
     kill -0 "$SERVER" 2>/dev/null || break
@@ -65,7 +66,6 @@ stop_server() {
     sleep 0.5
   done
   kill -KILL -- -"$SERVER" 2>/dev/null || true
-  wait "$SERVER" 2>/dev/null || true
 }
 
 # Runs the tests against the server at $1, further arguments go to pytest.

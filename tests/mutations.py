@@ -396,10 +396,10 @@ MUTATIONS = [
     ),
     Mutation(
         'remove a whole version that deltas need',
-        'areal_jax.publication.files_carrier:FilesSender.release',
+        'areal_jax.publication.carriers.files_carrier:FilesSender.release',
         'kept.update(_chain(needed, deltas))',
         'kept.add(needed)',
-        'tests/publication/test_files_carrier.py',
+        'tests/publication/carriers/test_files_carrier.py',
     ),
     Mutation(
         'forget that large gaps are in a list of their own',
@@ -491,6 +491,34 @@ MUTATIONS = [
         'newest = {name: max(orders)',
         'newest = {name: min(orders)',
         'tests/registry/test_entries.py',
+    ),
+    Mutation(
+        'receiver: give up where a delta does not fit',
+        'areal_jax.publication.hf_receiver:HfReceiver._hold',
+        'first = error',
+        'raise',
+        'tests/publication/test_hf_receiver.py',
+    ),
+    Mutation(
+        'receiver: fetch the whole record each time',
+        'areal_jax.publication.hf_receiver:HfReceiver._hold',
+        'held is not None and held.version < wanted.version',
+        'False',
+        'tests/publication/test_hf_receiver.py',
+    ),
+    Mutation(
+        'receiver: keep the directory of every version',
+        'areal_jax.publication.hf_receiver:HfReceiver._remove_old',
+        'v not in kept',
+        'False',
+        'tests/publication/test_hf_receiver.py',
+    ),
+    Mutation(
+        'receiver: write over what an error still refers to',
+        'areal_jax.publication.hf_receiver:HfReceiver._hold',
+        'self._buffers.in_use',
+        'False',
+        'tests/publication/test_hf_receiver.py',
     ),
     Mutation(
         'role: leave the files of those before',

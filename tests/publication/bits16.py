@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.manifest import host_manifest, manifest_hash
 from areal_jax.publication.record import Held, Record
 from areal_jax.publication.record_channel import RecordChannel

@@ -6,8 +6,8 @@ import pytest
 
 from areal_jax import files
 from areal_jax.formats.hf_export import HfCompanions
+from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_carrier import FilesReceiver, FilesSender
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
 from areal_jax.publication.hf_receiver import HfReceiver, copy_template
 from areal_jax.publication.record import Record
@@ -40,7 +40,7 @@ def test_directories_are_those_that_the_learner_writes(tmp_path, template):
     """Of whole records and of deltas, over the file system: every file is equal, the tokenizer and manifest too."""
     versions, companions = make_versions(4, share=0.001), HfCompanions(texts={'tokenizer.json': '{"a": 1}'})
     sender = FilesSender(tmp_path / 'sent', CONFIG, companions=companions)
-    channel = RecordChannel(sender, lambda address: None, delta=True, base_every=3)
+    channel = RecordChannel(sender, lambda address: None, name='files', delta=True, base_every=3)
     receiver = HfReceiver(FilesReceiver(tmp_path / 'sent', CONFIG, 'server'), template, tmp_path / 'made')
     for version, params in enumerate(versions):
         published = channel.transfer(version, params)

@@ -26,8 +26,8 @@ from areal_jax.app.process.ending import end_command
 from areal_jax.app.process.interrupt import Wakeups
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.publication.carriers.files_carrier import FilesReceiver
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_carrier import FilesReceiver
 from areal_jax.publication.hf_receiver import HfReceiver, copy_template
 
 _MOST_BYTES = 1 << 16  # of a request

@@ -5,8 +5,8 @@ import pytest
 
 from areal_jax.app.roles.version_loader import VersionLoader
 from areal_jax.models.decoder import Decoder
+from areal_jax.publication.carriers.files_carrier import FilesSender
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_carrier import FilesSender
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
 from areal_jax.types import PublishedWeights
 from tests.app.parts.test_engines import build_backend

@@ -16,6 +16,9 @@ from areal_jax.rollout.http.wire.exchange import INCARNATION
 # aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, RuntimeError)
 _Part = TypeVar('_Part')
+# A request on a connection that the server is closing is lost. uvicorn, under vLLM and SGLang, closes those that were
+# idle for 5 s; aiohttp would use one again for 15 s
+_IDLE_S = 2.0
 _SHOWN = 300  # characters of an error body that an error repeats
 
 
@@ -61,10 +64,11 @@ class Connection:
       api_key: sent as a bearer token; '' = none.
       holder: the one process that requests are meant for, by its entry in the registry; another one at the same address
         answers 409. '' = any process.
+      idle_s: a connection that was idle for so long is not used again.
     """
 
-    def __init__(self, url: str, api_key: str = '', holder: str = ''):
-        self.url = url.rstrip('/')
+    def __init__(self, url: str, api_key: str = '', holder: str = '', idle_s: float = _IDLE_S):
+        self.url, self._idle_s = url.rstrip('/'), idle_s
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
         if holder:
             self._headers[INCARNATION] = holder
@@ -108,7 +112,8 @@ class Connection:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=0),  # the engine bounds them
+                # the engine bounds their number
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_s),
             )
             self._guard = asyncio.create_task(_close_at_end(self._session), name=f'guard of {self.url}')
         return self._session

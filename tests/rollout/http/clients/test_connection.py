@@ -24,6 +24,30 @@ def test_nothing_is_left_open_when_the_loop_ends(caplog, is_under_way):
     assert caplog.text == ''
 
 
+@pytest.mark.parametrize(('idle_s', 'connections'), [(60.0, 1), (0.01, 2)])
+def test_a_connection_that_was_idle_for_long_is_not_used_again(idle_s, connections):
+    """The server may be closing it, and what is sent on it is lost."""
+    opened = []
+
+    async def answer(reader, writer):
+        opened.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b'\r\n\r\n'):
+                writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}')
+        writer.close()
+
+    async def ask_twice():
+        async with await asyncio.start_server(answer, '127.0.0.1', 0) as server:
+            connection = Connection(f'http://127.0.0.1:{server.sockets[0].getsockname()[1]}', idle_s=idle_s)
+            await connection.request('GET', '/')
+            await asyncio.sleep(0.1)
+            await connection.request('GET', '/')
+            await connection.close()
+
+    asyncio.run(ask_twice())
+    assert len(opened) == connections
+
+
 BODY = {'input_ids': [1], 'stream': True, 'sampling_params': {'max_new_tokens': 300, 'ignore_eos': True}}
 
 

@@ -17,7 +17,7 @@ from areal_jax import files
 from areal_jax.formats.hf_directory import map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
-from areal_jax.publication.delta_file import read_base, read_delta, write_delta
+from areal_jax.publication.carriers.delta_file import read_base, read_delta, write_delta
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import encode_manifest, leaves_by_path
