@@ -169,7 +169,7 @@ class Averages:
         if run != self._run:
             raise AverageError(
                 f'{whose} in {self._directory} is of another run than client {self._client}: start all clients with '
-                'one model, run.seed and section optimizer, and give each run a distributed.average_directory of its own'
+                'one model, run.seed and optimizer, and give each run a distributed.average_directory of its own'
             )
 
     def _list_clients(self, turn: int) -> list[int]:
