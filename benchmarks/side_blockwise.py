@@ -96,7 +96,9 @@ class Client:
         """
         blocks = self._config.optimizer.blocks
         turns = rounds * blocks + 3
-        link = Averages(pathlib.Path(directory), self._client, 2, deadline_s=_DEADLINE_S, pace=pace_at(bytes_per_s))
+        link = Averages(
+            pathlib.Path(directory), self._client, 2, run='', deadline_s=_DEADLINE_S, pace=pace_at(bytes_per_s)
+        )
         exchange: Exchange = OwnBlock() if mode == 'compute' else link
         learner = self.make_learner(exchange, ClientSettings(mode != 'standard', turns))
         ends, averages = [], []

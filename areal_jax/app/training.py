@@ -7,11 +7,13 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.app.parts.learner_builder import build_averages
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
 from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.start_warnings import print_warnings
 from areal_jax.app.run.supervised import SftTraining
+from areal_jax.config import TrackedConfig
 
 LoopRun: TypeAlias = Run[OwnSite, Loop]
 SftRun: TypeAlias = Run[OwnSite, SftTraining]
@@ -23,4 +25,6 @@ def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings:
     """Builds the run that a config describes; `train` runs it, `close` gives it up. Settings and errors as for Run."""
     if config.loss.objective == 'sft':
         return Run(SFT, config, workdir, **settings)
+    if config.distributed.clients > 1 and config.distributed.average_directory and not settings.get('resume'):
+        build_averages(TrackedConfig(config)).require_new()
     return Run(LOOP, config, workdir, **settings)

@@ -19,6 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class Averages:
       directory: the same for all clients.
       client: the number of this one, from 0.
       clients: how many there are at the start.
+      run: digest of what must be equal in all clients: model, seed and optimizer.
       deadline_s: how long others are waited for after the block of this client is there.
       kept_turns: turns whose means stay, for clients that are resumed from an earlier checkpoint; 0 = all.
       pace: called with the bytes of each block that is sent or fetched; a simulated link waits in it.
@@ -64,12 +66,22 @@ class Averages:
         client: int,
         clients: int,
         *,
+        run: str,
         deadline_s: float,
         kept_turns: int = 0,
         pace: Callable[[int], None] = lambda nbytes: None,
     ):
         self._directory, self._client, self._clients = directory, client, clients
-        self._deadline_s, self._kept_turns, self._pace = deadline_s, kept_turns, pace
+        self._run, self._deadline_s, self._kept_turns, self._pace = run, deadline_s, kept_turns, pace
+
+    def require_new(self) -> None:
+        """For a run that begins: raises AverageError where this client is in a mean already, of an earlier run."""
+        for turn in self._turns():
+            if self._client in (self._read_clients(turn) or ()):
+                raise AverageError(
+                    f'distributed.average_directory={str(self._directory)!r} has means of an earlier run, with client '
+                    f'{self._client} in them: give every run a directory of its own, or go on with --resume'
+                )
 
     def exchange(self, turn: int, block: Block) -> Average:
         """Sends the block of this client and returns the mean over the clients, at once where it is there.
@@ -82,7 +94,7 @@ class Averages:
         if (found := self._read(turn)) is None:
             self._require_kept(turn)
             home.mkdir(parents=True, exist_ok=True)
-            content = encode(dict(block))
+            content = encode({'run': self._run, 'values': dict(block)})
             files.write_bytes(home / f'client_{self._client}', content)
             self._pace(len(content))
             found = self._await(turn)
@@ -118,14 +130,17 @@ class Averages:
     def _decide(self, turn: int, clients: Sequence[int]) -> None:
         """Writes the mean over these clients, unless there is one."""
         home = self._home(turn)
-        blocks = [_decode(home / f'client_{client}') for client in clients]
+        sent = [_decode(home / f'client_{client}') for client in clients]
+        for client, record in zip(clients, sent, strict=True):
+            self._require_same_run(record['run'], f'client {client}')
+        blocks = [record['values'] for record in sent]
         content = encode(mean_blocks(blocks, home))
         self._pace(len(content) * (len(blocks) - (self._client in clients)))  # the blocks of others
         own = home / f'.average_{self._client}'
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
         files.write_bytes(own / _MEAN, content)
-        files.write_json(own / _CLIENTS, {'clients': list(clients)})
+        files.write_json(own / _CLIENTS, {'clients': list(clients), 'run': self._run})
         try:
             own.rename(home / 'average')
         except OSError as error:
@@ -144,7 +159,18 @@ class Averages:
     def _read_clients(self, turn: int) -> tuple[int, ...] | None:
         """Of the mean of a turn; None where it has none."""
         path = self._home(turn) / 'average' / _CLIENTS
-        return tuple(files.read_json(path)['clients']) if path.exists() else None
+        if not path.exists():
+            return None
+        record = files.read_json(path)
+        self._require_same_run(record['run'], f'the mean of turn {turn}')
+        return tuple(record['clients'])
+
+    def _require_same_run(self, run: str, whose: str) -> None:
+        if run != self._run:
+            raise AverageError(
+                f'{whose} in {self._directory} is of another run than client {self._client}: start all clients with '
+                'one model, run.seed and optimizer, and give each run a distributed.average_directory of its own'
+            )
 
     def _list_clients(self, turn: int) -> list[int]:
         """Those whose blocks are there, in order."""
@@ -196,13 +222,12 @@ def _mean(leaves: Sequence[np.ndarray]) -> np.ndarray:
     return (total / len(leaves)).astype(np.float32)
 
 
-def _decode(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _decode(path: pathlib.Path) -> Any:
     """Raises FileNotFoundError for a file that is not there, AverageError for another content."""
     try:
-        content: dict[str, np.ndarray] = decode(path.read_bytes())
+        return decode(path.read_bytes())
     except CodecError as error:
         raise AverageError(f'{path} holds no block ({error}): remove the directory of its turn, and resume') from error
-    return content
 
 
 def _name(clients: Sequence[int]) -> str:

@@ -44,7 +44,7 @@ def make_client(averages, *, overlap, steps=_STEPS, **blocks):
 
 
 def test_one_client_that_waits_is_the_learner_of_blocks_bit_for_bit(tmp_path):
-    alone, client = make_block_learner(), make_client(Averages(tmp_path, 0, 1, deadline_s=60.0), overlap=False)
+    alone, client = make_block_learner(), make_client(Averages(tmp_path, 0, 1, run='', deadline_s=60.0), overlap=False)
     for version in range(4):
         alone.update(FIRST_GROUPS, version)
         metrics = client.update(FIRST_GROUPS, version)

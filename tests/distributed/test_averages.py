@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed.averages import AverageError, Averages, mean_blocks
+from areal_jax.distributed.codec import encode
 
 
 def make_block(value, shape=(2,)):
@@ -20,7 +21,7 @@ def exchange_all(directory, values, turn=0, clients=None, **settings):
     means = {}
 
     def run(client, value):
-        averages = Averages(directory, client, clients or len(values), **{'deadline_s': 60.0} | settings)
+        averages = Averages(directory, client, clients or len(values), **{'run': 'a', 'deadline_s': 60.0} | settings)
         means[client] = averages.exchange(turn, make_block(value))
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in values.items()]
@@ -46,7 +47,7 @@ def test_all_clients_get_the_mean(tmp_path):
 def test_the_mean_of_one_client_is_its_block_bit_for_bit(tmp_path):
     rng = np.random.default_rng(0)
     block = {'a': rng.normal(size=100).astype(np.float32), 'b': np.float32([1e-45, -0.0, 3e38])}
-    mean = Averages(tmp_path, 0, 1, deadline_s=60.0).exchange(0, block).values
+    mean = Averages(tmp_path, 0, 1, run='a', deadline_s=60.0).exchange(0, block).values
     assert {path: leaf.tobytes() for path, leaf in mean.items()} == {p: leaf.tobytes() for p, leaf in block.items()}
 
 
@@ -59,7 +60,7 @@ def test_the_mean_does_not_depend_on_who_comes_first():
 def send_first(directory, client, value, turn=0, shape=(2,), **settings):
     """A client that has sent its block and waits for the mean; returns a function that gives the mean."""
     means = []
-    averages = Averages(directory, client, **{'clients': 2, 'deadline_s': 1e5} | settings)
+    averages = Averages(directory, client, **{'clients': 2, 'run': 'a', 'deadline_s': 1e5} | settings)
     thread = threading.Thread(
         target=lambda: means.append(averages.exchange(turn, make_block(value, shape))), daemon=True
     )
@@ -76,7 +77,7 @@ def send_first(directory, client, value, turn=0, shape=(2,), **settings):
 
 def test_a_client_that_died_is_left_out_after_the_deadline(tmp_path, capsys):
     finish = send_first(tmp_path, 0, 2.0, clients=3)
-    own = Averages(tmp_path, 1, 3, deadline_s=0.0).exchange(0, make_block(4.0))
+    own = Averages(tmp_path, 1, 3, run='a', deadline_s=0.0).exchange(0, make_block(4.0))
     assert value_of(own) == value_of(finish()) == [3.0, 3.0]
     told = (
         'warning: clients 2 sent no block of turn 0 within distributed.average_deadline_s=0: the mean is over clients '
@@ -111,7 +112,15 @@ def test_a_mean_that_is_not_kept_any_more_is_an_error(tmp_path):
         exchange_all(tmp_path, {0: 2.0}, turn=turn, kept_turns=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['turn_000002', 'turn_000003']
     with pytest.raises(AverageError, match=r'has the mean of turn 2 and none of turn 1.*raise distributed\.kept_turns'):
-        Averages(tmp_path, 0, 1, deadline_s=60.0).exchange(1, make_block(1.0))
+        Averages(tmp_path, 0, 1, run='a', deadline_s=60.0).exchange(1, make_block(1.0))
+
+
+def test_the_means_of_an_earlier_run_are_refused(tmp_path):
+    exchange_all(tmp_path, {0: 2.0}, clients=2, deadline_s=0.0)
+    Averages(tmp_path, 1, 2, run='a', deadline_s=60.0).require_new()  # it comes late, and was in no mean
+    Averages(tmp_path / 'absent', 0, 2, run='a', deadline_s=60.0).require_new()
+    with pytest.raises(AverageError, match=r'has means of an earlier run, with client 0 in them: give every run a dir'):
+        Averages(tmp_path, 0, 2, run='a', deadline_s=60.0).require_new()
 
 
 def test_blocks_of_other_leaves_are_refused(tmp_path):
@@ -123,14 +132,26 @@ def test_a_damaged_block_is_named(tmp_path):
     (tmp_path / 'turn_000000').mkdir()
     (tmp_path / 'turn_000000' / 'client_0').write_bytes(b'none')
     with pytest.raises(AverageError, match=r'turn_000000/client_0 holds no block'):
-        Averages(tmp_path, 1, 2, deadline_s=60.0).exchange(0, make_block(1.0))
+        Averages(tmp_path, 1, 2, run='a', deadline_s=60.0).exchange(0, make_block(1.0))
 
 
 def test_every_byte_over_the_link_is_counted(tmp_path):
     """A client sends its block and fetches the mean; who makes the mean fetches the blocks of the others as well."""
+    (tmp_path / 'turn_000000').mkdir()
+    block = make_block(1.0, (1000,))
+    (tmp_path / 'turn_000000' / 'client_0').write_bytes(encode({'run': 'a', 'values': block}))
     first, second = [], []
-    finish = send_first(tmp_path, 0, 1.0, shape=(1000,), pace=first.append)
-    Averages(tmp_path, 1, 2, deadline_s=60.0, pace=second.append).exchange(0, make_block(1.0, (1000,)))
-    finish()
-    kilobytes = [[round(nbytes / 4000) for nbytes in sent] for sent in (first, second)]
-    assert kilobytes == [[1, 1], [1, 1, 1]]
+    Averages(tmp_path, 1, 2, run='a', deadline_s=60.0, pace=second.append).exchange(0, block)
+    Averages(tmp_path, 0, 2, run='a', deadline_s=60.0, pace=first.append).exchange(0, block)  # the mean is there
+    assert [[round(nbytes / 4000) for nbytes in sent] for sent in (first, second)] == [[1], [1, 1, 1]]
+
+
+def test_clients_of_different_runs_are_refused(tmp_path):
+    client = Averages(tmp_path, 1, 2, run='b', deadline_s=60.0)
+    (tmp_path / 'turn_000000').mkdir()
+    (tmp_path / 'turn_000000' / 'client_0').write_bytes(encode({'run': 'a', 'values': make_block(2.0)}))
+    with pytest.raises(AverageError, match=r'client 0 in .* is of another run than client 1: start all clients with'):
+        client.exchange(0, make_block(4.0))
+    Averages(tmp_path, 0, 1, run='a', deadline_s=60.0).exchange(1, make_block(2.0))
+    with pytest.raises(AverageError, match=r'the mean of turn 1 in .* is of another run than client 1'):
+        client.exchange(1, make_block(4.0))

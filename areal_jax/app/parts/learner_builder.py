@@ -17,6 +17,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
 from areal_jax.distributed.averages import Averages
+from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.learner import SpmdLearner
@@ -45,11 +46,14 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
 
 def build_averages(config: TrackedConfig) -> Averages:
     """The directory through which this client averages with the others."""
-    ours = config.distributed
+    ours, values = config.distributed, config.as_dict()
+    model = {field: value for field, value in values['model'].items() if field != 'path'}  # each host has its own
+    shared = {'model': model, 'optimizer': values['optimizer'], 'seed': config.run.seed, 'steps': config.run.steps}
     return Averages(
         pathlib.Path(ours.average_directory),
         ours.client,
         ours.clients,
+        run=digest_config(shared),
         deadline_s=ours.average_deadline_s,
         kept_turns=ours.kept_turns,
     )

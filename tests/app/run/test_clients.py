@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from areal_jax.distributed.averages import AverageError
 from tests.app.small import SmallRun, equal, train_until_killed
 from tests.learning.blockwise.examples import leaves_of
 
@@ -97,6 +98,12 @@ def test_a_client_that_was_killed_goes_on_where_it_was(clients, tmp_path):
     assert resumed.version_at_start in (3, 4)
     assert equal(resumed.final, clients[1].final)
     assert equal(first.final, clients[0].final)
+
+
+def test_a_new_run_does_not_take_the_means_of_an_earlier_one(clients, tmp_path):
+    means = str(clients[0].workdir.parent / 'means')
+    with pytest.raises(AverageError, match=r'has means of an earlier run, with client 0 in them'):
+        SmallRun(tmp_path / 'again', **FIELDS, distributed__average_directory=means)
 
 
 def test_without_overlap_clients_have_equal_weights_after_every_turn(tmp_path):
