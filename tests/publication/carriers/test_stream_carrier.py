@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed.wire import prove_as_client
-from areal_jax.publication import stream_sender
+from areal_jax.publication.carriers import stream_sender
 from areal_jax.publication.carriers.stream_frames import FRAME_BYTES, Hello, Kind, Request, encode_hello, encode_request
 from areal_jax.publication.carriers.stream_receiver import StreamReceiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
