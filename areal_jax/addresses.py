@@ -6,7 +6,7 @@ import socket
 
 from areal_jax.errors import UserError
 
-CARRIERS = ('shm:', 'unix:', 'tcp:')  # how addresses of weights begin (publication/receivers.py)
+CARRIERS = ('shm:', 'unix:', 'tcp:')  # how addresses of weights begin (publication/carriers/receivers.py)
 _MOST_PORT = 65535
 
 

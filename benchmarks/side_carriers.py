@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from areal_jax.distributed.wire import prove_as_client, prove_as_server
+from areal_jax.publication.carriers.receivers import Reader, open_receiver
+from areal_jax.publication.carriers.shm_carrier import ShmSender
+from areal_jax.publication.carriers.shm_segment import segment_path, sweep
+from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.manifest import LeafDigest
-from areal_jax.publication.receivers import Reader, open_receiver
 from areal_jax.publication.record import Held, Record, RecordHeader, RecordSender
-from areal_jax.publication.shm_carrier import ShmSender
-from areal_jax.publication.shm_segment import segment_path, sweep
-from areal_jax.publication.stream_sender import StreamSender
 from benchmarks.sides import ROOT
 
 LEAF_BYTES = 4_000_000  # of the random record of the command

@@ -4,11 +4,4 @@ learner's copy -> Channel.transfer (device_channel.py in this process, files_cha
 PublishedWeights -> Channel.receive -> an engine swaps between two dispatches. manifest.py checks that both ends have
 the same weights; version_directory.py writes directories atomically; export.py writes the final weights for tools of
 Hugging Face.
-
-record.py has a version as bytes, which carriers take to other processes:
-
-  shm_carrier.py       shared memory of a host; shm_segment.py, shm_record.py and shm_readers.py have its bytes
-  stream_sender.py     sockets, with stream_receiver.py at the other end; stream_frames.py has what they say
-  receivers.py         the receiver that an address names
-  chains.py            which records a reader needs, and which may go
 """

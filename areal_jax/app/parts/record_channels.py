@@ -18,12 +18,12 @@ from areal_jax.config.kinds import find_channel
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.wire import prove_as_client, prove_as_server
-from areal_jax.publication.receivers import Reader, open_receiver
+from areal_jax.publication.carriers.receivers import Reader, open_receiver
+from areal_jax.publication.carriers.shm_carrier import ShmSender
+from areal_jax.publication.carriers.shm_segment import segment_path, sweep
+from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.record import RecordReceiver
 from areal_jax.publication.record_channel import RecordChannel
-from areal_jax.publication.shm_carrier import ShmSender
-from areal_jax.publication.shm_segment import segment_path, sweep
-from areal_jax.publication.stream_sender import StreamSender
 
 _RUN_DIGITS = 12  # of the digest of a workdir, in the name of a segment
 _DELTA_SHARE = 0.5  # room for deltas behind a whole record, as a share of its bytes

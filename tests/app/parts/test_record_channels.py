@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.app.parts.record_channels import stream_key
 from areal_jax.distributed.key import load_key
-from areal_jax.publication.shm_segment import DIRECTORY
+from areal_jax.publication.carriers.shm_segment import DIRECTORY
 from tests.app.small import SmallRun, equal
 
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from areal_jax.publication.chains import describe, find_missing, is_needed, require_next, require_parts
+from areal_jax.publication.carriers.chains import describe, find_missing, is_needed, require_next, require_parts
+from areal_jax.publication.carriers.shm_readers import ReaderRow, read_row
+from areal_jax.publication.carriers.shm_record import Entry, count_bytes, read_entries, read_record, write_record
+from areal_jax.publication.carriers.shm_segment import MOST_PLACES, Segment, create_segment, open_segment
 from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.record import Held, Record
-from areal_jax.publication.shm_readers import ReaderRow, read_row
-from areal_jax.publication.shm_record import Entry, count_bytes, read_entries, read_record, write_record
-from areal_jax.publication.shm_segment import MOST_PLACES, Segment, create_segment, open_segment
 
 SCHEME = 'shm:'
 _PAGE_BYTES = 1 << 21  # places begin at huge pages, where the system has them

@@ -16,12 +16,12 @@ import types
 import numpy as np
 import pytest
 
+from areal_jax.publication.carriers.shm_carrier import ShmReceiver, ShmSender
+from areal_jax.publication.carriers.shm_segment import CONTROL_BYTES, create_segment, segment_path, sweep
 from areal_jax.publication.failures import ChainFull, PublicationError
-from areal_jax.publication.shm_carrier import ShmReceiver, ShmSender
-from areal_jax.publication.shm_segment import CONTROL_BYTES, create_segment, segment_path, sweep
-from tests.publication.record_samples import Reader, assert_got, held, make_chain, make_record
+from tests.publication.carriers.record_samples import Reader, assert_got, held, make_chain, make_record
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 SMALL = (0, 1, 255, 256, 70_000)
 
 
@@ -409,7 +409,7 @@ COMPLETE = {'created': [], 'header': [0], 'part': [0], 'delta': [0], 'sent': [0,
 def killed(tmp_path_factory):
     """The segments of senders that died by SIGKILL, by moment; see killed_sender.py."""
     directory = tmp_path_factory.mktemp('killed')
-    command = [sys.executable, '-m', 'tests.publication.killed_sender', str(directory), *COMPLETE]
+    command = [sys.executable, '-m', 'tests.publication.carriers.killed_sender', str(directory), *COMPLETE]
     subprocess.run(command, cwd=ROOT, check=True)
     return {moment: segment_path(moment, '0', directory) for moment in COMPLETE}
 
@@ -438,8 +438,8 @@ def test_a_sender_that_is_killed_leaves_whole_versions_only(killed, moment, tmp_
 
 READER = """
 import pathlib, sys
-from areal_jax.publication.shm_carrier import ShmReceiver
-from tests.publication.record_samples import make_record
+from areal_jax.publication.carriers.shm_carrier import ShmReceiver
+from tests.publication.carriers.record_samples import make_record
 receiver, seen = ShmReceiver(pathlib.Path(sys.argv[1]), 'engine 0'), []
 def consume(record):
     print('reads', flush=True)

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed.wire import prove_as_client
-from areal_jax.publication import stream_sender
+from areal_jax.publication.carriers import stream_sender
+from areal_jax.publication.carriers.stream_frames import FRAME_BYTES, Hello, Kind, Request, encode_hello, encode_request
+from areal_jax.publication.carriers.stream_receiver import StreamReceiver
+from areal_jax.publication.carriers.stream_sender import StreamSender
+from areal_jax.publication.carriers.stream_socket import FrameSocket, connect, listen_unix, sweep_unix
 from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.record import Record
-from areal_jax.publication.stream_frames import FRAME_BYTES, Hello, Kind, Request, encode_hello, encode_request
-from areal_jax.publication.stream_receiver import StreamReceiver
-from areal_jax.publication.stream_sender import StreamSender
-from areal_jax.publication.stream_socket import FrameSocket, connect, listen_unix, sweep_unix
-from tests.publication.record_samples import SIZES, Reader, assert_got, held, make_chain, make_record
-from tests.publication.stream_proxy import StreamProxy, prove_reader, prove_sender
+from tests.publication.carriers.record_samples import SIZES, Reader, assert_got, held, make_chain, make_record
+from tests.publication.carriers.stream_proxy import StreamProxy, prove_reader, prove_sender
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 SMALL = (0, 1, 255, 256, 70_000)
 LARGE = (3, 3 * FRAME_BYTES - 5, 1)  # parts of 1, 3 and 1 frames
 HUGE = (3, 16_000_000, 1)  # more than the system keeps for a connection
@@ -450,7 +450,7 @@ KILLED = ('created', 'header', 'part', 'acknowledging', 'acknowledged')
 def killed(tmp_path_factory):
     """Addresses of senders in other processes, by the moment of their deaths; see killed_stream_sender.py."""
     directory = tmp_path_factory.mktemp('k')
-    command = [sys.executable, '-m', 'tests.publication.killed_stream_sender', str(directory), *KILLED]
+    command = [sys.executable, '-m', 'tests.publication.carriers.killed_stream_sender', str(directory), *KILLED]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as senders:
         yield dict(senders.stdout.readline().split() for _ in KILLED)
         senders.stdout.read()
@@ -476,9 +476,9 @@ def test_a_sender_that_is_killed(killed, open_reader, moment):
 
 READER = """
 import sys
-from areal_jax.publication.stream_receiver import StreamReceiver
-from tests.publication.record_samples import held, make_record
-from tests.publication.stream_proxy import prove_reader
+from areal_jax.publication.carriers.stream_receiver import StreamReceiver
+from tests.publication.carriers.record_samples import held, make_record
+from tests.publication.carriers.stream_proxy import prove_reader
 receiver = StreamReceiver(sys.argv[1], 'engine 0', prove_reader)
 receiver.acknowledge(held(make_record(9, (1,))))
 def consume(record):

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from areal_jax.addresses import address_family, join_address, split_address
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.record import Part
-from areal_jax.publication.stream_frames import (
+from areal_jax.publication.carriers.stream_frames import (
     PREFIX_BYTES,
     Kind,
     Prefix,
@@ -26,6 +24,8 @@ from areal_jax.publication.stream_frames import (
     encode_prefix,
     require_payload,
 )
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.record import Part
 
 UNIX, TCP = 'unix:', 'tcp:'
 Prove: TypeAlias = Callable[[socket.socket], object]  # proves the key of the run both ways; distributed/wire.py has two

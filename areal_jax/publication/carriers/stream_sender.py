@@ -14,10 +14,8 @@ import time
 from collections.abc import Collection, Mapping
 
 from areal_jax.errors import UserError
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.record import Held, Record
-from areal_jax.publication.stream_chains import StoredRecord, StreamChains
-from areal_jax.publication.stream_frames import (
+from areal_jax.publication.carriers.stream_chains import StoredRecord, StreamChains
+from areal_jax.publication.carriers.stream_frames import (
     FrameError,
     Hello,
     Kind,
@@ -27,7 +25,7 @@ from areal_jax.publication.stream_frames import (
     decode_hello,
     decode_request,
 )
-from areal_jax.publication.stream_socket import (
+from areal_jax.publication.carriers.stream_socket import (
     TCP,
     UNIX,
     FrameSocket,
@@ -38,6 +36,8 @@ from areal_jax.publication.stream_socket import (
     remove_unix,
     sweep_unix,
 )
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.record import Held, Record
 
 MOST_CONNECTIONS = 256  # readers, and those whose proof is under way
 _PAUSE_S = 0.1  # where the process has no more files or threads

@@ -9,12 +9,12 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 
+from areal_jax.publication.carriers.shm_carrier import SCHEME as SHM
+from areal_jax.publication.carriers.shm_carrier import ShmReceiver
+from areal_jax.publication.carriers.stream_receiver import StreamReceiver
+from areal_jax.publication.carriers.stream_socket import TCP, UNIX, Prove
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import RecordReceiver
-from areal_jax.publication.shm_carrier import SCHEME as SHM
-from areal_jax.publication.shm_carrier import ShmReceiver
-from areal_jax.publication.stream_receiver import StreamReceiver
-from areal_jax.publication.stream_socket import TCP, UNIX, Prove
 
 
 @dataclasses.dataclass(frozen=True)

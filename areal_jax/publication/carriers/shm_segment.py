@@ -18,8 +18,8 @@ import re
 import shutil
 import stat
 
+from areal_jax.publication.carriers.open_file_locks import are_supported, find_locked, try_lock, unlock
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.open_file_locks import are_supported, find_locked, try_lock, unlock
 
 DIRECTORY = pathlib.Path('/dev/shm')
 MOST_PLACES, MOST_READERS = 8, 512

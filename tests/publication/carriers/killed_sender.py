@@ -13,9 +13,9 @@ import sys
 
 import numpy as np
 
-from areal_jax.publication.shm_carrier import ShmSender
-from areal_jax.publication.shm_segment import segment_path
-from tests.publication.record_samples import SIZES, held, make_record
+from areal_jax.publication.carriers.shm_carrier import ShmSender
+from areal_jax.publication.carriers.shm_segment import segment_path
+from tests.publication.carriers.record_samples import SIZES, held, make_record
 
 
 def die() -> None:

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from areal_jax.errors import UserError
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.record import Held, Record, RecordHeader, decode_header
-from areal_jax.publication.stream_frames import (
+from areal_jax.publication.carriers.stream_frames import (
     FrameError,
     Hello,
     Kind,
@@ -24,7 +22,9 @@ from areal_jax.publication.stream_frames import (
     encode_hello,
     encode_request,
 )
-from areal_jax.publication.stream_socket import FrameSocket, Prove, connect
+from areal_jax.publication.carriers.stream_socket import FrameSocket, Prove, connect
+from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.record import Held, Record, RecordHeader, decode_header
 
 _RETRY_S = 0.05
 _LINE_BYTES = 64

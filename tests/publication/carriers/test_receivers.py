@@ -5,15 +5,15 @@ import contextlib
 import pytest
 
 from areal_jax.addresses import CARRIERS, is_carrier_address
+from areal_jax.publication.carriers.receivers import SCHEMES, open_receiver
+from areal_jax.publication.carriers.receivers import Reader as Settings
+from areal_jax.publication.carriers.shm_carrier import ShmReceiver, ShmSender
+from areal_jax.publication.carriers.shm_segment import segment_path
+from areal_jax.publication.carriers.stream_receiver import StreamReceiver
+from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.receivers import SCHEMES, open_receiver
-from areal_jax.publication.receivers import Reader as Settings
-from areal_jax.publication.shm_carrier import ShmReceiver, ShmSender
-from areal_jax.publication.shm_segment import segment_path
-from areal_jax.publication.stream_receiver import StreamReceiver
-from areal_jax.publication.stream_sender import StreamSender
-from tests.publication.record_samples import Reader, assert_got, make_record
-from tests.publication.stream_proxy import prove_reader, prove_sender
+from tests.publication.carriers.record_samples import Reader, assert_got, make_record
+from tests.publication.carriers.stream_proxy import prove_reader, prove_sender
 
 ENGINE = Settings('engine 0', prove_reader)
 

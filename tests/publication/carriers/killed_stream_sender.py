@@ -11,11 +11,11 @@ import signal
 import sys
 import time
 
-from areal_jax.publication import stream_sender
-from areal_jax.publication.stream_frames import Kind
-from areal_jax.publication.stream_socket import FrameSocket
-from tests.publication.record_samples import SIZES, make_record
-from tests.publication.stream_proxy import prove_sender
+from areal_jax.publication.carriers import stream_sender
+from areal_jax.publication.carriers.stream_frames import Kind
+from areal_jax.publication.carriers.stream_socket import FrameSocket
+from tests.publication.carriers.record_samples import SIZES, make_record
+from tests.publication.carriers.stream_proxy import prove_sender
 
 
 def die() -> None:
