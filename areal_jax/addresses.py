@@ -6,7 +6,6 @@ import socket
 
 from areal_jax.errors import UserError
 
-CARRIERS = ('shm:', 'unix:', 'tcp:')  # how addresses of weights begin (publication/carriers/receivers.py)
 _MOST_PORT = 65535
 
 
@@ -22,11 +21,6 @@ def split_address(text: str) -> tuple[str, int] | None:
     if not host or not port.isdecimal() or int(port) > _MOST_PORT or (':' in host and not host.startswith('[')):
         return None
     return host.strip('[]'), int(port)
-
-
-def is_carrier_address(text: str) -> bool:
-    """Whether a text is an address of weights, and not the path of a directory."""
-    return text.startswith(CARRIERS)
 
 
 def address_family(host: str) -> socket.AddressFamily:

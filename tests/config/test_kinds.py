@@ -28,7 +28,7 @@ OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/shard
     f'areal_jax/{path}.py': {'stream'}
     for path in (
         *('app/run/supervised', 'checkpoint/state', 'control/controller'),
-        *('rollout/http/wire/sglang', 'rollout/http/wire/vllm'),
+        *('rollout/http/wire/sglang', 'rollout/http/wire/vllm', 'rollout/jetstream/record'),
     )
 }
 

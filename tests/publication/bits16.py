@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.manifest import host_manifest, manifest_hash
 from areal_jax.publication.record import Held, Record
 from areal_jax.publication.record_channel import RecordChannel
@@ -48,12 +48,15 @@ class Carrier:
     """A sender that keeps records in memory, and a receiver of the same; `damage` may change what is fetched."""
 
     def __init__(self):
-        self.records, self.fetched, self.told, self.fails = {}, [], [], False
+        self.records, self.fetched, self.told = {}, [], []
+        self.fails = self.is_full = False
         self.damage = lambda record: record
 
     def send(self, record):
         if self.fails:
             raise PublicationError('the carrier has no room')
+        if self.is_full and record.header.base is not None:
+            raise ChainFull('the chain has no room')
         if record.header.base is None:
             self.records = {v: r for v, r in self.records.items() if v < record.header.version}
         self.records[record.header.version] = Record(record.header, [bytes(part) for part in record.parts])

@@ -86,6 +86,20 @@ def test_after_a_failed_send_the_next_version_is_whole():
     assert channel.transfer(3, versions[3]).size.record == 'delta'
 
 
+def test_a_version_goes_whole_where_the_carrier_has_no_room_for_its_delta():
+    carrier, versions = Carrier(), make_versions(3)
+    channel = over(carrier)
+    channel.transfer(0, versions[0])
+    carrier.is_full = True
+    published = channel.transfer(1, versions[1])
+    assert published.size.record == 'whole'
+    assert_bit_equal(channel.receive(published), versions[1])
+    carrier.is_full = False
+    published = channel.transfer(2, versions[2])
+    assert carrier.records[2].header.base == held_of(versions[1], 1)
+    assert_bit_equal(channel.receive(published), versions[2])
+
+
 def test_an_incarnation_begins_with_a_whole_version():
     """Resumed from version 1: the versions 2 that were sent before and after differ, and readers take the new one."""
     carrier, versions = Carrier(), make_versions(3)

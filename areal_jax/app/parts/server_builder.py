@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 
-from areal_jax.addresses import is_carrier_address
 from areal_jax.app.parts.extras import API_KEY
 from areal_jax.app.parts.part_settings import build_requirements
 from areal_jax.app.parts.server_parts import EndedBy, Servers, ServersBeside
@@ -222,5 +221,5 @@ def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path)
 
 
 def _locate(published: PublishedWeights) -> str:
-    """Directories are on a file system that servers share; at an address of a carrier are many versions."""
-    return f'{published.handle}#{published.version}' if is_carrier_address(published.handle) else published.handle
+    """A directory on a file system that servers share, or the name of a version at an address."""
+    return str(published.handle)

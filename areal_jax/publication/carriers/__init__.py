@@ -5,4 +5,6 @@ shm_carrier.py       shared memory of a host; shm_segment.py, shm_record.py and 
 stream_sender.py     sockets, with stream_receiver.py at the other end; stream_frames.py has what they say
 
 receivers.py opens the receiver that an address names; chains.py says which records a reader needs, and which may go.
+
+docs/design/carriers.md has bytes, states and failures.
 """

@@ -6,7 +6,10 @@ import pytest
 from areal_jax.app.roles.version_loader import VersionLoader
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.carriers.files_carrier import FilesSender
+from areal_jax.publication.carriers.receivers import Reader, name_version, open_receiver
+from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
 from areal_jax.types import PublishedWeights
 from tests.app.parts.test_engines import build_backend
@@ -21,8 +24,8 @@ def backend():
     return build_backend([DEVICE])
 
 
-def make_loader(backend):
-    loader = VersionLoader(backend, Decoder(CONFIG), DEVICE)
+def make_loader(backend, open_receiver=None):
+    loader = VersionLoader(backend, Decoder(CONFIG), DEVICE, open_receiver)
 
     def load(published):
         """(prepared weights, digest) of what a route names by its path."""
@@ -86,3 +89,42 @@ def test_a_delta_that_is_not_there_is_one_sentence(tmp_path, backend):
         VersionLoader(backend, Decoder(CONFIG), DEVICE)(
             PublishedWeights(99, '', WeightsDirectory(str(tmp_path / 'v000004.delta')))
         )
+
+
+@pytest.fixture
+def start_learner(tmp_path):
+    """A channel over shared memory for each start of a learner."""
+    open_channels = []
+
+    def start():
+        sender = ShmSender(tmp_path / f'{len(open_channels)}.weights')
+        channel = RecordChannel(sender, open_here, name='shm', name_version=name_version, delta=True, base_every=3)
+        open_channels.append(channel)
+        return channel
+
+    yield start
+    for channel in open_channels:
+        channel.close()
+
+
+def open_here(address):
+    return open_receiver(address, Reader('engine 0'))
+
+
+def test_a_server_follows_versions_at_addresses_and_a_new_start_of_the_learner(tmp_path, backend, start_learner):
+    load, first, versions = make_loader(backend, open_here), start_learner(), make_versions(4)
+    for version, params in enumerate(versions):
+        published = first.transfer(version, params)
+        assert published.size.record == ('whole' if version in (0, 3) else 'delta')
+        weights, digest = load(published)
+        assert digest == published.manifest_hash
+        assert_bit_equal(weights, prepared(backend, params))
+    second, other = start_learner(), next_version(versions[1], seed=5)
+    weights, digest = load(second.transfer(2, other))
+    assert_bit_equal(weights, prepared(backend, other))
+
+
+def test_a_server_of_no_run_takes_no_version_from_an_address(backend, start_learner):
+    published = start_learner().transfer(0, make_versions(1)[0])
+    with pytest.raises(UpdateError, match=r'does not read: start it with the --workdir and the publication\.channel'):
+        make_loader(backend)(published)

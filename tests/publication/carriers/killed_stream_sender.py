@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from areal_jax.publication import stream_sender
+from areal_jax.publication.carriers import stream_sender
 from areal_jax.publication.carriers.stream_frames import Kind
 from areal_jax.publication.carriers.stream_socket import FrameSocket
 from tests.publication.carriers.record_samples import SIZES, make_record

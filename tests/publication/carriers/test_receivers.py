@@ -4,14 +4,14 @@ import contextlib
 
 import pytest
 
-from areal_jax.addresses import CARRIERS, is_carrier_address
-from areal_jax.publication.carriers.receivers import SCHEMES, open_receiver
 from areal_jax.publication.carriers.receivers import Reader as Settings
+from areal_jax.publication.carriers.receivers import name_version, open_receiver, parse_version_name
 from areal_jax.publication.carriers.shm_carrier import ShmReceiver, ShmSender
 from areal_jax.publication.carriers.shm_segment import segment_path
 from areal_jax.publication.carriers.stream_receiver import StreamReceiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.record import Held
 from tests.publication.carriers.record_samples import Reader, assert_got, make_record
 from tests.publication.carriers.stream_proxy import prove_reader, prove_sender
 
@@ -64,10 +64,16 @@ def test_an_address_that_leads_nowhere(address, match):
         open_receiver(address, ENGINE)
 
 
-def test_an_address_is_no_path():
-    assert tuple(SCHEMES) == CARRIERS
-    assert all(map(is_carrier_address, ('shm:/dev/shm/a', 'unix:/tmp/s,tcp:node:1', 'tcp:node:1')))
-    assert not any(map(is_carrier_address, ('/runs/a/v000001', 'shm/v000001', 'files:/runs/a', '')))
+@pytest.mark.parametrize('address', ['shm:/dev/shm/a', 'unix:/tmp/s,tcp:node:1', 'tcp:node:1', 'unix:/tmp/a#b'])
+def test_a_version_at_an_address_has_a_name(address):
+    assert parse_version_name(name_version(address, Held(7, 'ab12'))) == (address, Held(7, 'ab12'))
+
+
+@pytest.mark.parametrize(
+    'path', ['/runs/a/v000001', 'shm/v000001', 'files:/runs/a#1@ab', '', '/runs/#1@ab', 'shm:/a#b']
+)
+def test_a_path_is_no_version_at_an_address(path):
+    assert parse_version_name(path) is None
 
 
 def test_sockets_need_the_key(senders):

@@ -21,7 +21,7 @@ from areal_jax.publication.carriers.shm_segment import CONTROL_BYTES, create_seg
 from areal_jax.publication.failures import ChainFull, PublicationError
 from tests.publication.carriers.record_samples import Reader, assert_got, held, make_chain, make_record
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 SMALL = (0, 1, 255, 256, 70_000)
 
 

@@ -23,7 +23,7 @@ from areal_jax.publication.record import Record
 from tests.publication.carriers.record_samples import SIZES, Reader, assert_got, held, make_chain, make_record
 from tests.publication.carriers.stream_proxy import StreamProxy, prove_reader, prove_sender
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 SMALL = (0, 1, 255, 256, 70_000)
 LARGE = (3, 3 * FRAME_BYTES - 5, 1)  # parts of 1, 3 and 1 frames
 HUGE = (3, 16_000_000, 1)  # more than the system keeps for a connection
