@@ -266,7 +266,7 @@ SECTIONS: Mapping[str, Section] = {
         directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
         delta=Flag(
-            False, 'files: send what changed since the version before; for 16-bit dtypes and one learner process'
+            False, 'files, shm, stream: send what changed since the version before; 16-bit dtypes, one learner process'
         ),
         base_every=Integer(20, COUNT, 'publication.delta: versions from a whole one to the next'),
         verify=Flag(False, 'engines recompute the digest of every leaf that they receive'),
