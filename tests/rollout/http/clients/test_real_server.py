@@ -87,8 +87,8 @@ class CutsRepliesToUpdates(Connection):
         return reply
 
 
-def make_call(name, n):
-    sampling = CallSampling(max_new_tokens=n, ignore_eos=True)
+def make_call(name, n, seed=None):
+    sampling = CallSampling(max_new_tokens=n, ignore_eos=True, seed=seed)
     return Call((PROMPT,), 'prompt', (sampling,), (name,), logprobs=True)
 
 
@@ -112,7 +112,8 @@ class Factory:
             await engine.stage(published(0))
             await engine.swap(0)
             # the first sampled tokens of a server take longer than checks wait; the reply shows whether it has spans
-            first = lambda: dialect.generate(self.connection, make_call('first', 8), CONFIG.vocab_size)
+            seed = 1 if dialect.seeds else None
+            first = lambda: dialect.generate(self.connection, make_call('first', 8, seed), CONFIG.vocab_size)
             await clock.call('engine/0', first, Work('generate'), LIMITS.request_s)
 
         return Subject(engine, engine.start, published, prepare, engine.close, score, TOLERANCE)
