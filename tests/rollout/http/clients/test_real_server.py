@@ -28,7 +28,7 @@ from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError
 from areal_jax.rollout.servers.server_entries import read_address
-from areal_jax.types import PublishedWeights
+from areal_jax.types import PublishedWeights, Work
 from tests.rollout.decode.examples import whole_attention
 from tests.rollout.engine_contract import CHECKS, Bench, Setting, Subject
 from tests.rollout.http.clients.checkpoints import CONFIG, make_params
@@ -48,6 +48,7 @@ LIMITS = ServerLimits(
     request_s=120, control_s=60, load_s=60, loads=2,
 )  # fmt: skip
 DECODER = Decoder(CONFIG)
+PROMPT = np.arange(5, 11, dtype=np.int32)
 
 
 def make_clock(log):
@@ -86,6 +87,11 @@ class CutsRepliesToUpdates(Connection):
         return reply
 
 
+def make_call(name, n, seed=None):
+    sampling = CallSampling(max_new_tokens=n, ignore_eos=True, seed=seed)
+    return Call((PROMPT,), 'prompt', (sampling,), (name,), logprobs=True)
+
+
 class Factory:
     # A token takes 2 to 8 ms: answers are well begun and far from their end after the 0.2 to 0.4 s that checks wait,
     # also where the machine stops this process for a second. Checks can not wait for tokens, which the client delivers
@@ -105,7 +111,10 @@ class Factory:
             await engine.fence()
             await engine.stage(published(0))
             await engine.swap(0)
-            await engine.ask()  # its reply shows whether the server keeps answers over updates
+            # the first sampled tokens of a server take longer than checks wait; the reply shows whether it has spans
+            seed = 1 if dialect.seeds else None
+            first = lambda: dialect.generate(self.connection, make_call('first', 8, seed), CONFIG.vocab_size)
+            await clock.call('engine/0', first, Work('generate'), LIMITS.request_s)
 
         return Subject(engine, engine.start, published, prepare, engine.close, score, TOLERANCE)
 
@@ -141,13 +150,11 @@ def test_an_update_under_load_whose_reply_is_lost_is_settled(cuts):
 
 # mode of a pause in which version 1 is loaded: whether answers go on, and whether under a KV cache of the new weights
 PAUSES = {'abort': (False, True), 'retract': (True, True), 'in_place': (True, False)}
-PROMPT = np.arange(5, 11, dtype=np.int32)
 
 
 async def answer_over_an_update(mode, server):
     """The answer to PROMPT, which is under way while SGLang is paused in `mode` and loads version 1 over version 0."""
-    dialect, sampling = SglangDialect(), CallSampling(max_new_tokens=LONGEST, ignore_eos=True)
-    call = Call((PROMPT,), 'prompt', (sampling,), (f'pause/{mode}',), logprobs=True)
+    dialect, call = SglangDialect(), make_call(f'pause/{mode}', LONGEST)
     await server.require('POST', '/pause_generation', {'mode': 'abort'})
     await dialect.update(server, str(CHECKPOINTS / 'v0'), '0')
     await dialect.resume(server)
