@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -189,7 +190,7 @@ def measure_reward(seeds: Sequence[int], steps: int, end_s: float) -> dict[str, 
             row['all_leaves'] = train([home / 'all_leaves'], 2 * steps, seed)
         found.append(row)
         print(row, file=sys.stderr, flush=True)
-    paired = lambda a, b: paired_interval([row[a] for row in found], [row[b] for row in found])._asdict()
+    paired = lambda a, b: dataclasses.asdict(paired_interval([row[a] for row in found], [row[b] for row in found]))
     return {
         'seeds': [row['seed'] for row in found],
         'updates_of_a_client': steps,

@@ -44,7 +44,7 @@ def test_the_report_counts_the_updates_of_each_block(finished):
     assert found == {str(block): blocks.count(block) for block in sorted(set(blocks))}
 
 
-@pytest.mark.parametrize('state', ['host', 'drop'])
+@pytest.mark.parametrize('state', ['host', pytest.param('drop', marks=pytest.mark.slow)])
 def test_a_run_that_was_killed_ends_in_the_same_bits(finished, tmp_path, state):
     fields = BLOCKS | {'optimizer__block_state': state, 'checkpoint__every': 1}
     whole = finished if state == 'host' else SmallRun(tmp_path / 'whole', **fields).train()

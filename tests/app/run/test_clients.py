@@ -77,6 +77,7 @@ def test_a_block_is_one_turn_behind(clients):
         assert differing == paths[(version - 1) % 3]
 
 
+@pytest.mark.slow
 def test_the_result_is_a_function_of_the_seed(clients, tmp_path):
     again = train_all(build_clients(tmp_path))
     for run, other in zip(clients, again, strict=True):
@@ -106,6 +107,7 @@ def test_a_new_run_does_not_take_the_means_of_an_earlier_one(clients, tmp_path):
         SmallRun(tmp_path / 'again', **FIELDS, distributed__average_directory=means)
 
 
+@pytest.mark.slow
 def test_without_overlap_clients_have_equal_weights_after_every_turn(tmp_path):
     runs = train_all(build_clients(tmp_path, distributed__overlap=False, run__steps=4, optimizer__block_updates=2))
     assert [equal(runs[0].weights[version], runs[1].weights[version]) for version in range(5)] == [

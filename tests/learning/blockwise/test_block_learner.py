@@ -122,8 +122,7 @@ def leaves_by_identity(tree):
 
 
 @pytest.mark.parametrize('state', ['host', 'drop'])
-@pytest.mark.parametrize('updates', [1, 2])
-@pytest.mark.parametrize('stop', [3, 4, 5])
+@pytest.mark.parametrize(('updates', 'stop'), [(1, 3), (2, 4), (2, 5)])
 def test_a_resumed_learner_makes_the_updates_of_the_uninterrupted_one(state, updates, stop):
     """Bit for bit, in the middle of a turn, at its end, and at the end of a round."""
     settings = {'block_state': state, 'block_updates': updates, 'block_order': 'shuffled'}
@@ -167,12 +166,12 @@ def test_gradients_and_moments_of_one_block_are_on_the_devices():
 @pytest.mark.parametrize('accumulate', ['dispatch', pytest.param('scan', marks=pytest.mark.slow)])
 def test_every_program_of_every_block_is_compiled_by_warm_up(accumulate):
     settings = {'accumulate': accumulate, 'objective': 'sft', 'rows_per_microbatch': 8}
-    learner = make_block_learner(**settings)
+    learner = make_block_learner(blocks=2, **settings)
     of_whole = make_whole_learner(**settings).warm_up()
-    assert learner.warm_up() == 3 * of_whole  # one of each kind a block
+    assert learner.warm_up() == 2 * of_whole  # one of each kind a block
     learner.publish(2)
     with CompilationCounter() as compilations:
-        for version in range(2, 6):
+        for version in range(2, 5):
             learner.update(GROUPS, version)
             learner.publish(version + 1)
             learner.evaluate(GROUPS)
@@ -231,9 +230,12 @@ def test_what_cannot_be_trained_in_blocks_is_refused(changes, message):
 
 
 def test_a_checkpoint_of_another_number_of_blocks_is_refused():
-    saved = make_block_learner(blocks=4)
-    saved.update(GROUPS, 3)
+    learner = make_block_learner()
+    saved = learner.save()
+    of_four = {path.replace('blocks/0/', 'blocks/3/'): leaf for path, leaf in saved['optimizer'].items()}
     with pytest.raises(ValueError, match=r'saved moments are of block 3, and optimizer\.blocks=3'):
-        make_block_learner().restore(saved.save())
+        learner.restore(saved | {'optimizer': of_four})
+    of_all = {path.replace('blocks/0/', ''): leaf for path, leaf in saved['optimizer'].items()}
     with pytest.raises(ValueError, match="differ from the learner's"):
-        make_block_learner().restore(make_whole_learner().save())
+        learner.restore(saved | {'optimizer': of_all})
+    assert_bit_equal(leaves_of(learner.save()['params']), leaves_of(saved['params']))  # it is as it was
