@@ -286,9 +286,10 @@ def test_an_abandoned_program_ends_with_keyboard_interrupt(make, when):
 
 
 def test_the_end_of_the_program_waits_for_work_as_long_as_it_is_told():
-    ended, release, done = [], threading.Event(), threading.Event()
+    ended, begun, release, done = [], threading.Event(), threading.Event(), threading.Event()
 
     def work():
+        begun.set()
         release.wait(20)
         ended.append(True)
         done.set()
@@ -300,12 +301,13 @@ def test_the_end_of_the_program_waits_for_work_as_long_as_it_is_told():
 
         execute(RealClock(LANES, EventLog(), 30.0, end_of_work_s=end_of_work_s), program)
 
-    run(0.01, lambda: None)
+    run(0.01, lambda: begun.wait(20))
     assert ended == []
     release.set()
     assert done.wait(20)
+    begun.clear()
     release.clear()
-    run(20.0, lambda: threading.Timer(0.2, release.set).start())
+    run(20.0, lambda: begun.wait(20) and threading.Timer(0.2, release.set).start())
     assert ended == [True, True]
 
 

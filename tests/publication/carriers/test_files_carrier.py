@@ -20,7 +20,7 @@ from areal_jax.publication.weights_reader import WeightsReader
 from tests.publication.bits16 import Carrier, first_version, held_of, make_versions, next_version, open_channel, over
 from tests.publication.tiny import CONFIG, assert_bit_equal
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 DEVICE = jax.devices()[0]
 KILLED = """
 import os, pathlib, signal, sys
