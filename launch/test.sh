@@ -10,6 +10,6 @@ make_environment dev
 "$PYTHON" -m mypy
 if [ $# -eq 0 ]; then set -- -m "not slow"; fi
 if [ "$1" = --fast ]; then set -- -m "not slow and not whole" "${@:2}"; fi
-# two processes: most of the time goes into compiling, which uses one core; files are not split over them and go in
-# their own order, in which the long ones (app, learning, models) do not come last
-exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"
+# three processes keep two cores busy: a third of the time, tests wait for programs that they have started. Files are not
+# split over them and go in their own order, in which the long ones (app, learning, models) do not come last
+exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder "$@"

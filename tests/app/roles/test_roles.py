@@ -44,8 +44,8 @@ IN_ROLES = [
         (['--role=learner', '--index=0', '--host=0.0.0.0'], '--host=0.0.0.0: name the interface at which the other'),
         (
             ['--role=engine', '--index=0', '--config.rollout.server=in_process'],
-            "rollout.server='in_process': engines of a run in roles are servers; use rollout.server='own', 'vllm' or "
-            "'sglang'",
+            "rollout.server='in_process': engines of a run in roles are servers; use rollout.server='own', 'vllm', "
+            "'sglang' or 'jetstream'",
         ),
         (
             ['--role=controller', '--config.publication.channel=device'],
