@@ -216,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     os.environ.setdefault('JAX_PLATFORMS', 'cpu')
     end_s = time.monotonic() + 60 * options.minutes
     numbers: dict[str, Any] = {'options': {**vars(options), 'json': str(options.json)}, 'left_out': []}
-    numbers['bytes'] = measure_bytes(options.small)
     parts = {
+        'bytes': lambda: measure_bytes(options.small),
         'round': lambda: measure_round(options.small, options.seed, options.rounds, numbers['bytes']['block_bytes']),
         'reward': lambda: measure_reward(range(options.seed, options.seed + options.seeds), options.steps, end_s),
     }
@@ -226,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             numbers['left_out'].append(name)
         else:
             numbers[name] = measure()
-    covered = [name for name in ('bytes', *parts) if name in numbers]
+            print(f'{name}: {json.dumps(numbers[name])}', file=sys.stderr, flush=True)  # a later part may be cut off
+    covered = [name for name in parts if name in numbers]
     seeds = len(numbers['reward']['seeds']) if 'reward' in numbers else 0
     print(f'covered: {", ".join(covered)}; {seeds} of {options.seeds} seeds', file=sys.stderr, flush=True)
     return write_report(numbers, options.json)
