@@ -14,14 +14,18 @@ from ml_collections import config_dict
 
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.roles import own_server
+from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.roles import RoleProcess
 from areal_jax.app.roles.server_front import Front, FrontKind, FrontParts
 from areal_jax.config.kinds import JETSTREAM_CLIENT
-from areal_jax.errors import UserError
-from areal_jax.installation import find_clone
 
-PYTHON = 'AREAL_JAX_JETSTREAM_PYTHON'  # environment variable
-_MADE = '.venv-jetstream/bin/python'  # in a clone, by launch/jetstream_environment.sh
+INTERPRETER = Interpreter(
+    JETSTREAM_CLIENT.name,
+    'JetStream',
+    'AREAL_JAX_JETSTREAM_PYTHON',
+    '.venv-jetstream/bin/python',
+    'launch/jetstream_environment.sh',
+)
 
 
 def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
@@ -46,21 +50,7 @@ def find_python() -> str:
     """The interpreter that has JetStream; raises UserError where there is none."""
     if _has_jetstream():
         return sys.executable
-    clone, named = find_clone(), os.environ.get(PYTHON)
-    python = named or (None if clone is None else str(clone / _MADE))
-    if python is not None and pathlib.Path(python).is_file() and pathlib.Path(python).parent != _folder():
-        return python
-    found = '' if python is None else f', and {python} is none'
-    if clone is None:
-        fix = f'install it into an environment of its own, and name its interpreter in {PYTHON}'
-    else:
-        fix = f'make one with `bash launch/jetstream_environment.sh`, or name one in {PYTHON}'
-    raise UserError(f"rollout.server='jetstream' needs an interpreter that has JetStream{found}: {fix}")
-
-
-def _folder() -> pathlib.Path:
-    """Of this interpreter: another name of it has no JetStream either."""
-    return pathlib.Path(sys.executable).parent
+    return INTERPRETER.find(beside=pathlib.Path(sys.executable).parent)  # another name of this one has none either
 
 
 def _has_jetstream() -> bool:

@@ -21,14 +21,14 @@ from ml_collections import config_dict
 
 from areal_jax.addresses import find_free_port, join_address
 from areal_jax.app.process.ending import code_of_stopped_server
-from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.process.interrupt import Interrupts, Wakeups
+from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.receiver_process import ReceiverProcess
 from areal_jax.app.roles.roles import RoleProcess, await_controller
 from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import ClientKind
 from areal_jax.errors import UserError
-from areal_jax.installation import find_clone
 from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.server_entries import describe_server
@@ -51,35 +51,20 @@ class ServerProgram:
     """How a server of others is started.
 
     Args:
-      title: for messages.
       module: of this project whose program runs it.
       client: the protocol that it speaks; its name is rollout.server too.
-      variable: of the environment, names the interpreter that has the server.
-      made: the interpreter in a clone where `variable` is not set.
-      script: makes that one.
+      interpreter: that has the server.
       build_command: (interpreter, directory of weights, port, flags) -> the command of the server.
     """
 
-    title: str
     module: str
     client: ClientKind
-    variable: str
-    made: str
-    script: str
+    interpreter: Interpreter
     build_command: Callable[[str, pathlib.Path, int, flags.FlagValues], ServerCommand]
 
     def find_python(self) -> str:
-        """The interpreter that has the server; raises UserError where there is none."""
-        clone, named = find_clone(), os.environ.get(self.variable)
-        python = named or (None if clone is None else str(clone / self.made))
-        if python is not None and pathlib.Path(python).is_file():
-            return python
-        found = '' if python is None else f', and {python} is none'
-        if clone is None:
-            fix = f'install {self.title} into an environment of its own, and name its interpreter in {self.variable}'
-        else:
-            fix = f'make one with `bash {self.script}`, or name one in {self.variable}'
-        raise UserError(f'rollout.server={self.client.name!r} needs an interpreter that has {self.title}{found}: {fix}')
+        """See Interpreter.find."""
+        return self.interpreter.find()
 
     def describe_command(
         self,
@@ -101,7 +86,7 @@ class ServerProgram:
             *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
         ]
 
-    def serve_engine(self, config: config_dict.ConfigDict, process: RoleProcess) -> int:
+    def serve_engine(self, config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
         """This process becomes an engine of a run in roles: the program of `module` takes its place."""
         await_controller(process, config, config.distributed.command_deadline_s)
         command = self.describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
@@ -148,7 +133,7 @@ class ServerProgram:
             receiver='' if receiver is None else receiver.url,
         )  # fmt: skip
         registration = Registration(pathlib.Path(values.workdir), entry)
-        print(f'{self.title} serves on {url}', flush=True)
+        print(f'{self.interpreter.title} serves on {url}', flush=True)
         try:
             while server.poll() is None:
                 numbers, _ = wakeups.wait(_LOOK_S)

@@ -11,14 +11,11 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from absl import flags
-from ml_collections import config_dict
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.app.roles.roles import RoleProcess
+from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, keep_environment
 from areal_jax.config.kinds import SGLANG_CLIENT
 from areal_jax.errors import UserError
@@ -66,40 +63,25 @@ def has_gpu(python: str) -> bool:
     if done.returncode and done.stderr:
         raise UserError(
             f'{python} cannot import torch ({done.stderr.strip().splitlines()[-1]}): name an interpreter with SGLang '
-            f'in {PROGRAM.variable}'
+            f'in {PROGRAM.interpreter.variable}'
         )
     return not done.returncode
 
 
 PROGRAM = ServerProgram(
-    title='SGLang',
     module='areal_jax.app.roles.sglang_server',
     client=SGLANG_CLIENT,
-    variable='AREAL_JAX_SGLANG_PYTHON',
-    made='.venv-sglang/bin/python',
-    script='launch/sglang_environment.sh',
+    interpreter=Interpreter(
+        SGLANG_CLIENT.name,
+        'SGLang',
+        'AREAL_JAX_SGLANG_PYTHON',
+        '.venv-sglang/bin/python',
+        'launch/sglang_environment.sh',
+    ),
     build_command=build_command,
 )
-
-
-def main(argv: Sequence[str]) -> int:
-    """See ServerProgram.run."""
-    return PROGRAM.run(argv)
-
-
-def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
-    """See ServerProgram.serve_engine."""
-    return PROGRAM.serve_engine(config, process)
-
-
-def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
-    """See ServerProgram.plan_server."""
-    return PROGRAM.plan_server(config, workdir)
-
-
-def find_python() -> str:
-    """See ServerProgram.find_python."""
-    return PROGRAM.find_python()
+main, find_python = PROGRAM.run, PROGRAM.find_python
+serve_engine, plan_server = PROGRAM.serve_engine, PROGRAM.plan_server  # config/kinds.py names them
 
 
 def run() -> None:

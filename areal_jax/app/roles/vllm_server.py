@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Sequence
 
 from absl import flags
-from ml_collections import config_dict
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.app.roles.roles import RoleProcess
+from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.server_program import ServerCommand, ServerProgram
 from areal_jax.config.kinds import VLLM_CLIENT
 
@@ -42,34 +39,15 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
 
 
 PROGRAM = ServerProgram(
-    title='vLLM',
     module='areal_jax.app.roles.vllm_server',
     client=VLLM_CLIENT,
-    variable='AREAL_JAX_VLLM_PYTHON',
-    made='.venv-vllm/bin/python',
-    script='launch/vllm_environment.sh',
+    interpreter=Interpreter(
+        VLLM_CLIENT.name, 'vLLM', 'AREAL_JAX_VLLM_PYTHON', '.venv-vllm/bin/python', 'launch/vllm_environment.sh'
+    ),
     build_command=build_command,
 )
-
-
-def main(argv: Sequence[str]) -> int:
-    """See ServerProgram.run."""
-    return PROGRAM.run(argv)
-
-
-def serve_engine(config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
-    """See ServerProgram.serve_engine."""
-    return PROGRAM.serve_engine(config, process)
-
-
-def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
-    """See ServerProgram.plan_server."""
-    return PROGRAM.plan_server(config, workdir)
-
-
-def find_python() -> str:
-    """See ServerProgram.find_python."""
-    return PROGRAM.find_python()
+main, find_python = PROGRAM.run, PROGRAM.find_python
+serve_engine, plan_server = PROGRAM.serve_engine, PROGRAM.plan_server  # config/kinds.py names them
 
 
 def run() -> None:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from areal_jax.app.roles import jetstream_server
-from areal_jax.app.roles.jetstream_server import PYTHON, describe_front, enter_interpreter, find_python
+from areal_jax.app.roles import interpreter
+from areal_jax.app.roles.jetstream_server import INTERPRETER, describe_front, enter_interpreter, find_python
 from areal_jax.app.roles.server_front import HTTP, find_front
 from areal_jax.config.kinds import JETSTREAM_CLIENT
 from areal_jax.errors import UserError
@@ -18,7 +18,7 @@ def missing(monkeypatch):
     """No JetStream in this interpreter, which is no clone of any environment."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'jetstream' else find_spec(name))
-    monkeypatch.delenv(PYTHON, raising=False)
+    monkeypatch.delenv(INTERPRETER.variable, raising=False)
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def started(monkeypatch):
 def test_the_interpreter_that_is_named_goes_on_with_the_same_command(missing, started, monkeypatch, tmp_path):
     python = tmp_path / 'python'
     python.touch()
-    monkeypatch.setenv(PYTHON, str(python))
+    monkeypatch.setenv(INTERPRETER.variable, str(python))
     monkeypatch.setattr(sys, 'orig_argv', ['python3', '-m', 'areal_jax.main_serve', '--port=0'])
     enter_interpreter()
     assert started == [(str(python), [str(python), '-m', 'areal_jax.main_serve', '--port=0'])]
 
 
 def test_a_clone_has_one_of_its_own(missing, monkeypatch, tmp_path):
-    monkeypatch.setattr(jetstream_server, 'find_clone', lambda: tmp_path)
+    monkeypatch.setattr(interpreter, 'find_clone', lambda: tmp_path)
     with pytest.raises(UserError, match=r'jetstream/bin/python is none: make one with `bash launch/jetstream_environ'):
         find_python()
     made = tmp_path / '.venv-jetstream/bin/python'
@@ -48,15 +48,15 @@ def test_a_clone_has_one_of_its_own(missing, monkeypatch, tmp_path):
 
 
 def test_an_installation_has_none(missing, monkeypatch):
-    monkeypatch.setattr(jetstream_server, 'find_clone', lambda: None)
-    message = r"^rollout.server='jetstream' needs an interpreter that has JetStream: install it into an environment"
+    monkeypatch.setattr(interpreter, 'find_clone', lambda: None)
+    message = r"^rollout.server='jetstream' needs an interpreter that has JetStream: install JetStream into an environment"
     with pytest.raises(UserError, match=message):
         find_python()
 
 
 def test_an_interpreter_without_jetstream_is_not_started_again_and_again(missing, started, monkeypatch):
     """Named as its own successor it would go round for ever."""
-    monkeypatch.setenv(PYTHON, sys.executable)
+    monkeypatch.setenv(INTERPRETER.variable, sys.executable)
     with pytest.raises(UserError, match=r'has JetStream, and .* is none: '):
         enter_interpreter()
     assert started == []

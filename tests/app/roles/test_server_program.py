@@ -24,7 +24,7 @@ def test_a_wrong_flag_is_one_sentence(flags, said):
 
 @pytest.mark.parametrize('module', MODULES)
 def test_a_server_that_is_told_to_stop_before_the_first_version_ends_with_the_code_of_its_executor(monkeypatch, module):
-    monkeypatch.setenv(module.PROGRAM.variable, sys.executable)
+    monkeypatch.setenv(module.PROGRAM.interpreter.variable, sys.executable)
     monkeypatch.setattr(server_program, 'await_version', lambda publication, wakeups: None)
     assert module.main(FLAGS) == 0
     monkeypatch.setenv(STOPPED_CODE, '75')
@@ -34,7 +34,7 @@ def test_a_server_that_is_told_to_stop_before_the_first_version_ends_with_the_co
 
 @pytest.mark.parametrize('module', MODULES)
 def test_an_interpreter_that_is_not_there_is_named_with_the_script_that_makes_one(tmp_path, monkeypatch, module):
-    program = module.PROGRAM
+    program = module.PROGRAM.interpreter
     monkeypatch.setenv(program.variable, str(tmp_path / 'python'))
     says = rf'needs an interpreter that has {program.title}, and {tmp_path}/python is none: make one with `bash launch/'
     with pytest.raises(UserError, match=says):
