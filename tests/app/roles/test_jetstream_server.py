@@ -49,7 +49,7 @@ def test_a_clone_has_one_of_its_own(missing, monkeypatch, tmp_path):
 
 def test_an_installation_has_none(missing, monkeypatch):
     monkeypatch.setattr(interpreter, 'find_clone', lambda: None)
-    message = r"^rollout.server='jetstream' needs an interpreter that has JetStream: install JetStream into an environment"
+    message = r"^rollout.server='jetstream' needs an interpreter that has JetStream: install JetStream into"
     with pytest.raises(UserError, match=message):
         find_python()
 
