@@ -23,9 +23,9 @@ ColumnArrays = Mapping[str, np.ndarray]  # by name: [n, *shape] for n tokens
 TAKEN = frozenset({
     'tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets', 'loss_mask', 'behavior_logprobs',
     'advantages', 'policy_version', 'policy_versions', 'trajectory_ids', 'recomputed_logprobs', 'reference_logprobs',
-    'token_weights', 'index', 'text', 'message', 'delta', 'finish_reason', 'stop_reason', 'logprobs',
-    'logprobs_length', 'prompt_logprobs', 'token_ids', 'prompt_token_ids', 'response_token_ids',
-    'tokens_as_token_ids', 'meta_info', 'weight_versions',
+    'token_weights', 'sequence_starts', 'gate', 'uniform', 'proximal', 'reference', 'index', 'text', 'message', 'delta',
+    'finish_reason', 'stop_reason', 'logprobs', 'logprobs_length', 'prompt_logprobs', 'token_ids', 'prompt_token_ids',
+    'response_token_ids', 'tokens_as_token_ids', 'meta_info', 'weight_versions',
 })  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.forward import forward
 from areal_jax.learning.objective.advantages import group_advantages
 from areal_jax.learning.optimizer.optimizer import Optimizer
@@ -33,7 +34,7 @@ def make_work(decoder: Decoder, params: Any, workload: Workload) -> Work:
     return dataclasses.replace(
         work,
         behavior_logprobs=_logprobs(decoder, params, work, groups),
-        advantages=np.concatenate([group_advantages(group, 'group') for group in groups]),
+        advantages=np.concatenate([group_advantages(group, PolicyChoices()) for group in groups]),
     )
 
 

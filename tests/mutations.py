@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 class Mutation:
     """A text that is replaced at one place of the program.
 
-    The place is a function, 'areal_jax.learning.objective.losses:clip' or 'areal_jax.files:LineWriter.close', else a
+    The place is a function, 'areal_jax.config.objectives:resolve' or 'areal_jax.files:LineWriter.close', else a
     class, a whole module, or a file by its path. The text stands there exactly once, lines broken anywhere.
     """
 
@@ -38,10 +38,10 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         'drop the behaviour weight',
-        'areal_jax.learning.objective.losses:decoupled_ppo_loss',
-        'token_loss = -behavior_weight * clipped_ratio * advantages',
-        'token_loss = -clipped_ratio * advantages',
-        'tests/learning/objective/test_losses.py',
+        'areal_jax.learning.objective.policy_loss:token_terms',
+        'loss = -weight * factor * advantages',
+        'loss = -factor * advantages',
+        'tests/learning/objective/test_policy_loss.py',
     ),
     Mutation(
         'shift versions by one',
@@ -137,9 +137,9 @@ MUTATIONS = [
     ),
     Mutation(
         'denominator of the micro-batch',
-        'areal_jax.learning.train_step:Programs._loss',
-        "normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])",
-        "normalizer = (rows['loss_mask'], rows['loss_mask'].sum() + 0.0, rows['token_weights'])",
+        'areal_jax.learning.train_step:Programs._tokens',
+        "denominator=scalars['denominator'],",
+        "denominator=rows['loss_mask'].sum() + 0.0,",
         'tests/learning',
     ),
     Mutation(
@@ -637,7 +637,7 @@ MUTATIONS = [
         'areal_jax.learning.update:train',
         'rows, denominator * scale, version',
         'rows, denominator, version',
-        'tests/learning/objective/test_denominators.py',
+        'tests/learning/objective/test_aggregation.py',
     ),
     Mutation(
         'decay the embedding with the matrices',
@@ -1020,10 +1020,10 @@ MUTATIONS = [
     ),
     Mutation(
         'leave the cap out of the effective sample size',
-        'areal_jax.learning.diagnostics.ratios_by_age:metrics_by_age',
-        'weights = np.minimum(weights, settings.behavior_weight_cap)',
-        'pass',
-        'tests/learning/diagnostics/test_ratios_by_age.py',
+        'areal_jax.learning.objective.corrections:behavior_weight',
+        'return weight if cap is None else xp.where(weight > cap, cap, weight)',
+        'return weight',
+        'tests/learning/objective/test_policy_loss.py',
     ),
     Mutation(
         'leave the steps inside the update out of its ages',

@@ -15,6 +15,7 @@ from areal_jax.checkpoint.state import decode_run_state, encode_run_state
 from areal_jax.columns import SAMPLING_LOGPROBS, Column, ColumnError, declare
 from areal_jax.distributed.codec import decode, encode
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.likelihood import Likelihood
 from areal_jax.learning.packing.packing import empty_batch
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.train_step import training_rows
@@ -232,7 +233,7 @@ def test_the_same_declaration_again_changes_nothing(places):
 
 
 def test_no_column_can_be_named_as_what_stands_beside_it():
-    rows, _ = training_rows(empty_batch(1, 1, 4, 4), 'token_mean')
+    rows, _ = training_rows(empty_batch(1, 1, 4, 4), Likelihood())
     fields = {f.name for kind in (Segment, areal_jax.types.PackedBatch) for f in dataclasses.fields(kind)}
     call = name_answers(vllm.parse({'token_ids': [1], 'sampling_params': {}}), 'r')
     choice = vllm.render(call, [Answer('r', np.ones(1, np.int32))], ReplyInfo('', 0))['choices'][0]

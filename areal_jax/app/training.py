@@ -14,6 +14,7 @@ from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.start_warnings import print_warnings
 from areal_jax.app.run.supervised import SftTraining
 from areal_jax.config import TrackedConfig
+from areal_jax.config.objectives import find_objective
 
 LoopRun: TypeAlias = Run[OwnSite, Loop]
 SftRun: TypeAlias = Run[OwnSite, SftTraining]
@@ -23,7 +24,7 @@ SFT: RunKind[OwnSite, SftTraining] = RunKind(require_here, print_warnings, OwnSi
 
 def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> LoopRun | SftRun:
     """Builds the run that a config describes; `train` runs it, `close` gives it up. Settings and errors as for Run."""
-    if config.loss.objective == 'sft':
+    if not find_objective(config.loss.objective).generates:
         return Run(SFT, config, workdir, **settings)
     if config.distributed.clients > 1 and config.distributed.average_directory and not settings.get('resume'):
         build_averages(TrackedConfig(config)).require_new()

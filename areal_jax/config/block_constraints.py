@@ -8,6 +8,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS
+from areal_jax.config.objectives import find_objective, is_policy, resolve
 
 
 def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -26,7 +27,7 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'the leaves of other blocks are kept once, in float32',
         ),
         (
-            *('loss.kl_coefficient', c.loss.kl_coefficient, 0.0, not c.loss.kl_coefficient),
+            *('loss.kl_coefficient', find_kl(c), 0.0, not find_kl(c)),
             'the reference model would need the frozen leaves as they were at the start',
         ),
         (
@@ -42,6 +43,11 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             yield f'optimizer.blocks={c.optimizer.blocks} with {path}={value!r}: {why}; use {path}={fix!r}, or blocks=1'
 
 
+def find_kl(c: config_dict.ConfigDict) -> float:
+    """loss.kl_coefficient, or that of the method."""
+    return resolve(c.loss)['kl_coefficient'] if is_policy(c.loss.objective) else 0.0
+
+
 def find_client_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """What independent clients that average their blocks need."""
     ours = c.distributed
@@ -54,8 +60,9 @@ def find_client_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'{setting} needs distributed.average_directory: a directory that all clients see'
     if c.optimizer.blocks == 1:
         yield f'{setting} with optimizer.blocks=1: clients average blocks; use optimizer.blocks=2 or more'
-    if c.loss.objective == 'sft':
-        yield f"{setting} with loss.objective='sft': its demonstrations are not divided; use distributed.clients=1"
+    if not find_objective(c.loss.objective).generates:
+        objective = f'loss.objective={c.loss.objective!r}'
+        yield f'{setting} with {objective}: its demonstrations are not divided; use distributed.clients=1'
     if parse_learner(c.cluster.learner).hosts is not None:
         yield (
             f'{setting} with cluster.learner={c.cluster.learner!r}: each client is one process; use '

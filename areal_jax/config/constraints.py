@@ -14,6 +14,7 @@ from areal_jax.config.block_constraints import find_block_problems, find_client_
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
 from areal_jax.plugins import is_own
 
@@ -22,7 +23,7 @@ MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 
 def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence for each rule that `c` breaks: the fields, their values and the fix."""
-    if c.loss.objective == 'sft':
+    if not find_objective(c.loss.objective).generates:
         yield from _sft_problems(c)
     else:
         parse_engines(c.cluster.engines)

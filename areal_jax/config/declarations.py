@@ -27,6 +27,7 @@ from areal_jax.config.fields import (
     Value,
 )
 from areal_jax.config.kinds import CHANNELS, SERVERS
+from areal_jax.config.loss_fields import LOSS_FIELDS
 from areal_jax.config.ranges import (
     BYTES,
     COUNT,
@@ -192,27 +193,7 @@ SECTIONS: Mapping[str, Section] = {
         alpha=Real(16.0, POSITIVE, 'adapters are multiplied by alpha / rank'),
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
-    'loss': Section(
-        'What an update optimizes',
-        objective=Choice('decoupled_ppo', ('decoupled_ppo', 'sft'), "'sft': imitate given answers, see docs/sft.md"),
-        clip_epsilon=Real(0.2, SHARE_ABOVE_ZERO, 'lower half width of the trust region around the proximal policy'),
-        clip_epsilon_high=Real(None, POSITIVE, 'upper half width; None = clip_epsilon'),
-        proximal=Choice('recompute', ('recompute', 'loglinear', 'behavior'), 'loglinear: A-3PO; behavior: plain PPO'),
-        behavior_weight_cap=Real(None, POSITIVE, 'cap of π_prox / π_behav; None = no cap, as in the paper'),
-        advantage=ChoiceOrOwn(
-            'group', ('group', 'group_mean', 'rloo'), 'group: (r-mean)/(std+1e-4); group_mean: r-mean'
-        ),
-        aggregation=Choice('token_mean', ('token_mean', 'sequence_mean'), 'what the loss is a mean over'),
-        denominator=Choice(
-            'kept', ('kept', 'all'), 'kept: the fewer groups filter_equal_rewards keeps, the more each weighs'
-        ),
-        truncated_sampling=Choice(
-            'refuse', ('refuse', 'full_softmax'), 'top_k, top_p: biased by the mass kept, a metric'
-        ),
-        entropy_coefficient=Real(0.0, NOT_NEGATIVE, 'above 0 rewards entropy'),
-        kl_coefficient=Real(0.0, NOT_NEGATIVE, 'above 0 keeps the policy near the weights at the start'),
-        kl_estimator=Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
-    ),
+    'loss': Section('What an update optimizes', **LOSS_FIELDS),
     'optimizer': Section(
         'How gradients become weights',
         name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer/optimizer.py'),

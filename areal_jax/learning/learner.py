@@ -20,8 +20,7 @@ from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.learner_state import describe_cast, place_state
 from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.objective import truncation
-from areal_jax.learning.objective.advantages import make_estimator
-from areal_jax.learning.objective.denominators import denominator_scale
+from areal_jax.learning.objective.aggregation import denominator_scale
 from areal_jax.learning.objective.likelihood import held_out_likelihood
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.programs import AHEAD
@@ -82,9 +81,7 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
-        filters = settings.objective != 'sft' and settings.filter_equal_rewards
-        self._price = UpdatePrice(self.packing, settings.epochs, filters)
-        self._estimate = make_estimator(settings.advantage)
+        self._price = UpdatePrice(self.packing, settings.epochs, settings.filters)
         if decoder.layers == 'stacked':
             params = stack_layers(params)
         make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate)
@@ -94,9 +91,9 @@ class SpmdLearner:
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes
         self._ratio: RatioSampler | None = None
-        if settings.ratio is not None:
+        if settings.ratio_split is not None:
             working = describe_cast(first.described.params, settings.dtype)
-            self._ratio = RatioSampler(settings.ratio, self._passes, self._layout, self.programs, working)
+            self._ratio = RatioSampler(settings.ratio_split, self._passes, self._layout, self.programs, working)
         self._closing, self._is_traced, self._may_compile = False, threading.Event(), threading.Event()
         self._ahead: threading.Thread | None = None
         if compile_ahead:
@@ -173,20 +170,23 @@ class SpmdLearner:
             truncation.require_full_softmax(groups)
         kept = self._price.kept(groups)
         oldest = None if settings.oldest_age is None else version - settings.oldest_age
-        scale = denominator_scale(groups, kept, settings.aggregation) if settings.denominator == 'all' else 1.0
+        scale = (
+            denominator_scale(groups, kept, settings.objective.aggregation) if settings.denominator == 'all' else 1.0
+        )
         batches, report = self._layout.pack(
             kept,
             self._advantages(groups, kept),
             n_minibatches=settings.n_minibatches,
             oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
+            masks_truncated=settings.objective.masks_truncated,
         )
         require_published(batches, version)
         self._copy = self._version = None
         if self._ratio:
             self._ratio.require(version, self.state)
         with preferred():
-            trained = train(self._passes, self.state, settings, batches, version, scale)
+            trained = train(self._passes, self.state, settings, batches, version, scale, number_prompts(kept))
         metrics = measure(Update(groups, kept, batches, report, version, oldest, trained), settings)
         work = work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs)
         ratio: Metrics = {}
@@ -320,11 +320,14 @@ class SpmdLearner:
 
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
-        if self._settings.objective == 'sft':
-            return [np.ones(len(group.trajectories), np.float32) for group in kept]
         trained = {id(group) for group in kept}
-        estimated = zip(groups, self._estimate(groups), strict=True)
+        estimated = zip(groups, self._settings.objective.advantages(groups), strict=True)
         return [advantages for group, advantages in estimated if id(group) in trained]
+
+
+def number_prompts(groups: Sequence[TrajectoryGroup]) -> np.ndarray:
+    """int64 [trajectories]: the number of the group of each."""
+    return np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

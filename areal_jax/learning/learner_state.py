@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from areal_jax.learning.objective.objective import REFERENCE
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import Programs
@@ -45,7 +46,7 @@ def place_state(trained: Params, frozen: Params, settings: LearnerSettings, prog
         frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
         optimizer=programs.run('initial_state', params),
         gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
-        reference=programs.run(copy, params) if settings.kl_coefficient else None,
+        reference=programs.run(copy, params) if REFERENCE in settings.objective.reads else None,
     )
 
 
@@ -57,7 +58,7 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
         frozen=_describe(frozen, programs.frozen, settings.dtype),
         optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
         gradients=params if settings.accumulate == 'dispatch' else None,
-        reference=describe_cast(params, settings.dtype) if settings.kl_coefficient else None,
+        reference=describe_cast(params, settings.dtype) if REFERENCE in settings.objective.reads else None,
     )
 
 

@@ -10,8 +10,7 @@ from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
 from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
 from areal_jax.learning.objective import truncation
-from areal_jax.learning.objective.likelihood import finalize_likelihood
-from areal_jax.learning.objective.losses import finalize_metrics, merge_metrics
+from areal_jax.learning.objective.metrics import merge_metrics
 from areal_jax.learning.optimizer.optimizer import step_metrics
 from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
@@ -43,7 +42,7 @@ def measure(update: Update, settings: LearnerSettings) -> Metrics:
         'sampling': truncation.kept_mass_metrics(kept, update.oldest),
         'training': _measure_training(update, settings),
     }
-    if settings.objective != 'sft':
+    if settings.objective.learns_from_answers:
         applied = update.trained.was_applied(len(batches))
         measured['fates'] = diagnostics.fate_metrics(groups, kept, batches, applied, version)
     return merge(**measured)
@@ -56,15 +55,16 @@ def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, fl
     merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
     if results:
         metrics['loss/value'] = merged['loss_sum'] / len(results)
-    if settings.objective == 'sft':
-        return merge(steps=metrics, likelihood=finalize_likelihood(merged))
+    of_loss = settings.objective.metrics(merged)
+    if not settings.objective.learns_from_answers:
+        return merge(steps=metrics, loss=of_loss)
     before = [first_logprobs(results, batches)] if results else []
     before += [k.proximal for k in known[1:] if k.proximal is not None]
     compared = batches[: len(before)]
     engines = [trajectory.engine for group in update.kept for trajectory in group.trajectories]
     return merge(
         steps=metrics,
-        loss=finalize_metrics(merged),
+        loss=of_loss,
         mismatch=diagnostics.mismatch_metrics(compared, before, version, engines),
         quantization=quantization_metrics(compared, before, version) if settings.quantized else {},
         by_age=metrics_by_age(settings, batches, results, known, version),

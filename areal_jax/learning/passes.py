@@ -6,6 +6,7 @@ row_layout.py cuts and places the rows, programs.py holds what runs on the devic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning.learner_state import LearnerState, describe_cast
+from areal_jax.learning.objective.objective import POLICY
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -28,6 +30,7 @@ class StepResult(NamedTuple):
     step: Mapping[str, np.ndarray]  # metrics of the step, see Optimizer.apply
     microbatches: Sequence[Mapping[str, np.ndarray]]  # metrics of the loss: scalars, or arrays [M]
     logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
+    prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # what the objective decided before it
 
 
 class Passes:
@@ -58,7 +61,7 @@ class Passes:
 
     def logprobs(self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int) -> np.ndarray:
         """float32 [M, R, N] of given weights, in the form of `working`."""
-        rows, denominator = training_rows(batch, self._settings.aggregation)
+        rows, denominator = training_rows(batch, self._settings.objective)
         scalars = self._scalars(denominator, version, first=True)
         return self._layout.join_logprobs(
             [
@@ -76,7 +79,7 @@ class Passes:
             yield 'cast', (state.params,)
         yield 'export', (state.params, state.frozen)
         for batch in self._layout.empty_batches():
-            rows, denominator = training_rows(batch, settings.aggregation)
+            rows, denominator = training_rows(batch, settings.objective)
             scalars = self._scalars(denominator, version=0, first=True)
             if settings.accumulate == 'scan':
                 whole = self._layout.place(rows)
@@ -84,8 +87,9 @@ class Passes:
             one = self._layout.place({name: array[0] for name, array in rows.items()})
             if settings.accumulate == 'dispatch':
                 yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
-            scores = settings.scores or settings.ratio is not None or settings.objective == 'sft'
-            if settings.recomputes or state.reference is not None or scores:
+            objective = settings.objective
+            scores = settings.scores or settings.ratio_split is not None or not objective.learns_from_answers
+            if settings.recomputes or state.reference is not None or scores or POLICY in objective.reads:
                 yield 'logprobs', (working, state.frozen, one, scalars)
         if settings.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())

@@ -59,6 +59,7 @@ class RowLayout:
         n_minibatches: int,
         oldest_version: int | None = None,
         round_microbatches: bool = False,
+        masks_truncated: bool = False,
     ) -> tuple[list[PackedBatch], PackingReport]:
         """See packing.pack."""
         settings = self._settings
@@ -77,6 +78,7 @@ class RowLayout:
             n_minibatches=n_minibatches,
             oldest_version=oldest_version,
             round_microbatches=round_microbatches,
+            masks_truncated=masks_truncated,
             row_trajectories=self._row_trajectories,
             columns=self._columns,
         )

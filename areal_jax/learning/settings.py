@@ -10,6 +10,7 @@ import dataclasses
 
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.objective.objective import PROXIMAL, Objective
 from areal_jax.learning.packing.packing import require_known
 
 # attributes of LearnerSettings that a config field decides: the path of the field
@@ -22,11 +23,7 @@ _LEARNER_FIELDS = {
         ),
         'rollout': ('temperature',),
         'staleness': ('max_token_age', 'over_age'),
-        'loss': (
-            *('objective', 'advantage', 'clip_epsilon', 'clip_epsilon_high', 'proximal', 'behavior_weight_cap'),
-            *('aggregation', 'denominator', 'truncated_sampling', 'entropy_coefficient', 'kl_coefficient'),
-            'kl_estimator',
-        ),
+        'loss': ('denominator', 'truncated_sampling'),
     }.items()
     for name in names
 } | {'publish_dtype': 'publication.dtype'}
@@ -70,24 +67,15 @@ class LearnerSettings:
     # CPU copies them on the host
     publishes_files: bool
     loss_scale: float  # multiplies the loss before its gradient is taken; gradients are divided by it in float32
-    objective: str
-    advantage: str
+    objective: Objective
     temperature: float
-    clip_epsilon: float
-    clip_epsilon_high: float | None
-    proximal: str
-    behavior_weight_cap: float | None
-    aggregation: str
     denominator: str  # 'all': groups that filter_equal_rewards leaves out count too
     truncated_sampling: str  # tokens that top-k or top-p drew; 'full_softmax' trains them all the same
-    entropy_coefficient: float
-    kl_coefficient: float  # of the divergence from the reference model, the weights at the start; 0 = none
-    kl_estimator: str
     max_token_age: int | None  # with over_age='mask' older tokens leave the loss, not its denominator
     over_age: str
     attention: str  # implementation of packed_attention
     scores: bool  # `warm_up` compiles what SpmdLearner.score runs
-    ratio: RatioSettings | None  # None: the importance ratio is not split
+    ratio_split: RatioSettings | None  # None: the importance ratio is not split
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
 
     def __post_init__(self) -> None:
@@ -116,7 +104,12 @@ class LearnerSettings:
     @property
     def recomputes(self) -> bool:
         """Whether log-probs of the weights before the update outlive its first step."""
-        return self.objective != 'sft' and self.proximal == 'recompute' and self.steps > 1
+        return PROXIMAL in self.objective.reads and self.steps > 1
+
+    @property
+    def filters(self) -> bool:
+        """Whether groups of equal rewards are left out."""
+        return self.filter_equal_rewards and self.objective.contrasts
 
     @property
     def oldest_age(self) -> int | None:

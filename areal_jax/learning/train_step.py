@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning.forward import Rows, forward
-from areal_jax.learning.objective.denominators import denominator_weights
-from areal_jax.learning.objective.likelihood import negative_log_likelihood
-from areal_jax.learning.objective.losses import decoupled_ppo_loss, entropy_bonus, kl_penalty, masked_sum
-from areal_jax.learning.objective.proximal import proximal_logprobs
+from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, LossTokens, Objective
+from areal_jax.learning.objective.own_objective import require_loss
+from areal_jax.learning.objective.proximal import recomputed_logprobs
+from areal_jax.learning.objective.sums import find_starts, masked_sum
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights import trained_leaves as trees
@@ -29,10 +30,12 @@ from areal_jax.types import PackedBatch, Tree
 
 Scalars = Mapping[str, jax.Array]  # what differs from call to call, see `training_scalars`
 _Metrics = dict[str, jax.Array]
-_Normalizer = tuple[jax.Array, jax.Array, jax.Array]  # loss mask [R, N], denominator, token weights [R, N]
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
     *('loss_mask', 'behavior_logprobs', 'advantages', 'policy_versions'),
+)
+_LOSS_FIELDS = (
+    *('behavior_logprobs', 'advantages', 'loss_mask', 'policy_versions', 'sequence_starts', 'token_weights'),
 )
 
 
@@ -45,16 +48,28 @@ class KnownLogprobs:
 
 
 def training_rows(
-    batch: PackedBatch, aggregation: str, known: KnownLogprobs | None = None
+    batch: PackedBatch,
+    objective: Objective,
+    known: KnownLogprobs | None = None,
+    prepared: Mapping[str, np.ndarray] | None = None,
+    prompts: np.ndarray | None = None,
 ) -> tuple[dict[str, np.ndarray], float]:
-    """A batch as the programs read it, leaves [M, R, ...], its columns by their names, and its denominator."""
-    weights, denominator = denominator_weights(batch, aggregation)
+    """A batch as the programs read it, leaves [M, R, ...], its columns by their names, and its denominator.
+
+    Args:
+      prepared: what `objective.prepare` returned; None = zeros, where nothing is trained.
+      prompts: see aggregation.token_weights.
+    """
+    if prompts is None:
+        prompts = np.zeros(batch.trajectory_ids.max(initial=0) + 1, np.int64)
+    weights, denominator = token_weights(batch, objective.aggregation, objective.length_constant, prompts)
     rows = {name: getattr(batch, name) for name in _ROW_FIELDS} | dict(batch.columns)
     known = known or KnownLogprobs()
     zeros = np.zeros_like(batch.behavior_logprobs)
     rows['recomputed_logprobs'] = zeros if known.proximal is None else known.proximal
     rows['reference_logprobs'] = zeros if known.reference is None else known.reference
-    return rows | {'token_weights': weights}, denominator
+    rows |= dict.fromkeys(objective.prepares, zeros) | dict(prepared or {})
+    return rows | {'token_weights': weights, 'sequence_starts': find_starts(batch.trajectory_ids)}, denominator
 
 
 def training_scalars(
@@ -203,41 +218,25 @@ class Programs:
     ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
         """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
         policy_logprobs, entropy = self._forward(working, frozen, rows, scalars)  # [R, N] both
-        normalizer = (rows['loss_mask'], scalars['denominator'], rows['token_weights'])
-        if self.settings.objective == 'sft':
-            loss, metrics = negative_log_likelihood(policy_logprobs, *normalizer)
-        else:
-            loss, metrics = self._surrogate(policy_logprobs, rows, scalars, normalizer)
-        if self.settings.entropy_coefficient:
-            loss = loss - self.settings.entropy_coefficient * entropy_bonus(entropy, *normalizer)
-        if self.settings.kl_coefficient:
-            penalty, kl_metrics = kl_penalty(
-                policy_logprobs, rows['reference_logprobs'], *normalizer, estimator=self.settings.kl_estimator
-            )
-            loss, metrics = loss + self.settings.kl_coefficient * penalty, metrics | kl_metrics
+        tokens = self._tokens(policy_logprobs, entropy, rows, scalars)
+        loss, metrics = require_loss(self.settings.objective, tokens)
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
 
-    def _surrogate(
-        self, policy_logprobs: jax.Array, rows: Rows, scalars: Scalars, normalizer: _Normalizer
-    ) -> tuple[jax.Array, _Metrics]:
-        settings = self.settings
-        proximal = proximal_logprobs(  # [R, N]
-            settings.proximal,
-            policy_logprobs,
-            rows['behavior_logprobs'],
-            rows['policy_versions'],
-            scalars['version'],
-            rows['recomputed_logprobs'],
-            scalars['weights_are_proximal'],
-        )
-        return decoupled_ppo_loss(
-            policy_logprobs,
-            proximal,
-            rows['behavior_logprobs'],
-            rows['advantages'],
-            *normalizer,
-            clip_epsilon=settings.clip_epsilon,
-            clip_epsilon_high=settings.clip_epsilon_high,
-            behavior_weight_cap=settings.behavior_weight_cap,
+    def _tokens(self, policy_logprobs: jax.Array, entropy: jax.Array, rows: Rows, scalars: Scalars) -> LossTokens:
+        objective = self.settings.objective
+        known = {name: rows[name] for name in objective.prepares}
+        if PROXIMAL in objective.reads:
+            known[PROXIMAL] = recomputed_logprobs(
+                policy_logprobs, rows['recomputed_logprobs'], scalars['weights_are_proximal']
+            )
+        if REFERENCE in objective.reads:
+            known[REFERENCE] = rows['reference_logprobs']
+        return LossTokens(
+            policy_logprobs=policy_logprobs,
+            entropy=entropy,
+            denominator=scalars['denominator'],
+            version=scalars['version'],
+            known=known,
+            **{name: rows[name] for name in _LOSS_FIELDS},
         )

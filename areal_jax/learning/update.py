@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from areal_jax.learning.learner_state import LearnerState
+from areal_jax.learning.objective.objective import POLICY
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
@@ -43,22 +44,38 @@ def train(
     batches: Sequence[PackedBatch],
     version: int,
     scale: float,
+    prompts: np.ndarray,
 ) -> Trained:
     """Trains on every minibatch, `settings.epochs` times.
 
     Args:
       version: of the weights before the update.
-      scale: multiplies every denominator, see denominators.denominator_scale.
+      scale: multiplies every denominator, see aggregation.denominator_scale.
+      prompts: int [trajectories], the number of each one's group.
     """
     known = _known_logprobs(passes, state, settings, batches, version)
     results: list[StepResult] = []
     for number in range(settings.epochs * len(batches)):
         index, first = number % len(batches), number == 0
-        rows, denominator = training_rows(batches[index], settings.aggregation, known[index])
-        results.append(passes.step(state, rows, denominator * scale, version, first))
+        prepared = _prepare(passes, state, settings, batches[index], version)
+        rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)
+        result = passes.step(state, rows, denominator * scale, version, first)
+        results.append(result._replace(prepared=prepared))
         if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = KnownLogprobs(first_logprobs(results, batches), known[0].reference)
     return Trained(results, known)
+
+
+def _prepare(
+    passes: Passes, state: LearnerState, settings: LearnerSettings, batch: PackedBatch, version: int
+) -> Mapping[str, np.ndarray]:
+    """What the objective decides over a minibatch before a step on it; a pass of its own where it reads POLICY."""
+    objective, logprobs = settings.objective, None
+    if not objective.prepares:
+        return {}
+    if POLICY in objective.reads:
+        logprobs = np.reshape(passes.logprobs(passes.working(state), state.frozen, batch, version), batch.targets.shape)
+    return objective.prepare(batch, logprobs)
 
 
 def _known_logprobs(

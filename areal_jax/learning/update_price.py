@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from areal_jax.learning.objective.advantages import has_signal
+from areal_jax.learning.objective.rewards import has_signal
 from areal_jax.learning.packing.packing import count_tokens
 from areal_jax.types import TrajectoryGroup
 

@@ -146,7 +146,7 @@ class Training:
     def time_pieces(self) -> dict[str, Any]:
         """Seconds of packing, of the transfer, and of the programs of a step one by one."""
         learner, state = self.learner, self.learner.state
-        rows, denominator = training_rows(self._batch, self.settings.aggregation)
+        rows, denominator = training_rows(self._batch, self.settings.objective)
         one = {name: array[0] for name, array in rows.items()}
         scalars = training_scalars(denominator=denominator, version=0, temperature=1.0, weights_are_proximal=True)
         self._scalars = place(scalars, replicated(self._mesh))
@@ -167,7 +167,7 @@ class Training:
 
         pieces = {
             'pack': measure_time(self._pack, _REPEATS),
-            'rows': measure_time(lambda: training_rows(self._batch, self.settings.aggregation), _REPEATS),
+            'rows': measure_time(lambda: training_rows(self._batch, self.settings.objective), _REPEATS),
             'transfer': measure_time(lambda: self._layout.place(one), _REPEATS),
             'cast': measure_time(lambda: learner.programs.run('cast', state.params), _REPEATS),
         }

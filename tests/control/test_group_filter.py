@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.control.episode import Episode, RunningGroup
 from areal_jax.control.group_filter import EqualRewardsFilter, NoSignalError
-from areal_jax.learning.objective.advantages import has_signal
+from areal_jax.learning.objective.rewards import has_signal
 from areal_jax.types import Prompt, Segment, TrajectoryGroup, Verdict
 
 

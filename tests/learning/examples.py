@@ -9,6 +9,8 @@ import numpy as np
 
 from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer_settings
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.optimizer.optimizer import make_optimizer as make
 from areal_jax.learning.settings import LearnerSettings
@@ -86,9 +88,17 @@ def tiny_decoder(n_layers: int) -> Decoder:
 
 
 def learner_settings(**changes: object) -> LearnerSettings:
-    """The settings of the default config, but for `changes`; 'scan' is compiled for one micro-batch."""
+    """The settings of the default config, but for `changes`; 'scan' is compiled for one micro-batch.
+
+    Changes may also be choices of its policy objective.
+    """
     settings = build_learner_settings(TrackedConfig(default_config()))
-    return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})
+    names = {field.name for field in dataclasses.fields(PolicyChoices)}
+    choices = {name: value for name, value in changes.items() if name in names}
+    if choices:
+        changes['objective'] = PolicyObjective(dataclasses.replace(settings.objective.choices, **choices))
+    others = {name: value for name, value in changes.items() if name not in names}
+    return dataclasses.replace(settings, **{'max_microbatches': 1, **others})
 
 
 def make_optimizer(name: str, **changes: object) -> Optimizer:

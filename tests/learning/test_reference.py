@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.likelihood import Likelihood
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
@@ -69,10 +71,24 @@ def _sequence(params, tokens, temperature):
 # The loss.
 
 
+def _flatten(settings):
+    """The settings and the choices of their objective under one roof."""
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    choices = getattr(settings.objective, 'choices', settings.objective)
+    return _Flat(fields | dataclasses.asdict(choices) | {'is_likelihood': choices is settings.objective})
+
+
+class _Flat:
+    """Hashed by what it is, as static arguments are."""
+
+    def __init__(self, values):
+        self.__dict__.update(values)
+
+
 def _advantages(rewards, s):
     r = np.array(rewards)
-    if s.objective == 'sft' or (r == r[0]).all():
-        return np.full(len(r), float(s.objective == 'sft'))
+    if s.is_likelihood or (r == r[0]).all():
+        return np.full(len(r), float(s.is_likelihood))
     if s.advantage == 'rloo':
         return np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
     return (r - r.mean()) / (r.std() + 1e-4 if s.advantage == 'group' else 1.0)
@@ -80,7 +96,7 @@ def _advantages(rewards, s):
 
 def _minibatches(groups, s):
     """Whole groups, the largest first, each to the minibatch with least loss tokens so far."""
-    if s.filter_equal_rewards and s.objective != 'sft':
+    if s.filter_equal_rewards and not s.is_likelihood:
         groups = [g for g in groups if len({t.reward for t in g.trajectories}) > 1]
     sizes = [sum(int(t.loss_mask.sum()) for t in g.trajectories) for g in groups]
     members = [[] for _ in range(min(s.n_minibatches, len(groups)))]
@@ -114,7 +130,7 @@ def _loss(params, t, s):
     """A trajectory's part of the loss of its minibatch."""
     policy, entropy = _sequence(params, t['tokens'], s.temperature)
     mean = lambda x: jnp.sum(jnp.where(t['trained'], x * t['weights'], 0.0))
-    if s.objective == 'sft':
+    if s.is_likelihood:
         return -mean(policy)
     now, behavior = jax.lax.stop_gradient(policy), t['behavior']
     proximal = {
@@ -192,19 +208,20 @@ _GROUPS = [
             _ADAM,
         ),
         ({'proximal': 'behavior', 'advantage': 'group_mean', 'kl_coefficient': 0.3, 'kl_estimator': 'k1'}, None),
-        ({'objective': 'sft', 'aggregation': 'sequence_mean', 'packing': 'ordinary'}, None),
+        ({'objective': Likelihood('sequence_mean'), 'packing': 'ordinary'}, None),
     ],
     ids=['recompute', 'loglinear and Adam', 'behavior', 'sft'],
 )
 def test_an_update_is_what_the_equations_say(settings, adam):
-    settings = learner_settings(**({'row_tokens': _TOKENS, 'row_loss_tokens': 20, 'rows_per_microbatch': 2} | settings))
+    shapes = {'row_tokens': _TOKENS, 'row_loss_tokens': 20, 'rows_per_microbatch': 2}
+    settings = learner_settings(**shapes | settings)
     optimizer = make_optimizer('adamw', **adam) if adam else make_optimizer('sgd', clip_norm=0)
     learner = SpmdLearner(
         Decoder(_CONFIG), _PARAMS, make_mesh(), optimizer=optimizer, learning_rate=_RATE, settings=settings
     )
     metrics, found = learner.update(_GROUPS, _VERSION), learner.save()['params']
     with jax.enable_x64(True):
-        expected, loss = _plain_update(_GROUPS, settings, adam)
+        expected, loss = _plain_update(_GROUPS, _flatten(settings), adam)
     np.testing.assert_allclose(metrics['loss/value'], loss, rtol=1e-5)
     if settings.n_minibatches * settings.epochs > 1:
         assert metrics['loss/clip_fraction'] > 0

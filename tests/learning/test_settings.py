@@ -9,7 +9,8 @@ import pytest
 
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice
-from areal_jax.learning.objective import advantages
+from areal_jax.config.objectives import OBJECTIVES
+from areal_jax.learning.objective import advantages, surrogates
 from areal_jax.learning.optimizer.directions import DIRECTIONS
 from areal_jax.learning.optimizer.optimizer import Schedule
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
@@ -50,7 +51,7 @@ def test_the_ends_of_closed_ranges_are_allowed():
     assert (
         learner_settings(
             row_tokens=8, row_loss_tokens=4, clip_epsilon=1.0, kl_coefficient=0.0, max_token_age=0
-        ).clip_epsilon
+        ).objective.choices.clip_epsilon
         == 1.0
     )
 
@@ -59,7 +60,9 @@ def test_the_ends_of_closed_ranges_are_allowed():
     ('path', 'implemented'),
     [
         ('optimizer.name', DIRECTIONS),
-        ('loss.advantage', advantages.ESTIMATORS),
+        ('loss.advantage', ['', *advantages.ESTIMATORS]),
+        ('loss.surrogate', ['', *surrogates.SURROGATES]),
+        ('loss.objective', OBJECTIVES),
         ('learner.layers', decoder.FORMS),
         ('learner.remat', decoder.REMAT),
         ('learner.attention', backends.IMPLEMENTATIONS),

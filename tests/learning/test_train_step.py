@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.forward import forward
-from areal_jax.learning.objective.denominators import denominator_weights
-from areal_jax.learning.objective.losses import decoupled_ppo_loss
+from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.likelihood import Likelihood
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder
 from tests.learning.examples import random_groups, tiny_decoder
+from tests.learning.objective.tokens import loss_of
 
 _DECODER = tiny_decoder(n_layers=1)
 _TEMPERATURE = 0.7
@@ -53,7 +54,7 @@ def _unpacked_loss(params):
     logits = jax.vmap(logits_of)(tokens)
     policy = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
     advantages = np.concatenate(_ADVANTAGES)[:, None] * np.ones_like(behavior)
-    loss, _ = decoupled_ppo_loss(policy, behavior, behavior, advantages, mask[:, 1:], float(mask.sum()))
+    loss, _ = loss_of(policy, behavior, behavior, advantages, mask[:, 1:], float(mask.sum()))
     return loss, (policy, logits)
 
 
@@ -62,7 +63,7 @@ def _unpacked_loss(params):
 def _microbatch_loss(params, rows, denominator):
     policy, entropy = forward(_DECODER, params, rows, _TEMPERATURE)
     behavior = rows['behavior_logprobs']
-    loss, _ = decoupled_ppo_loss(policy, behavior, behavior, rows['advantages'], rows['loss_mask'], denominator)
+    loss, _ = loss_of(policy, behavior, behavior, rows['advantages'], rows['loss_mask'], denominator)
     return loss, (policy, entropy)
 
 
@@ -101,7 +102,7 @@ def test_packed_equals_one_trajectory_at_a_time(params, unpacked, mode, row_toke
         n_minibatches=1,
     )
     (loss, (policy, _)), gradient = unpacked
-    (packed, found), packed_gradient = _packed_loss_and_gradient(params, *training_rows(batch, 'token_mean'))
+    (packed, found), packed_gradient = _packed_loss_and_gradient(params, *training_rows(batch, Likelihood()))
     np.testing.assert_allclose(packed, loss, rtol=1e-5)
     for index, t in enumerate(_TRAJECTORIES):
         predicted = np.flatnonzero(t.loss_mask) - 1
@@ -119,7 +120,7 @@ def test_a_model_with_a_window_sees_no_further_in_packed_rows(attention):
         _GROUPS, _ADVANTAGES, mode='shared_prompt', fill='first_fit',
         row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3, n_minibatches=1,
     )  # fmt: skip
-    rows, _ = training_rows(batch, 'token_mean')
+    rows, _ = training_rows(batch, Likelihood())
     run = jax.jit(functools.partial(forward, decoder, attention=attention), static_argnames='temperature')
     found = run(params, {name: array[0] for name, array in rows.items()}, temperature=1.0)[0]
 
@@ -140,7 +141,7 @@ def test_last_token_of_an_answer_has_gradient(params):
         _GROUPS[:1], _ADVANTAGES[:1], mode='shared_prompt', fill='first_fit',
         row_tokens=64, row_loss_tokens=32, rows_per_microbatch=1, n_minibatches=1,
     )  # fmt: skip
-    rows, _ = training_rows(batch, 'token_mean')
+    rows, _ = training_rows(batch, Likelihood())
     one = {name: array[0] for name, array in rows.items()}
     last = np.flatnonzero(batch.trajectory_ids[0, 0] == 0)[-1]
     assert one['targets'][0, last] == _TRAJECTORIES[0].tokens[-1]
@@ -154,7 +155,7 @@ def test_entropy_is_of_the_distribution_at_the_temperature(params, unpacked):
         _GROUPS, _ADVANTAGES, mode='shared_prompt', fill='first_fit',
         row_tokens=48, row_loss_tokens=24, rows_per_microbatch=3, n_minibatches=1,
     )  # fmt: skip
-    rows, denominator = training_rows(batch, 'token_mean')
+    rows, denominator = training_rows(batch, Likelihood())
     (_, (_, entropy)), _ = _microbatch_loss(params, {name: array[0] for name, array in rows.items()}, denominator)
     expected = jax.scipy.special.entr(jax.nn.softmax(logits)).sum(-1)[0, np.flatnonzero(_TRAJECTORIES[0].loss_mask) - 1]
     np.testing.assert_allclose(entropy[batch.trajectory_ids[0] == 0], expected, atol=1e-5)
@@ -165,8 +166,8 @@ def test_rows_carry_the_weights_of_their_aggregation():
         _GROUPS, _ADVANTAGES, mode='ordinary', fill='first_fit',
         row_tokens=40, row_loss_tokens=24, rows_per_microbatch=1, n_minibatches=1,
     )  # fmt: skip
-    rows, denominator = training_rows(batch, 'sequence_mean')
-    weights, expected = denominator_weights(batch, 'sequence_mean')
+    rows, denominator = training_rows(batch, Likelihood('sequence_mean'))
+    weights, expected = token_weights(batch, 'sequence_mean')
     np.testing.assert_array_equal(rows['token_weights'], weights)
     assert denominator == expected == len(_TRAJECTORIES)
     np.testing.assert_allclose(weights.sum(), len(_TRAJECTORIES), rtol=1e-5)  # every trajectory weighs 1

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import types
 from collections.abc import Iterator, Sequence
 
 from areal_jax import files
 from areal_jax.app.workdir.provenance import package_versions
 from areal_jax.app.workdir.run_directory import WEIGHTS, Values
+from areal_jax.config.objectives import ObjectiveKind, describe, find_objective, is_policy, resolve
 from areal_jax.report.statistics import Interval, mean_interval, score_interval
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, read_scores
 
 FILE = 'README.md'
 _FIX = 'restore the file as the run wrote it'
-_SUPERVISED = 'sft'
 _Row = tuple[str, str]
 
 
@@ -53,13 +54,13 @@ def render_card(workdir: pathlib.Path, model: ExportedModel) -> str:
 
 
 def _front_matter(model: ExportedModel) -> str:
-    method = 'supervised-fine-tuning' if _is_supervised(model) else 'reinforcement-learning'
+    method = _objective(model).method
     return f'---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- areal_jax\n- {method}\n---'
 
 
 def _title(model: ExportedModel) -> str:
-    kind = 'supervised training' if _is_supervised(model) else 'asynchronous reinforcement learning'
-    return f'{model.parameters:,} parameters after {model.step} updates of {kind} on {model.values["task.name"]}'
+    done = f'{model.step} updates of {_objective(model).title}'
+    return f'{model.parameters:,} parameters after {done} on {model.values["task.name"]}'
 
 
 def _loading(model: ExportedModel) -> str:
@@ -90,7 +91,7 @@ def _block(lines: Sequence[str]) -> str:
 
 
 def _run_rows(workdir: pathlib.Path, model: ExportedModel) -> list[_Row]:
-    v, supervised = model.values, _is_supervised(model)
+    v, objective = model.values, _objective(model)
     planned = '' if model.step == v['run.steps'] else f', of {v["run.steps"]} that the run was to make'
     rows = [
         ('weights at the start', _base(workdir, v)),
@@ -98,20 +99,29 @@ def _run_rows(workdir: pathlib.Path, model: ExportedModel) -> list[_Row]:
         ('updates', f'{model.step}{planned}'),
         ('seed', f'{v["run.seed"]}'),
     ]
-    if supervised:
-        rows += [('demonstrations an update', f'{v["learner.groups_per_update"]}'), ('loss', 'sft')]
+    if not objective.generates:
+        rows += [('demonstrations an update', f'{v["learner.groups_per_update"]}'), ('loss', objective.name)]
     else:
         rows += [
             ('groups an update, answers a group', f'{v["learner.groups_per_update"]}, {v["rollout.group_size"]}'),
             ('sampling', _fields(v, 'rollout', ('temperature', 'top_k', 'top_p', 'max_new_tokens'))),
             ('staleness', _staleness(v)),
-            ('loss', _fields(v, 'loss', ('objective', 'proximal', 'advantage', 'clip_epsilon', 'kl_coefficient'))),
+            ('loss', _describe_loss(objective, v)),
         ]
     rows.append(('optimizer', _fields(v, 'optimizer', ('name', 'learning_rate', 'schedule'))))
     if v['lora.rank']:
         rows.append(('adapters', f'{_fields(v, "lora", ("rank", "alpha"))}; merged into the weights'))
     rows.append(('weights here', f'{model.dtype}; sha256 {model.weights_sha256} before a cast'))
     return rows
+
+
+def _describe_loss(objective: ObjectiveKind, values: Values) -> str:
+    """The method and its combination; an own objective by its name."""
+    if not is_policy(objective.name):
+        return objective.name
+    loss = {path.removeprefix('loss.'): value for path, value in values.items() if path.startswith('loss.')}
+    choices = resolve(types.SimpleNamespace(**loss))
+    return f'{objective.name} ({objective.source}): {describe(choices | {"proximal": values["loss.proximal"]})}'
 
 
 def _base(workdir: pathlib.Path, values: Values) -> str:
@@ -139,7 +149,7 @@ def _fields(values: Values, section: str, names: Sequence[str]) -> str:
 
 
 def _score_rows(workdir: pathlib.Path, model: ExportedModel, facts: files.JsonObject) -> list[_Row]:
-    if _is_supervised(model):
+    if not _objective(model).generates:
         measured = facts.get('held_out_nll') or {}
         return [(f'nats per answer token after {step} updates', f'{nll:.4f}') for step, nll in measured.items() if nll]
     scores = read_scores(workdir / EVALUATIONS)
@@ -173,8 +183,8 @@ def _provenance_rows(facts: files.JsonObject) -> list[_Row]:
     return rows
 
 
-def _is_supervised(model: ExportedModel) -> bool:
-    return model.values['loss.objective'] == _SUPERVISED
+def _objective(model: ExportedModel) -> ObjectiveKind:
+    return find_objective(model.values['loss.objective'])
 
 
 def _read(path: pathlib.Path) -> files.JsonObject:

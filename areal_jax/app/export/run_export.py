@@ -21,6 +21,7 @@ from areal_jax.app.model.model import Model, describe_model
 from areal_jax.app.workdir.run_directory import Values
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.kinds import find_server
+from areal_jax.config.objectives import find_objective
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
@@ -192,7 +193,7 @@ def _generation_config(values: Values, model: Model) -> dict[str, object]:
     ends = [ours['eos_token_id'], *_listed(original.get('eos_token_id'))]
     ends = list(dict.fromkeys(ends))
     ids = ours | ids | {'eos_token_id': ends if len(ends) > 1 else ends[0]}
-    if values['loss.objective'] == 'sft':
+    if not find_objective(values['loss.objective']).generates:
         return original | ids
     # 0 means no cut for transformers and vLLM, and is refused by SGLang; all of the vocabulary means it to all three
     top_k = values['rollout.top_k'] or model.decoder.config.vocab_size

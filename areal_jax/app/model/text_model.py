@@ -12,6 +12,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.model.run_config import find_checkpoint, read_run_config
 from areal_jax.config import TrackedConfig, validate
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
@@ -144,8 +145,12 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
 
 def _longest(config: TrackedConfig) -> int:
     """The most tokens of one sequence."""
-    return config.learner.row_tokens if config.loss.objective == 'sft' else config.rollout.context_tokens
+    return (
+        config.learner.row_tokens
+        if not find_objective(config.loss.objective).generates
+        else config.rollout.context_tokens
+    )
 
 
 def _longest_field(config: TrackedConfig) -> str:
-    return 'learner.row_tokens' if config.loss.objective == 'sft' else 'rollout.context_tokens'
+    return 'learner.row_tokens' if not find_objective(config.loss.objective).generates else 'rollout.context_tokens'

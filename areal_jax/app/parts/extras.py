@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.kinds import IN_PROCESS, find_server
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.installation import describe_install
 
@@ -43,15 +44,15 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     """(module, field that needs it, what else the user can do)."""
     if c.telemetry.tensorboard:
         yield 'tensorboardX', 'telemetry.tensorboard=True', ', or --config.telemetry.tensorboard=False'
-    if c.telemetry.plots and c.loss.objective != 'sft':  # supervised training makes none
+    if c.telemetry.plots and find_objective(c.loss.objective).generates:  # supervised training makes none
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
     if c.task.name == 'reasoning_gym':
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
-    if c.task.name == 'jsonl' and c.task.answer == 'math' and c.loss.objective != 'sft':
+    if c.task.name == 'jsonl' and c.task.answer == 'math' and find_objective(c.loss.objective).generates:
         yield 'math_verify', "task.answer='math'", ''
-    if c.loss.objective != 'sft':
+    if find_objective(c.loss.objective).generates:
         for module in find_server(c.rollout.server).modules:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
     if c.model.source == 'gguf':

@@ -14,7 +14,11 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.config.kinds import CHANNEL, SERVER
+from areal_jax.config.objectives import FIELD as OBJECTIVE
+from areal_jax.config.objectives import find_objective, is_policy
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import own_advantages
+from areal_jax.learning.objective.own_objective import load_objective
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.types import Prompt, Trajectory, TrajectoryGroup
 
@@ -32,8 +36,10 @@ def load_own_code(config: config_dict.ConfigDict) -> Digests:
     found = {}
     for field, spec in _own_functions(config):
         function = load_function(spec, field)
+        if field == OBJECTIVE:
+            load_objective(spec, dict(config.loss.options))
         if field == 'loss.advantage':
-            own_advantages(_example(config), function, spec)
+            own_advantages(_example(config), function, PolicyChoices(advantage=spec))
         if (file := source_file(spec, field)) is not None:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             found[field] = {'function': spec, 'file': str(file), 'sha256': digest}
@@ -59,8 +65,11 @@ def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> Non
 def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
     """(field, spec)."""
     fields = ['task.name', 'telemetry.hook']
-    if config.loss.objective != 'sft':
-        fields += ['task.reward', 'rollout.workflow', 'loss.advantage', SERVER, CHANNEL]
+    fields.append(OBJECTIVE)
+    if find_objective(config.loss.objective).generates:
+        fields += ['task.reward', 'rollout.workflow', SERVER, CHANNEL]
+    if is_policy(config.loss.objective):
+        fields.append('loss.advantage')
     for field in fields:
         section, _, name = field.partition('.')
         spec = config[section][name]

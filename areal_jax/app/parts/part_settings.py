@@ -5,12 +5,15 @@ What imports jax is imported by the functions that need it: a controller that ha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.kinds import find_channel, find_server
+from areal_jax.config.objectives import find_objective, resolve
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
@@ -18,7 +21,7 @@ from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
-from areal_jax.plugins import Function, load_function
+from areal_jax.plugins import Function, is_own, load_function
 from areal_jax.rollout import requirements
 from areal_jax.rollout.requirements import Requirement
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
@@ -29,6 +32,7 @@ from areal_jax.types import SamplingParams
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
     from areal_jax.models.lora import Lora
     from areal_jax.sharding.allocation import Allocation
@@ -104,10 +108,10 @@ def build_blocks(config: TrackedConfig) -> BlockSettings | None:
 
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
-    """What an update is, under either objective. Fields that it does not use keep their declared defaults."""
-    learner, loss = config.learner, config.loss
+    """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
+    learner, objective = config.learner, build_objective(config)
     idle = TrackedConfig(default_config())
-    supervised = loss.objective == 'sft'
+    supervised = not objective.learns_from_answers
     policy = idle if supervised else config  # fields that only asynchronous RL uses
     filtered = policy.learner.filter_equal_rewards
     most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
@@ -129,26 +133,53 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         publish_dtype=policy.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
         loss_scale=learner.loss_scale,
-        objective=loss.objective,
-        advantage=policy.loss.advantage,
+        objective=objective,
         temperature=policy.rollout.temperature,
-        clip_epsilon=policy.loss.clip_epsilon,
-        clip_epsilon_high=policy.loss.clip_epsilon_high,
-        proximal=policy.loss.proximal,
-        behavior_weight_cap=policy.loss.behavior_weight_cap,
-        aggregation=loss.aggregation,
         denominator=(policy if filtered else idle).loss.denominator,
         truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
-        entropy_coefficient=policy.loss.entropy_coefficient,
-        kl_coefficient=policy.loss.kl_coefficient,
-        kl_estimator=(policy if policy.loss.kl_coefficient else idle).loss.kl_estimator,
         max_token_age=policy.staleness.max_token_age,
         over_age=policy.staleness.over_age,
         attention=learner.attention,
         scores=not supervised and uses_servers(config),
-        ratio=_build_ratio_settings(policy),
+        ratio_split=_build_ratio_settings(policy),
         quantized=policy.rollout.weights == 'int8',
     )
+
+
+def build_objective(config: TrackedConfig) -> Objective:
+    """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
+    from areal_jax.learning.objective.likelihood import Likelihood
+    from areal_jax.learning.objective.own_objective import load_objective
+    from areal_jax.learning.objective.policy_objective import PolicyObjective
+
+    loss = config.loss
+    if is_own(loss.objective):
+        return load_objective(loss.objective, dict(loss.options))
+    if not find_objective(loss.objective).generates:
+        return Likelihood(loss.aggregation or 'token_mean')
+    return PolicyObjective(build_choices(config))
+
+
+def build_choices(config: TrackedConfig) -> PolicyChoices:
+    """The combination of a policy objective."""
+    loss, found = config.loss, resolve(config.loss)
+    if found['kl_coefficient']:
+        found |= {'kl_estimator': loss.kl_estimator, 'kl_in': loss.kl_in}
+    if found['aggregation'] == 'constant':
+        found['length_constant'] = loss.length_constant or config.rollout.max_new_tokens
+    if found['overlong_tokens']:
+        found |= {'overlong_penalty': loss.overlong_penalty, 'longest_answer': config.rollout.max_new_tokens}
+    if found.get('delight_gate') == 'bernoulli':
+        found['seed'] = config.run.seed
+    choices = PolicyChoices(
+        **found,
+        entropy_coefficient=loss.entropy_coefficient,
+        reward_bias=loss.reward_bias,
+        reward_scale=loss.reward_scale,
+        reward_clip=loss.reward_clip,
+        truncated_answers=loss.truncated_answers,
+    )
+    return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
 
 
 def _build_ratio_settings(config: TrackedConfig) -> RatioSettings | None:
@@ -251,7 +282,7 @@ def build_group_filter(config: TrackedConfig) -> EqualRewardsFilter | None:
 def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:
     """What turns tokens and seconds into rates per device; a modelled second is no part of a device's peak."""
     learner = allocation.learner.devices
-    modelled = config.loss.objective != 'sft' and config.run.clock == 'virtual'
+    modelled = find_objective(config.loss.objective).generates and config.run.clock == 'virtual'
     peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)
     return DeviceRates(learner.size, sum(map(len, allocation.by_devices())), peak)
 

@@ -16,7 +16,9 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
+from areal_jax.config.block_constraints import find_kl
 from areal_jax.config.kinds import find_channel
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -71,7 +73,7 @@ def _measure_devices(
 ) -> tuple[dict[jax.Device, Mapping[str, int]], Mapping[str, int]]:
     """The sizes of a run on each device of this process, and on its host."""
     tracked = TrackedConfig(config)  # of its own: what is read here is not used by the run
-    supervised = config.loss.objective == 'sft'
+    supervised = not find_objective(config.loss.objective).generates
     allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
     sizes = measure(tracked, read_shape(tracked), allocation)
     trains = [device for device in allocation.learner.devices.flat if device.process_index == jax.process_index()]
@@ -105,7 +107,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     """The sizes of a run with a model of this shape; nothing is allocated."""
     learner = _learner_sizes(config, shape, allocation.learner)
     version = learner['publication'] * allocation.learner.size  # at most: what is not sharded is counted for each
-    if config.loss.objective == 'sft':
+    if not find_objective(config.loss.objective).generates:
         return Sizes(learner, {}, {})
     # the channel holds earlier versions where the learner made them
     if allocation.engines and not allocation.engine_shares(0):
@@ -137,7 +139,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     state = jax.eval_shape(optimizer.init, trained)
     placed = optimizer.shardings(trained, cut(trained), replicated(mesh))
     dtype = config.learner.dtype
-    supervised = config.loss.objective == 'sft'
+    supervised = not find_objective(config.loss.objective).generates
     published = 'float32' if supervised else config.publication.dtype
     merged = Decoder(decoder.config).abstract()
     tokens = (
@@ -152,7 +154,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     }
     if dtype != 'float32':
         sizes['working copy'] = count(trained, cut(trained), dtype)
-    if not supervised and config.loss.kl_coefficient:
+    if not supervised and find_kl(config):
         sizes['reference model'] = count(trained, cut(trained), dtype)
     return sizes
 
@@ -286,7 +288,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'publication' and c.staleness.schedule != 'natural':
         return 'lower the longest delay of staleness.schedule'
     halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32
-    if name == 'publication' and halves and c.loss.objective != 'sft':
+    if name == 'publication' and halves and find_objective(c.loss.objective).generates:
         return "set publication.dtype='bfloat16'"
     fields = {
         'earlier versions': 'diagnostics.ring_bytes',

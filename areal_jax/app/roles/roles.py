@@ -14,6 +14,7 @@ from areal_jax.code_version import read_code_version
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import LEARNER, Role, list_roles
 from areal_jax.config.kinds import find_server, name_launched
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry.entries import Entry, FencedError
@@ -60,7 +61,7 @@ def parse_index(text: str | None) -> int:
 def require_roles(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for a run that cannot be in roles."""
     validate(config)
-    if config.loss.objective == 'sft':
+    if not find_objective(config.loss.objective).generates:
         raise ConfigError(
             "loss.objective='sft' has neither engines nor a controller: start python -m areal_jax.main_train in each "
             'process'

@@ -39,6 +39,7 @@ from areal_jax.app.workdir.provenance import Hardware, hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import parse_learner
+from areal_jax.config.objectives import find_objective
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
@@ -195,7 +196,7 @@ class OwnSite:
     def _trains_later(self, version: int) -> bool:
         """Whether the learner's programs are compiled after others that an evaluation needs first."""
         config = self._config
-        if config.loss.objective == 'sft':
+        if not find_objective(config.loss.objective).generates:
             return False
         is_alone = parse_learner(config.cluster.learner).processes == 1 and not build.uses_servers(config)
         return is_alone and version == 0 and config.evaluation.problems > 0

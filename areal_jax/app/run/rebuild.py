@@ -13,6 +13,7 @@ from areal_jax.app.run.sft_report import SftFacts, write_sft_report
 from areal_jax.app.run.start_records import FILE as STARTS
 from areal_jax.app.run.start_records import read_starts
 from areal_jax.config import CONFIG
+from areal_jax.config.objectives import find_objective
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events
@@ -59,7 +60,7 @@ def read_run(workdir: pathlib.Path) -> Run:
 
 
 def _is_supervised(workdir: pathlib.Path, config: Config) -> bool:
-    return _field(workdir, config, 'loss.objective', str) == 'sft'
+    return not find_objective(_field(workdir, config, 'loss.objective', str)).generates
 
 
 def _facts(workdir: pathlib.Path, config: Config) -> RunFacts:

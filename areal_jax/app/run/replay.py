@@ -32,6 +32,7 @@ from areal_jax.app.workdir.run_directory import Report, sample_digest
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.kinds import find_server
+from areal_jax.config.objectives import DECOUPLED_PPO, find_objective
 from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
 from areal_jax.control.event_writer import EventLog, truncate_events
 from areal_jax.control.recording import Recording, ReplayError, find_starts, require_whole
@@ -139,7 +140,7 @@ def replay(run: RecordedRun, out: pathlib.Path, paths: Paths, say: Callable[[str
 def require_replayable(run: RecordedRun) -> None:
     """Raises UserError for a run whose numbers its log does not determine, or need not."""
     values, where = run.config, run.name
-    if values.get('loss', {}).get('objective') == 'sft':
+    if not find_objective(values.get('loss', {}).get('objective', DECOUPLED_PPO.name)).generates:
         raise UserError(f'{where}: supervised training has no event log; the same command repeats it')
     if not find_server(server := values.get('rollout', {}).get('server', '')).in_process:
         raise UserError(

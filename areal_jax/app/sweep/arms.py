@@ -23,6 +23,7 @@ from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.fields import Value
 from areal_jax.config.kinds import find_server
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import unknown_field
 from areal_jax.errors import UserError, suggest
@@ -220,7 +221,7 @@ def _require_as_given(config: config_dict.ConfigDict, wanted: Overrides) -> None
 
 
 def _require_one_process(config: config_dict.ConfigDict) -> None:
-    if not find_server(config.rollout.server).in_process and config.loss.objective != 'sft':
+    if not find_server(config.rollout.server).in_process and find_objective(config.loss.objective).generates:
         raise ConfigError(
             f"rollout.server={config.rollout.server!r}: a sweep starts no servers; use rollout.server='in_process', or "
             f'start the arms one by one with python -m {name_launcher("local")}'

@@ -16,6 +16,7 @@ from areal_jax import files
 from areal_jax.app.evaluate.evaluation_workdir import RESULTS
 from areal_jax.app.sweep.sweep_directory import CHECKPOINTS, LOG, SWEEP, describe_code, read_end
 from areal_jax.config import CONFIG, default_config, flatten
+from areal_jax.config.objectives import find_objective
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.evaluation.answers import FILE as ANSWERS
 from areal_jax.events.schema import FILE as EVENTS
@@ -127,7 +128,7 @@ def _measure(entry: RunEntry) -> RunEntry:
 
 def _read_training(entry: RunEntry) -> RunEntry:
     path, config = entry.path, entry.config
-    kind = 'sft' if config['loss.objective'] == 'sft' else 'rl'
+    kind = 'rl' if find_objective(str(config['loss.objective'])).generates else 'sft'
     planned = int(str(config['run.steps']))
     line = _last_line(path / METRICS)
     updates = int(line.get(names.STEP, 0))

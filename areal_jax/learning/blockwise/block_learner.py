@@ -16,6 +16,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.blockwise.blocks import BlockSettings, cut_blocks
 from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.objective import REFERENCE
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
@@ -203,12 +204,13 @@ def _describe_leaf(leaf: Tree) -> jax.ShapeDtypeStruct:
 
 def _require_fit(decoder: Decoder, settings: LearnerSettings) -> None:
     """Raises ConfigError for what cannot be trained in blocks; config/constraints.py has the reasons."""
+    split = settings.ratio_split
     for path, value, fits in (
         ('learner.layers', decoder.layers, decoder.layers == 'list'),
         ('lora.rank', decoder.lora and decoder.lora.rank, not decoder.lora),
         ('learner.dtype', settings.dtype, settings.dtype == 'float32'),
-        ('loss.kl_coefficient', settings.kl_coefficient, not settings.kl_coefficient),
-        ('diagnostics.ratio_sample', settings.ratio and settings.ratio.sample, settings.ratio is None),
+        ('loss.kl_coefficient', 'above 0', REFERENCE not in settings.objective.reads),
+        ('diagnostics.ratio_sample', split and split.sample, split is None),
     ):
         if not fits:
             raise ConfigError(f'{path}={value!r} cannot be trained in blocks: use optimizer.blocks=1')

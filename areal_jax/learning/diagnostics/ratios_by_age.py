@@ -1,14 +1,21 @@
-"""The ratios of an update by the age of its tokens: effective sample size, clip share, KL. numpy only.
+"""The ratios of an update by the age of its tokens: effective sample size, clip shares, KL. numpy only.
 
-Made from the log-probs that the steps of the update have computed anyway: no pass of its own.
+Made from the log-probs that the steps of the update have computed anyway, by the same functions as the loss: no pass of
+its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.policy_loss import token_terms
+from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.ratios import LOG_RATIO_LIMIT
+from areal_jax.learning.objective.sums import find_starts, sequence_sums
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownLogprobs
@@ -16,7 +23,7 @@ from areal_jax.telemetry.ages import age_ranges, range_label
 from areal_jax.telemetry.names import BY_AGE
 from areal_jax.types import PackedBatch
 
-_LIMIT = 20.0  # of a log-ratio, as in losses.py
+_SUMS = ('tokens', 'weight', 'weight_sq', 'clipped', 'above', 'below', 'closed', 'kl', 'moved', 'stale')
 
 
 def metrics_by_age(
@@ -28,76 +35,101 @@ def metrics_by_age(
 ) -> dict[str, float]:
     """Of the trained tokens of each range of ages, over all steps of the update; a range without tokens is absent.
 
-      effective sample size  (Σ w)² / (n Σ w²),   w = min(π_prox / π_behav, behavior_weight_cap)
-      clip fraction          share of the tokens whose r = π_θ / π_prox is clipped
+      effective sample size  (Σ w)² / (n Σ w²),   w the correction
+      clip fraction          share of the tokens on which an edge of the surrogate acts; above, below: by edge
+      masked                 share that a gate, a mask or the veto leaves out, where there is one
       kl                     mean of k - 1 - log k,   k = π_θ / π_behav
+      kl of proximal         mean of ρ - 1 - log ρ,   ρ = π_prox / π_behav: staleness and mismatch
+      kl of the update       mean of r - 1 - log r,   r = π_θ / π_prox
 
-    Summed over all ranges, they equal the metrics loss/... of the same names, to rounding; a test checks it.
+    Summed over all ranges, they equal the metrics loss/... of the same names, to rounding; a test checks it. An own
+    objective has none.
 
     Args:
       results: of the steps, whose number i is of batch i % len(batches).
       known: per batch, as the steps after the first used them.
       version: of the weights before the update.
     """
-    sums: dict[str, np.ndarray] = {}
-    ranges = 0
+    objective = settings.objective
+    if not isinstance(objective, PolicyObjective):
+        return {}
+    sums: dict[str, np.ndarray] = {name: np.zeros(0) for name in _SUMS}
     for number, result in enumerate(results):
         batch = batches[number % len(batches)]
-        mask = batch.loss_mask
-        groups = age_ranges(version - batch.policy_versions[mask])  # [trained tokens], as the next ones
-        policy = np.reshape(result.logprobs, mask.shape)[mask].astype(np.float64)
-        behavior = batch.behavior_logprobs[mask].astype(np.float64)
-        recomputed = policy if number == 0 else _recomputed(known[number % len(batches)], mask)
-        proximal = _proximal(settings.proximal, policy, behavior, recomputed, version - batch.policy_versions[mask])
-        weights = np.exp(np.clip(proximal - behavior, -_LIMIT, _LIMIT))
-        if settings.behavior_weight_cap is not None:
-            weights = np.minimum(weights, settings.behavior_weight_cap)
-        log_ratio = np.clip(policy - behavior, -_LIMIT, _LIMIT)
-        clipped = _is_clipped(settings, np.exp(np.clip(policy - proximal, -_LIMIT, _LIMIT)), batch.advantages[mask])
-        ranges = max(ranges, int(groups.max(initial=-1)) + 1)
-        for name, values in {
-            'tokens': np.ones_like(weights), 'weight': weights, 'weight_sq': weights**2, 'clipped': clipped,
-            'kl': np.expm1(log_ratio) - log_ratio,
-        }.items():  # fmt: skip
+        policy = np.where(batch.loss_mask, np.reshape(result.logprobs, batch.loss_mask.shape), 0.0).astype(np.float64)
+        recomputed = policy if number == 0 else known[number % len(batches)].proximal
+        terms = _measure(objective, batch, policy, recomputed, version, result.prepared)
+        groups = age_ranges(version - batch.policy_versions[batch.loss_mask])  # [trained tokens]
+        ranges = max(len(sums['tokens']), int(groups.max(initial=-1)) + 1)
+        for name, values in terms.items():
             added = np.bincount(groups, values, minlength=ranges)
-            before = sums.get(name, np.zeros(0))
-            sums[name] = added + np.pad(before, (0, len(added) - len(before)))
-    return {name: value for number in range(ranges) for name, value in _of_range(sums, number).items()}
-
-
-def _of_range(sums: dict[str, np.ndarray], number: int) -> dict[str, float]:
-    tokens, weight, weight_sq, clipped, kl = (
-        float(sums[name][number]) for name in ('tokens', 'weight', 'weight_sq', 'clipped', 'kl')
-    )
-    if not tokens:
-        return {}
-    name = f'{BY_AGE}{range_label(number)}'
+            sums[name] = added + np.pad(sums[name], (0, len(added) - len(sums[name])))
+    gated = _closes(objective.choices)
     return {
-        f'{name}/tokens': tokens,
-        f'{name}/effective_sample_size': weight**2 / (tokens * weight_sq) if weight_sq else 0.0,
-        f'{name}/clip_fraction': clipped / tokens,
-        f'{name}/kl': kl / tokens,
+        name: value for number in range(len(sums['tokens'])) for name, value in _of_range(sums, number, gated).items()
     }
 
 
-def _recomputed(known: KnownLogprobs, mask: np.ndarray) -> np.ndarray | None:
-    return None if known.proximal is None else np.reshape(known.proximal, mask.shape)[mask].astype(np.float64)
+def _measure(
+    objective: PolicyObjective,
+    batch: PackedBatch,
+    policy: np.ndarray,
+    recomputed: np.ndarray | None,
+    version: int,
+    prepared: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """float64 [trained tokens] each: what is summed by age."""
+    mask, choices = batch.loss_mask, objective.choices
+    behavior, advantages = (
+        np.where(mask, x, 0.0).astype(np.float64) for x in (batch.behavior_logprobs, batch.advantages)
+    )
+    proximal = np.where(mask, _proximal(choices, policy, behavior, recomputed, version - batch.policy_versions), 0.0)
+    over_sequence = functools.partial(_sum_rows, loss_mask=mask, sequence_starts=find_starts(batch.trajectory_ids))
+    terms = token_terms(choices, policy, proximal, behavior, advantages, over_sequence, prepared)
+    divergence = lambda x: np.expm1(clamped := np.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - clamped
+    found = {
+        'tokens': np.ones_like(policy), 'weight': terms.weight, 'weight_sq': terms.weight**2,
+        'clipped': terms.above | terms.below, 'above': terms.above, 'below': terms.below, 'closed': terms.closed,
+        'kl': divergence(policy - behavior), 'stale': divergence(proximal - behavior),
+        'moved': divergence(policy - proximal),
+    }  # fmt: skip
+    return {name: np.broadcast_to(values, mask.shape)[mask].astype(np.float64) for name, values in found.items()}
+
+
+def _sum_rows(values: np.ndarray, loss_mask: np.ndarray, sequence_starts: np.ndarray) -> np.ndarray:
+    """sums.sequence_sums of [M, R, N]."""
+    rows = lambda x: x.reshape(-1, x.shape[-1])
+    return sequence_sums(rows(values), rows(loss_mask), rows(sequence_starts)).reshape(values.shape)
+
+
+def _closes(choices: PolicyChoices) -> bool:
+    return choices.correction == 'mask' or choices.veto is not None or choices.gate != 'none'
+
+
+def _of_range(sums: Mapping[str, np.ndarray], number: int, gated: bool) -> dict[str, float]:
+    one = {name: float(values[number]) for name, values in sums.items()}
+    tokens, weight, weight_sq = one['tokens'], one['weight'], one['weight_sq']
+    if not tokens:
+        return {}
+    name = f'{BY_AGE}{range_label(number)}'
+    shares = {
+        'clip_fraction': one['clipped'], 'clip_fraction_above': one['above'], 'clip_fraction_below': one['below'],
+        'kl': one['kl'], 'kl_of_proximal': one['stale'], 'kl_of_update': one['moved'],
+    } | ({'masked': one['closed']} if gated else {})  # fmt: skip
+    return {
+        f'{name}/tokens': tokens,
+        f'{name}/effective_sample_size': weight**2 / (tokens * weight_sq) if weight_sq else 0.0,
+        **{f'{name}/{kind}': value / tokens for kind, value in shares.items()},
+    }
 
 
 def _proximal(
-    kind: str, policy: np.ndarray, behavior: np.ndarray, recomputed: np.ndarray | None, ages: np.ndarray
+    choices: PolicyChoices, policy: np.ndarray, behavior: np.ndarray, recomputed: np.ndarray | None, ages: np.ndarray
 ) -> np.ndarray:
-    """float64 [trained tokens]: as proximal.proximal_logprobs, on the host."""
-    if kind == 'recompute':
-        assert recomputed is not None, 'a step after the first needs the log-probs of the weights before the update'
-        return recomputed
-    if kind == 'loglinear':
-        return behavior + ages / (ages + 1.0) * (policy - behavior)
-    return behavior
-
-
-def _is_clipped(settings: LearnerSettings, ratio: np.ndarray, advantages: np.ndarray) -> np.ndarray:
-    """float64 [trained tokens], 1 where losses.decoupled_ppo_loss clips."""
-    high = settings.clip_epsilon if settings.clip_epsilon_high is None else settings.clip_epsilon_high
-    above, below = (advantages > 0) & (ratio > 1 + high), (advantages < 0) & (ratio < 1 - settings.clip_epsilon)
-    return (above | below).astype(np.float64)
+    """float64 [M, R, N]: log π_prox as in policy_objective, on the host."""
+    if not choices.uses_proximal or choices.proximal == 'behavior':
+        return behavior
+    if choices.proximal == 'loglinear':
+        return behavior + np.maximum(ages, 0) / (np.maximum(ages, 0) + 1.0) * (policy - behavior)
+    assert recomputed is not None, 'a step after the first needs the log-probs of the weights before the update'
+    return np.reshape(recomputed, policy.shape).astype(np.float64)

@@ -1,33 +1,44 @@
-"""Advantages: the rewards of an update become one number per trajectory. numpy only.
+"""Advantages: the rewards of an update become one number for each answer. numpy only.
 
-The named estimators see one group at a time. An own one, loss.advantage='FILE.py:FUNCTION', sees a whole update:
-function(rewards, groups) -> advantages, all [trajectories], where `groups` numbers the group of each trajectory.
+Named estimators see one group at a time, in the rewards that rewards.py shapes. An own one,
+loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all [answers], where
+`groups` numbers the group of each answer; one with a third parameter gets the answers too (types.Trajectory).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
+from areal_jax.learning.objective.rewards import count_generated, shape_rewards
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.plugins import is_own, load_function, raising_user_error
 from areal_jax.types import TrajectoryGroup, concatenate
 
-# float64 [n] rewards and int64 [n] numbers of groups, ascending from 0 -> [n] advantages
-OwnEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray], object]
-Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup]], list[np.ndarray]]  # per group float32 [its trajectories]
+OwnEstimator: TypeAlias = Callable[..., object]
+# float64 [n] rewards, [n] generated tokens of the answers of a group -> [n] advantages
+GroupEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray, PolicyChoices], np.ndarray]
+Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup]], list[np.ndarray]]  # per group float32 [its answers]
 
 _FIELD = 'loss.advantage'
-_LARGEST_REWARD = 1e30
 STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
+SAMPLE_FLOOR = 1e-6  # the papers' constant, beside the deviation with ddof 1
+WHITEN_FLOOR = 1e-8  # of a variance
 
 
 def group_normalized(rewards: np.ndarray) -> np.ndarray:
     """(r - mean) / (std + 1e-4) with the population's standard deviation (DeepSeekMath, arXiv 2402.03300)."""
     return (rewards - rewards.mean()) / (rewards.std() + STD_FLOOR)
+
+
+def sample_normalized(rewards: np.ndarray) -> np.ndarray:
+    """(r - mean) / (std + 1e-6) with ddof 1, as DeepSeekMath's code and its successors have it; needs n >= 2."""
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + SAMPLE_FLOOR)
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
@@ -40,78 +51,111 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
 
 
-ESTIMATORS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    'group': group_normalized,
-    'group_mean': group_mean,
-    'rloo': leave_one_out,
-}
-
-
-def rewards_of(group: TrajectoryGroup) -> np.ndarray:
-    """float64 [trajectories of the group].
-
-    Raises BatchError where a reward is not finite, or so large that its square is not: it would poison every
-    trajectory of its group.
-    """
-    rewards = np.array([t.reward for t in group.trajectories], np.float64)
-    wrong = ~(np.abs(rewards) <= _LARGEST_REWARD)  # NaN too
-    if wrong.any():
-        bad = int(np.flatnonzero(wrong)[0])
+def relative_to_mean(rewards: np.ndarray) -> np.ndarray:
+    """(r - mean) / mean, 0 where all are 0 (MaxRL, arXiv 2602.02710); raises BatchError for a reward below 0."""
+    if rewards.min() < 0:
         raise BatchError(
-            f'draw {group.draw}, sample {group.trajectories[bad].sample}: reward is {rewards[bad]}; '
-            f'verifiers must return finite numbers of at most {_LARGEST_REWARD:g}'
+            f"loss.advantage='max_rl' divides by the mean reward of a group, and a reward is {rewards.min():g}: give "
+            'rewards of at least 0, or use another advantage'
         )
-    return rewards
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean else np.zeros_like(rewards)
 
 
-def has_signal(group: TrajectoryGroup) -> bool:
-    """False where all rewards are equal (a group of one included): every advantage would be 0.
+def length_baseline(rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """r - Σ n r / Σ n with n generated tokens: the optimal baseline if the norm of a gradient grows with them.
 
-    Raises BatchError as `rewards_of`.
+    OPO, arXiv 2505.23585, equation 7; without any token the plain mean.
     """
-    rewards_of(group)
-    return not group.has_equal_rewards()
+    total = tokens.sum()
+    return rewards - ((tokens * rewards).sum() / total if total else rewards.mean())
 
 
-def group_advantages(group: TrajectoryGroup, estimator: str) -> np.ndarray:
-    """One advantage per trajectory, constant over its tokens: float32 [trajectories of the group].
+def optimal_value(rewards: np.ndarray, beta: float) -> np.ndarray:
+    """r - V with the soft maximum V = β log mean exp(r / β), which is the larger the smaller β is. Their sum is not 0.
 
-    Groups may be partial. Equal rewards and a group of one give exactly 0, whatever the rounding of the mean.
-    Raises ValueError for an unknown estimator.
+    OAPL, arXiv 2602.19362, equation 2.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f'loss.advantage={estimator!r} is unknown; use one of {", ".join(sorted(ESTIMATORS))}')
-    rewards = rewards_of(group)
-    if not has_signal(group):
+    scaled = rewards / beta
+    top = scaled.max()
+    return rewards - beta * (top + np.log(np.exp(scaled - top).mean()))
+
+
+ESTIMATORS: Mapping[str, GroupEstimator] = {
+    'group': lambda r, n, c: group_normalized(r) if c.deviation == 'population' else sample_normalized(r),
+    'group_mean': lambda r, n, c: group_mean(r),
+    'rloo': lambda r, n, c: leave_one_out(r),
+    'reward': lambda r, n, c: r,
+    'max_rl': lambda r, n, c: relative_to_mean(r),
+    'length_baseline': lambda r, n, c: length_baseline(r, n),
+    'optimal_value': lambda r, n, c: optimal_value(r, c.oapl_value_beta),
+}
+# equal rewards have the advantage 0: a group of them, or of one answer, changes nothing
+CONTRASTS = frozenset(ESTIMATORS) - {'reward', 'optimal_value'}
+
+
+def group_advantages(group: TrajectoryGroup, choices: PolicyChoices) -> np.ndarray:
+    """One advantage for each answer, constant over its tokens: float32 [answers of the group].
+
+    Groups may be partial. Where advantages contrast answers, equal rewards and a group of one give exactly 0, whatever
+    the rounding of the mean. Raises ValueError for an unknown estimator.
+    """
+    if choices.advantage not in ESTIMATORS:
+        known = ', '.join(sorted(ESTIMATORS))
+        raise ValueError(f'loss.advantage={choices.advantage!r} is unknown; use one of {known}')
+    rewards = shape_rewards(group, choices)
+    if choices.advantage in CONTRASTS and (rewards == rewards[0]).all():
         return np.zeros(len(rewards), np.float32)
-    return ESTIMATORS[estimator](rewards).astype(np.float32)
+    tokens = np.array([count_generated(t) for t in group.trajectories], np.float64)
+    return ESTIMATORS[choices.advantage](rewards, tokens, choices).astype(np.float32)
 
 
-def make_estimator(name: str) -> Estimator:
-    """The advantages of all groups of an update, by the name of an estimator or by an own function.
+def make_estimator(choices: PolicyChoices) -> Estimator:
+    """The advantages of all groups of an update.
 
     An own function is loaded here, once. Raises UserError for one that cannot be loaded.
     """
-    if not is_own(name):
-        return lambda groups: [group_advantages(group, name) for group in groups]
-    function = load_function(name, _FIELD)
-    return lambda groups: own_advantages(groups, function, name)
+    if is_own(choices.advantage):
+        function = load_function(choices.advantage, _FIELD)
+        estimate = lambda groups: own_advantages(groups, function, choices)
+    else:
+        estimate = lambda groups: [group_advantages(group, choices) for group in groups]
+    if choices.whiten == 'none':
+        return estimate
+    return lambda groups: whiten(groups, estimate(groups))
 
 
-def own_advantages(groups: Sequence[TrajectoryGroup], function: OwnEstimator, spec: str) -> list[np.ndarray]:
-    """Per group float32 [its trajectories], from one call of an own function over all of them.
+def whiten(groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(A - mean) / sqrt(var + 1e-8) over the generated tokens of all groups, the variance with ddof 1.
 
-    Args:
-      spec: names the function in errors.
+    REINFORCE++, arXiv 2501.03262, section 3.2. A token-weighted mean of centred groups is not 0: it is subtracted.
+    """
+    tokens = concatenate([np.array([count_generated(t) for t in g.trajectories]) for g in groups], np.float64)
+    values, total = concatenate(list(advantages), np.float64), tokens.sum()
+    if total < 2:
+        return [np.zeros_like(a) for a in advantages]
+    mean = (tokens * values).sum() / total
+    variance = (tokens * (values - mean) ** 2).sum() / (total - 1)
+    return [((a - mean) / np.sqrt(variance + WHITEN_FLOOR)).astype(np.float32) for a in advantages]
+
+
+def own_advantages(
+    groups: Sequence[TrajectoryGroup], function: OwnEstimator, choices: PolicyChoices
+) -> list[np.ndarray]:
+    """Per group float32 [its answers], from one call of an own function over all of them.
 
     Raises UserError if the function raises, or returns another shape or a number that is not finite.
     """
     if not groups:
         return []
+    spec = choices.advantage
     sizes = [len(group.trajectories) for group in groups]
-    rewards = concatenate([rewards_of(group) for group in groups], np.float64)
+    rewards = concatenate([shape_rewards(group, choices) for group in groups], np.float64)
+    given: list[object] = [rewards.copy(), np.repeat(np.arange(len(groups)), sizes)]
+    if _takes_answers(function):
+        given.append([trajectory for group in groups for trajectory in group.trajectories])
     with raising_user_error(spec, _FIELD):
-        returned = function(rewards.copy(), np.repeat(np.arange(len(groups)), sizes))
+        returned = function(*given)
         advantages = np.asarray(returned, np.float64)
     if advantages.shape != rewards.shape:
         raise UserError(
@@ -127,3 +171,12 @@ def own_advantages(groups: Sequence[TrajectoryGroup], function: OwnEstimator, sp
             'be finite in float32'
         )
     return np.split(narrow, np.cumsum(sizes)[:-1])
+
+
+def _takes_answers(function: OwnEstimator) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in positional for parameter in parameters) > 2

@@ -1,4 +1,8 @@
-"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data."""
+"""Proximal log-probs, the centre of the trust region. Their kind is chosen by config, never by data.
+
+'recompute': those of the weights before the update. 'loglinear': see `loglinear_logprobs`. 'behavior': plain PPO around
+the behavior policy, so that every behavior weight is 1.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,31 @@ from areal_jax.config.declarations import choices
 KINDS = choices('loss.proximal')
 
 
+def recomputed_logprobs(policy_logprobs: jax.Array, known: jax.Array, weights_are_proximal: jax.Array) -> jax.Array:
+    """log π_prox under the weights before the update, constant, of the shape of `policy_logprobs`.
+
+    In the first optimizer step the policy still has these weights, so that its log-probs are taken
+    (`weights_are_proximal`, a scalar); later steps take the `known` ones of a pass before the update.
+    """
+    return jnp.where(weights_are_proximal, jax.lax.stop_gradient(policy_logprobs), known)
+
+
 def proximal_logprobs(
     kind: str,
     policy_logprobs: jax.Array,
     behavior_logprobs: jax.Array,
     policy_versions: jax.Array,
     version: jax.Array,
-    recomputed_logprobs: jax.Array,
-    weights_are_proximal: jax.Array,
+    recomputed: jax.Array | None = None,
 ) -> jax.Array:
     """log π_prox of each loss token, constant: float32 of the shape of `policy_logprobs`.
 
-    'recompute': log-probs under the weights before the update. In the first optimizer step the policy still has these
-    weights, so `policy_logprobs` are used (`weights_are_proximal`); later steps use `recomputed_logprobs`. 'loglinear':
-    see `loglinear_logprobs`. 'behavior': plain PPO around the behavior policy, so every behavior weight is 1.
-
-    All arrays are [R, N], or of any other common shape; `version` and `weights_are_proximal` are scalars.
+    Arrays are [R, N], or of any other common shape; `recomputed` is what `recomputed_logprobs` returned. Raises
+    ValueError for an unknown kind.
     """
-    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
     if kind == 'recompute':
-        return jnp.where(weights_are_proximal, policy_logprobs, recomputed_logprobs)
+        assert recomputed is not None, "'recompute' needs the log-probs of the weights before the update"
+        return recomputed
     if kind == 'loglinear':
         return loglinear_logprobs(policy_logprobs, behavior_logprobs, policy_versions, version)
     if kind == 'behavior':

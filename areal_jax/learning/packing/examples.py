@@ -20,6 +20,7 @@ def make_examples(
     capacity: tuple[int, int],
     vocab_size: int | None,
     columns: Sequence[Column] = (),
+    masks_truncated: bool = False,
 ) -> list[list[Example]]:
     """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others."""
     examples_of, next_id = [], 0
@@ -30,7 +31,8 @@ def make_examples(
             form = next_token_form(trajectory, columns)
             if len(form.targets):
                 _require_fit(trajectory, form, capacity)
-                examples.append(Example(form, len(trajectory.prompt.tokens), float(advantage), next_id))
+                trained = not (masks_truncated and trajectory.finish_reason == 'length')
+                examples.append(Example(form, len(trajectory.prompt.tokens), float(advantage), next_id, trained))
             next_id += 1
         examples_of.append(examples)
     return examples_of

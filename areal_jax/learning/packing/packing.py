@@ -39,6 +39,7 @@ def pack(
     n_minibatches: int,
     oldest_version: int | None = None,
     round_microbatches: bool = False,
+    masks_truncated: bool = False,
     data_shards: int = 1,
     cost: CostCoefficients = _TOKENS_ONLY,
     buckets: Sequence[RowShape] = (),
@@ -48,14 +49,15 @@ def pack(
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
-    A group is never split between minibatches, so fewer groups than `n_minibatches` give fewer batches, and nothing to
-    train gives none. Tokens generated before `oldest_version` are left out of `loss_mask` but keep their place and
-    trajectory id. Denominators count trajectory ids (`denominators.denominator_weights`), so they include these tokens.
+    A group is never split, so fewer groups than `n_minibatches` give fewer batches, and nothing to train none. Tokens
+    generated before `oldest_version` are left out of `loss_mask` but keep their place and trajectory id. Denominators
+    count trajectory ids (aggregation.py), so they include these tokens.
     `fill`, `data_shards` and `cost` decide only where a token is placed; they do not change what is trained.
 
     Args:
       advantages: per group float32 [trajectories of the group].
       mode: 'shared_prompt' | 'ordinary'.
+      masks_truncated: leave answers that ended at their limit out of `loss_mask` too.
       round_microbatches: add empty micro-batches up to a power of two.
       fill: 'first_fit' (decreasing) | 'algorithm_1' (bins.pack_fewest_first) | 'padded' (one trajectory per row, rows
         in the order given; to compare with).
@@ -66,12 +68,11 @@ def pack(
         their items fit one.
       vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
 
-    Raises BatchError for what must not be learned from (`_require_sound`) or does not fit a row, and ValueError for an
-    unknown mode or fill and for rows that the shards cannot share evenly.
+    Raises BatchError for what must not be learned from or fits no row, ValueError for what `require_known` refuses.
     """
     require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
-    examples_of = make_examples(groups, advantages, capacity, vocab_size, columns)
+    examples_of = make_examples(groups, advantages, capacity, vocab_size, columns, masks_truncated)
     batches, reports = [], []
     for members in split_minibatches([sum(e.size[1] for e in group) for group in examples_of], n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
@@ -80,7 +81,7 @@ def pack(
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
         placement = _round_up(placement) if round_microbatches else placement
-        batch = empty_batch(len(placement), rows_per_microbatch, row_tokens, row_loss_tokens, columns)
+        batch = empty_batch(len(placement), rows_per_microbatch, *capacity, columns)
         write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():
             batches.append(batch)

@@ -9,6 +9,7 @@ from ml_collections import config_dict
 
 from areal_jax.config import flatten, validate
 from areal_jax.config.fields import Value
+from areal_jax.config.objectives import DECOUPLED_PPO, is_policy, resolve
 from areal_jax.config.ranges import ConfigError
 from areal_jax.plugins import is_own
 
@@ -25,14 +26,17 @@ VARIES = (
     *('run.seed', 'model.init_scale', 'model.embedding_scale', 'staleness.schedule', 'optimizer.learning_rate'),
     'rollout.temperature',
     *('loss.clip_epsilon', 'loss.clip_epsilon_high', 'loss.proximal', 'loss.behavior_weight_cap'),
-    *('loss.advantage', 'loss.entropy_coefficient', 'loss.denominator', 'learner.filter_equal_rewards'),
+    *('loss.dual_clip', 'loss.sapo_positive', 'loss.sapo_negative', 'loss.quadratic_weight', 'loss.oapl_beta'),
+    *('loss.delight_temperature', 'loss.delight_mix', 'loss.correction_low', 'loss.correction_high'),
+    *('loss.gate_threshold', 'loss.advantage', 'loss.aggregation', 'loss.length_constant', 'loss.entropy_coefficient'),
+    *('loss.denominator', 'learner.filter_equal_rewards'),
 )  # an array over the arms each
 # how a single run is computed, shown and saved; weights differ by rounding at most
 _IDLE = (
     *('run.clock', 'run.stall_timeout_s', 'run.compilation_', 'run.export', 'task.verifier', 'task.max_failed_groups'),
     *('rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.block_tokens'),
     *('rollout.cache_tokens', 'rollout.prefill_buckets', 'rollout.attention', 'rollout.kv_policy'),
-    *('rollout.max_running_groups', 'buffer.', 'loss.aggregation', 'learner.packing', 'learner.fill', 'learner.row'),
+    *('rollout.max_running_groups', 'buffer.', 'learner.packing', 'learner.fill', 'learner.row'),
     *('learner.tail_buckets', 'learner.accumulate', 'learner.layers', 'learner.remat', 'learner.attention'),
     *('cluster.', 'publication.channel', 'publication.directory', 'publication.verify', 'checkpoint.', 'evaluation.'),
     *('server.', 'telemetry.', 'virtual.'),
@@ -54,9 +58,14 @@ _ONLY: Mapping[str, Value] = {
     'publication.dtype': 'float32',
     'lora.rank': 0,
     'optimizer.blocks': 1,
-    'loss.objective': 'decoupled_ppo',
-    'loss.kl_coefficient': 0.0,
+    'loss.truncated_answers': 'trained',
+    'loss.reward_bias': 0.0,
+    'loss.reward_scale': 1.0,
+    'loss.reward_clip': None,
 }  # what the program can compute; other values need a run of their own
+# choices that need a pass of their own, or what only a host has
+_REFUSED: Mapping[str, tuple[Value, ...]] = {'delight_gate': ('bernoulli',), 'aggregation': ('token_sum',)}
+_OFF = ('kl_coefficient', 'overlong_tokens')
 _ALONE = 'train it by itself, with main_train'
 
 
@@ -101,6 +110,17 @@ def require_trainable(arm: Arm) -> None:
             f'{where}rollout.max_new_tokens={fields["rollout.max_new_tokens"]} with task.length={length}, but answers '
             f'of a program of arms are as long as the prompt: set rollout.max_new_tokens={length}, or {_ALONE}'
         )
+    objective = fields['loss.objective']
+    if not is_policy(objective):
+        raise ConfigError(
+            f'{where}loss.objective={objective!r}, but a program of arms has the named objectives that learn from '
+            f'answers: use {DECOUPLED_PPO.name!r}, or {_ALONE}'
+        )
+    for name, value in resolve(arm.config.loss).items():
+        if value in _REFUSED.get(name, ()) or (name in _OFF and value):
+            raise ConfigError(
+                f'{where}loss.{name}={value!r}, but a program of arms does not compute it: {_ALONE}, or set another'
+            )
     if is_own(fields['loss.advantage']):
         raise ConfigError(
             f'{where}loss.advantage={fields["loss.advantage"]!r}, but a program of arms calls no function of your own: '

@@ -7,6 +7,7 @@ loss tokens of a group.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,9 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.learning.objective.advantages import ESTIMATORS, STD_FLOOR
-from areal_jax.learning.objective.losses import decoupled_ppo_loss, entropy_bonus, masked_sum
-from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.advantages import ESTIMATORS, SAMPLE_FLOOR, STD_FLOOR, WHITEN_FLOOR
+from areal_jax.learning.objective.objective import LossTokens
+from areal_jax.learning.objective.policy_loss import policy_loss, prepared_names
+from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs, recomputed_logprobs
+from areal_jax.learning.objective.sums import masked_sum
 from areal_jax.studies.arms.answer_generation import Answers
 from areal_jax.studies.arms.group_forward import answer_logprobs
 from areal_jax.studies.arms.setting import Constants, Setting
@@ -82,12 +86,32 @@ def advantages(setting: Setting, constants: Constants, right: jax.Array) -> jax.
     above = size * right - right.sum(axis=1, keepdims=True)  # (reward - mean) * unit
     centred = above / unit
     deviation = jnp.sqrt(jnp.mean(above**2, axis=1, keepdims=True)) / unit
+    choices, rewards, total = setting.choices, right / (setting.answer_tokens + 1), right.sum(axis=1, keepdims=True)
+    if choices.deviation == 'sample':
+        deviation = deviation * (size / max(size - 1, 1)) ** 0.5 + SAMPLE_FLOOR
+    else:
+        deviation = deviation + STD_FLOOR
+    beta = choices.oapl_value_beta
+    value = beta * (jax.nn.logsumexp(rewards / beta, axis=1, keepdims=True) - np.log(size))
     found = {
-        'group': centred / (deviation + STD_FLOOR),
+        'group': centred / deviation,
         'group_mean': centred,
         'rloo': centred * (size / max(size - 1, 1)),
+        'reward': rewards,
+        'max_rl': jnp.where(total > 0, above / jnp.maximum(total, 1), 0.0),
+        'length_baseline': centred,  # answers have equal lengths
+        'optimal_value': rewards - value,
     }
-    return jnp.stack([found[name] for name in ESTIMATORS])[constants.advantage]
+    chosen = jnp.stack([found[name] for name in ESTIMATORS])[constants.advantage]
+    if choices.whiten == 'batch':
+        chosen = (chosen - chosen.mean()) / jnp.sqrt(chosen.var() * _unbiased(chosen.size, setting) + WHITEN_FLOOR)
+    return chosen
+
+
+def _unbiased(answers: int, setting: Setting) -> float:
+    """From the population's variance over tokens to that with ddof 1, as advantages.whiten has it."""
+    tokens = answers * setting.answer_tokens
+    return tokens / max(tokens - 1, 1)
 
 
 def split_groups(setting: Setting, kept: jax.Array) -> _Minibatches:
@@ -141,6 +165,7 @@ def _step(
 ) -> tuple[_Carry, tuple[Sums, jax.Array]]:
     """One optimizer step on a minibatch, rows [E, ...]; none on one that has no group."""
     denominator = jnp.maximum(rows['loss_mask'].sum(), 1).astype(jnp.float32) * scalars['scale']
+    denominator = denominator * constants.denominator_factor
     scalars = {**scalars, 'denominator': denominator, 'first': first}
 
     def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
@@ -168,34 +193,59 @@ def _loss(
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
     """(loss of the minibatch, (sums, log-probs [E, N])), as train_step.Programs has it."""
     policy_logprobs, entropy = answer_logprobs(setting, params, rows['prompts'], rows['answers'], constants.temperature)
-    centres = [
-        proximal_logprobs(
-            kind,
-            policy_logprobs,
-            rows['behavior_logprobs'],
-            rows['policy_versions'],
-            scalars['version'],
-            rows['recomputed_logprobs'],
-            scalars['first'],
-        )
-        for kind in KINDS
-    ]
-    mask, denominator = rows['loss_mask'], scalars['denominator']
-    loss, sums = decoupled_ppo_loss(
-        policy_logprobs,
-        jnp.stack(centres)[constants.proximal],
-        rows['behavior_logprobs'],
-        rows['advantages'],
-        mask,
-        denominator,
-        clip_epsilon=constants.clip_epsilon,
-        clip_epsilon_high=constants.clip_epsilon_high,
-        behavior_weight_cap=constants.behavior_weight_cap,
+    choices, mask = arm_choices(setting, constants), rows['loss_mask']
+    fixed = jax.lax.stop_gradient(policy_logprobs)
+    prepared = {name: _prepare(choices, name, fixed, rows) for name in prepared_names(choices)}
+    tokens = LossTokens(
+        policy_logprobs=policy_logprobs,
+        entropy=entropy,
+        token_weights=jnp.ones(mask.shape, jnp.float32),
+        sequence_starts=jnp.broadcast_to(_starts(setting, mask.shape[1]), mask.shape),
+        denominator=scalars['denominator'],
+        version=scalars['version'],
+        known=prepared,
+        **{name: rows[name] for name in ('behavior_logprobs', 'advantages', 'loss_mask', 'policy_versions')},
     )
+    loss, sums = policy_loss(choices, tokens, _proximal(constants, tokens, rows, scalars['first']))
     if setting.rewards_entropy:
-        loss = loss - constants.entropy_coefficient * entropy_bonus(entropy, mask, denominator)
+        loss = loss - constants.entropy_coefficient * tokens.mean(entropy)
     sums |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, mask)}
     return loss, (jax.lax.stop_gradient(sums), policy_logprobs)
+
+
+def arm_choices(setting: Setting, constants: Constants) -> PolicyChoices:
+    """The combination that the arms share, with the numbers of this one."""
+    return dataclasses.replace(setting.choices, **constants.numbers)
+
+
+def _starts(setting: Setting, tokens: int) -> np.ndarray:
+    """int32 [N]: where the answer of each loss token begins."""
+    return (np.arange(tokens) // setting.answer_tokens * setting.answer_tokens).astype(np.int32)
+
+
+def _proximal(constants: Constants, tokens: LossTokens, rows: Rows, first: jax.Array) -> jax.Array:
+    """log π_prox of the kind that the arm has."""
+    policy, behavior = tokens.policy_logprobs, tokens.behavior_logprobs
+    known = recomputed_logprobs(policy, rows['recomputed_logprobs'], first)
+    centres = [
+        proximal_logprobs(kind, policy, behavior, tokens.policy_versions, tokens.version, known) for kind in KINDS
+    ]
+    return jnp.stack(centres)[constants.proximal]
+
+
+def _prepare(choices: PolicyChoices, name: str, policy: jax.Array, rows: Rows) -> jax.Array:
+    """The gate of learning/objective/prepared.py, [E, N]: a minibatch is one program here, and needs no pass before."""
+    mask = rows['loss_mask']
+    if choices.gate == 'second_moment':
+        squares = jnp.where(mask, (policy - rows['behavior_logprobs']) ** 2, jnp.inf)
+        ascending = jnp.sort(squares, axis=None)
+        means = jnp.cumsum(ascending) / jnp.arange(1, ascending.size + 1)
+        kept = (means < choices.gate_threshold).sum()
+        largest = jnp.where(kept > 0, ascending[jnp.maximum(kept - 1, 0)], -1.0)
+        return (squares <= largest).astype(jnp.float32)
+    values = jnp.where(mask, -rows['advantages'] * policy, -jnp.inf)
+    kept = jnp.maximum(jnp.round(choices.delight_share * mask.sum()), 1).astype(jnp.int32)
+    return (values >= -jnp.sort(-values, axis=None)[jnp.minimum(kept, values.size) - 1]).astype(jnp.float32)
 
 
 def _mismatch(setting: Setting, constants: Constants, rows: Rows, first: jax.Array, current: jax.Array) -> Sums:

@@ -13,7 +13,7 @@ import numpy as np
 from areal_jax import files
 from areal_jax.config import CONFIG, TrackedConfig
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.objective.losses import finalize_metrics
+from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
 from areal_jax.learning.optimizer.optimizer import mean_step_metrics
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.setting import Setting
@@ -35,7 +35,7 @@ def make_line(setting: Setting, age: int, sums: _Sums) -> Line:
     return merge(
         data=_data_metrics(setting, sums),
         ages=_age_metrics(setting, age, sums),
-        loss=finalize_metrics(sums),
+        loss=finalize_policy_metrics(sums),
         steps=_step_metrics(sums),
         mismatch=_mismatch_metrics(sums),
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from areal_jax.app.model.model import describe_model
-from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer, build_schedule
+from areal_jax.app.parts.part_settings import build_choices, build_learner_settings, build_optimizer, build_schedule
 from areal_jax.config import TrackedConfig
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import ESTIMATORS
 from areal_jax.learning.objective.proximal import KINDS
 from areal_jax.learning.optimizer.optimizer import Optimizer
@@ -19,6 +21,12 @@ from areal_jax.rollout.decode.decode_rows import Array
 from areal_jax.studies.arms.arm import Arm
 
 _ADVANTAGES = tuple(ESTIMATORS)
+# numbers of a combination in which arms of one program may differ
+NUMBERS = (
+    *('clip_epsilon', 'clip_epsilon_high', 'behavior_weight_cap', 'dual_clip', 'sapo_positive', 'sapo_negative'),
+    *('quadratic_weight', 'oapl_beta', 'delight_temperature', 'delight_mix', 'correction_low', 'correction_high'),
+    'gate_threshold',
+)
 
 
 class Constants(NamedTuple):
@@ -28,9 +36,8 @@ class Constants(NamedTuple):
     delay: Array  # int32, versions between a batch and the weights before its update
     learning_rate: Array  # float32, as all that follow but the last four
     temperature: Array
-    clip_epsilon: Array
-    clip_epsilon_high: Array
-    behavior_weight_cap: Array  # inf = none
+    numbers: Mapping[str, Array]  # fields of PolicyChoices, see NUMBERS; behavior_weight_cap inf = none
+    denominator_factor: Array  # by loss.aggregation, of a mean over tokens
     entropy_coefficient: Array
     proximal: Array  # int32, index in proximal.KINDS
     advantage: Array  # int32, index in advantages.ESTIMATORS
@@ -54,6 +61,7 @@ class Setting:
     shortest_delay: int
     recomputes: bool  # whether an arm needs the log-probs of the weights before the update in its later steps
     rewards_entropy: bool  # whether an arm does
+    choices: PolicyChoices  # without the numbers, which each arm has of its own
 
     @property
     def minibatch_groups(self) -> int:
@@ -68,14 +76,17 @@ class Setting:
 
 def make_constants(arms: Sequence[Arm]) -> Constants:
     """Arrays [arms, ...]."""
-    return Constants(*(np.stack(values) for values in zip(*(_of_arm(arm) for arm in arms), strict=True)))
+    of_arms = [_of_arm(arm) for arm in arms]
+    return jax.tree.map(lambda *values: np.stack(values), *of_arms)
 
 
 def make_setting(arms: Sequence[Arm]) -> Setting:
     """The setting of arms that `require_one_program` has passed."""
     config = TrackedConfig(arms[0].config)
     settings = build_learner_settings(config)
-    constants = make_constants(arms)
+    constants, choices = make_constants(arms), build_choices(config)
+    without: Any = dict.fromkeys(NUMBERS, 0.0)
+    recomputed = constants.proximal == KINDS.index('recompute')
     return Setting(
         decoder=describe_model(config).decoder,
         optimizer=build_optimizer(config),
@@ -87,7 +98,8 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
         epochs=settings.epochs,
         longest_delay=int(constants.delay.max()),
         shortest_delay=int(constants.delay.min()),
-        recomputes=settings.steps > 1 and bool((constants.proximal == KINDS.index('recompute')).any()),
+        recomputes=settings.steps > 1 and choices.uses_proximal and bool(recomputed.any()),
+        choices=dataclasses.replace(choices, **without),
         rewards_entropy=bool((constants.entropy_coefficient > 0).any()),
     )
 
@@ -95,20 +107,33 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
 def _of_arm(arm: Arm) -> Constants:
     config = TrackedConfig(arm.config)
     settings, seed, schedule = build_learner_settings(config), config.run.seed, build_schedule(config)
+    choices = build_choices(config)
     assert schedule is not None, 'require_one_program has passed the arm'
-    high = settings.clip_epsilon if settings.clip_epsilon_high is None else settings.clip_epsilon_high
-    cap = np.inf if settings.behavior_weight_cap is None else settings.behavior_weight_cap
     return Constants(
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
         delay=np.int32(schedule.longest),
         learning_rate=np.float32(config.optimizer.learning_rate),
         temperature=np.float32(settings.temperature),
-        clip_epsilon=np.float32(settings.clip_epsilon),
-        clip_epsilon_high=np.float32(high),
-        behavior_weight_cap=np.float32(cap),
-        entropy_coefficient=np.float32(settings.entropy_coefficient),
-        proximal=np.int32(KINDS.index(settings.proximal)),
-        advantage=np.int32(_ADVANTAGES.index(settings.advantage)),
-        filters=np.bool_(settings.filter_equal_rewards),
+        numbers=_numbers(choices),
+        denominator_factor=np.float32(_denominator_factor(choices, config.rollout.max_new_tokens)),
+        entropy_coefficient=np.float32(choices.entropy_coefficient),
+        proximal=np.int32(KINDS.index(choices.proximal)),
+        advantage=np.int32(_ADVANTAGES.index(choices.advantage)),
+        filters=np.bool_(settings.filters),
         counts_all=np.bool_(settings.denominator == 'all'),
     )
+
+
+def _numbers(choices: PolicyChoices) -> dict[str, Array]:
+    values = {name: getattr(choices, name) for name in NUMBERS}
+    if values['clip_epsilon_high'] is None:
+        values['clip_epsilon_high'] = choices.clip_epsilon
+    if values['behavior_weight_cap'] is None:
+        values['behavior_weight_cap'] = np.inf
+    return {name: np.float32(value) for name, value in values.items()}
+
+
+def _denominator_factor(choices: PolicyChoices, answer_tokens: int) -> float:
+    """The denominator of answers of equal lengths, divided by their tokens; see learning/objective/aggregation.py."""
+    factors = {'sequence_sum': 1 / answer_tokens, 'constant': choices.length_constant / answer_tokens}
+    return factors.get(choices.aggregation, 1.0)

@@ -33,7 +33,7 @@ def make_learner(ratio=_ALL, *, layers='list', fsdp=1, learning_rate=0.1, **sett
         make_mesh(fsdp=fsdp),
         optimizer=make_optimizer('sgd', clip_norm=0),
         learning_rate=learning_rate,
-        settings=learner_settings(**shapes | settings, ratio=ratio),
+        settings=learner_settings(**shapes | settings, ratio_split=ratio),
     )
 
 

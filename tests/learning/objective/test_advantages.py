@@ -3,9 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.objective.advantages import group_advantages, has_signal, own_advantages
+from areal_jax.learning.objective.advantages import own_advantages
+from areal_jax.learning.objective.rewards import has_signal
 from tests.learning.examples import group
+from tests.learning.objective.tokens import group_advantages_of as group_advantages
 
 _ESTIMATORS = ('group', 'group_mean', 'rloo')
 
@@ -64,7 +67,9 @@ def test_a_reward_whose_square_overflows_is_named():
 
 
 def test_unknown_estimator_is_named():
-    with pytest.raises(ValueError, match=r"loss.advantage='gae' is unknown; use one of group, group_mean, rloo"):
+    with pytest.raises(
+        ValueError, match=r"loss.advantage='gae' is unknown; use one of group, group_mean, length_baseline"
+    ):
         group_advantages(_group(0, 1), 'gae')
 
 
@@ -78,12 +83,14 @@ def test_an_own_estimator_sees_all_rewards_of_the_update_once_with_the_number_of
         return advantages
 
     # mean of 1, 0, 1, 1, 0, 0 is 1/2
-    first, second = own_advantages([_group(1, 0, 1, 1), _group(0, 0)], estimate, 'f.py:estimate')
+    first, second = own_advantages(
+        [_group(1, 0, 1, 1), _group(0, 0)], estimate, PolicyChoices(advantage='f.py:estimate')
+    )
     assert seen == [([1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1])]
     np.testing.assert_array_equal(first, np.array([0.5, -0.5, 0.5, 0.5], np.float32))
     np.testing.assert_array_equal(second, np.array([-0.5, -0.5], np.float32))
     assert first.dtype == np.float32
-    assert own_advantages([], estimate, 'f.py:estimate') == []
+    assert own_advantages([], estimate, PolicyChoices(advantage='f.py:estimate')) == []
 
 
 @pytest.mark.parametrize(
@@ -99,4 +106,4 @@ def test_an_own_estimator_sees_all_rewards_of_the_update_once_with_the_number_of
 )
 def test_what_an_own_estimator_must_not_return_is_named(returned, message):
     with pytest.raises(UserError, match=message):
-        own_advantages([_group(2, 4)], lambda rewards, groups: returned, 'f.py:g')
+        own_advantages([_group(2, 4)], lambda rewards, groups: returned, PolicyChoices(advantage='f.py:g'))

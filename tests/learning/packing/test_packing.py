@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.objective.denominators import denominator_weights
+from areal_jax.learning.objective.aggregation import token_weights
 from areal_jax.learning.packing.balance import CostCoefficients
 from areal_jax.learning.packing.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
 from areal_jax.learning.packing.examples import next_token_form
@@ -127,7 +127,7 @@ def test_tokens_over_age_leave_the_loss_and_stay_in_the_denominator():
     mixed = TrajectoryGroup(0, (trajectory([1], [segment([2, 3], 4), segment([5], 6)]),))
     (batch,), _ = _pack([mixed], oldest_version=6, row_loss_tokens=4)
     np.testing.assert_array_equal(batch.loss_mask[0, 0], [False, False, True, False])
-    assert denominator_weights(batch, 'token_mean')[1] == 3
+    assert token_weights(batch, 'token_mean')[1] == 3
     assert _pack([mixed], oldest_version=7)[0] == []
 
 
@@ -136,15 +136,15 @@ def test_denominators_of_both_aggregations():
     (batch,), _ = _pack([group([1], [[2], [3, 4, 5]])], row_loss_tokens=6)
     losses = np.array([2, 1, 1, 1, 99, 99], np.float32)
     for aggregation, expected in (('token_mean', 1.25), ('sequence_mean', 1.5)):
-        weights, denominator = denominator_weights(batch, aggregation)
+        weights, denominator = token_weights(batch, aggregation)
         np.testing.assert_allclose((losses * weights[0, 0]).sum() / denominator, expected, rtol=1e-6)
     with pytest.raises(ValueError, match=r"loss.aggregation='sum' is unknown"):
-        denominator_weights(batch, 'sum')
+        token_weights(batch, 'sum')
 
 
 def test_padding_has_no_denominator():
-    assert denominator_weights(empty_batch(1, 1, 4, 4), 'token_mean')[1] == 0
-    assert denominator_weights(empty_batch(1, 1, 4, 4), 'sequence_mean')[1] == 0
+    assert token_weights(empty_batch(1, 1, 4, 4), 'token_mean')[1] == 0
+    assert token_weights(empty_batch(1, 1, 4, 4), 'sequence_mean')[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_advantages_of_zero_are_packed_like_any_other():
         [group([1], [[2, 3], [4]])], [np.zeros(2)], mode='ordinary', fill='first_fit', row_tokens=8, row_loss_tokens=8,
         rows_per_microbatch=1, n_minibatches=1,
     )  # fmt: skip
-    assert denominator_weights(batch, 'token_mean')[1] == 3
+    assert token_weights(batch, 'token_mean')[1] == 3
     assert not batch.advantages.any()
     assert all(np.isfinite(v) for v in report.metrics().values())
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.denominators import denominator_scale
+from areal_jax.learning.objective.aggregation import denominator_scale
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
 from tests.learning.test_learner import PARAMS, make_learner

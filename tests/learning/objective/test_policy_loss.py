@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.losses import (
-    decoupled_ppo_loss,
-    entropy_bonus,
-    finalize_metrics,
-    kl_penalty,
-    masked_sum,
-    merge_metrics,
-)
+from areal_jax.learning.objective.metrics import merge_metrics
+from areal_jax.learning.objective.penalties import kl_penalty
+from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
+from areal_jax.learning.objective.sums import masked_sum
+from tests.learning.objective.tokens import loss_of, make_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +50,7 @@ _ADVANTAGES = jnp.array([1.0, -1.0, 2.0])
 )
 @pytest.mark.parametrize('transform', [lambda f: f, jax.jit], ids=['eager', 'jit'])
 def test_three_tokens_by_hand(transform, proximal, behavior, settings, per_token):
-    loss = transform(lambda *a: decoupled_ppo_loss(*a, clip_epsilon=0.2, **settings)[0])
+    loss = transform(lambda *a: loss_of(*a, clip_epsilon=0.2, **settings)[0])
     for denominator in (3.0, 5.0):  # the denominator is the caller's: other micro-batches count too
         value = loss(_POLICY, proximal, behavior, _ADVANTAGES, _full(_POLICY), jnp.float32(denominator))
         np.testing.assert_allclose(value, sum(per_token) / denominator, rtol=2e-6)
@@ -68,9 +65,9 @@ def test_two_tokens_with_metrics_by_hand():
     # token 1: r = .3/.6 =  .5 clipped to  .8, w = .6/.4 = 1.5, A = -1: 1.5 * -.8 = -1.20
     # loss = -(.96 - 1.20) / 2 = .12
     arguments = (_log(0.6, 0.3), _log(0.4, 0.6), _log(0.5, 0.4), jnp.array([[1.0, -1.0]]))
-    loss, metrics = decoupled_ppo_loss(*arguments, jnp.ones((1, 2), bool), jnp.float32(2))
+    loss, metrics = loss_of(*arguments, jnp.ones((1, 2), bool), jnp.float32(2))
     np.testing.assert_allclose(loss, 0.12, rtol=1e-5)
-    final = finalize_metrics(merge_metrics([metrics | {'entropy_sum': np.float32(3)}]))
+    final = finalize_policy_metrics(merge_metrics([metrics | {'entropy_sum': np.float32(3)}]))
     assert final['loss/clip_fraction'] == 1.0
     np.testing.assert_allclose(final['loss/behavior_weight_mean'], (0.8 + 1.5) / 2, rtol=1e-5)
     np.testing.assert_allclose(final['loss/behavior_weight_max'], 1.5, rtol=1e-5)
@@ -86,7 +83,7 @@ def test_masked_token_is_absent_even_if_its_logprobs_are_infinite():
     advantages = jnp.array([[1.0, jnp.nan]])
 
     def loss(policy):
-        return decoupled_ppo_loss(policy, infinite, infinite, advantages, mask, jnp.float32(1))
+        return loss_of(policy, infinite, infinite, advantages, mask, jnp.float32(1))
 
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(_log(0.4, 0.5))
     np.testing.assert_allclose(value, -1.0, rtol=1e-5)  # r = w = A = 1, one token
@@ -99,15 +96,13 @@ def test_masked_token_is_absent_even_if_its_logprobs_are_infinite():
 def test_infinite_policy_logprob_of_a_masked_token_has_gradient_zero():
     mask = jnp.array([[True, False]])
     ones = jnp.ones((1, 2))
-    gradient = jax.grad(lambda p: decoupled_ppo_loss(p, _log(0.4, 0.1), _log(0.4, 0.1), ones, mask, 1.0)[0])(
-        _log(0.4, 0.0)
-    )
+    gradient = jax.grad(lambda p: loss_of(p, _log(0.4, 0.1), _log(0.4, 0.1), ones, mask, 1.0)[0])(_log(0.4, 0.0))
     np.testing.assert_allclose(gradient, [[-1.0, 0.0]], rtol=1e-5)
 
 
 def test_only_the_policy_is_differentiated():
     mask, count = jnp.ones((1, 2), bool), jnp.float32(2)
-    gradients = jax.grad(lambda *a: decoupled_ppo_loss(*a, mask, count)[0], argnums=(1, 2, 3))(
+    gradients = jax.grad(lambda *a: loss_of(*a, mask, count)[0], argnums=(1, 2, 3))(
         _log(0.45, 0.5), _log(0.4, 0.6), _log(0.5, 0.4), jnp.array([[1.0, -1.0]])
     )
     for gradient in gradients:
@@ -115,9 +110,7 @@ def test_only_the_policy_is_differentiated():
 
 
 def _gradient(policy, proximal, behavior, advantages, **settings):
-    return jax.grad(lambda p: decoupled_ppo_loss(p, proximal, behavior, advantages, _full(p), 1.0, **settings)[0])(
-        policy
-    )
+    return jax.grad(lambda p: loss_of(p, proximal, behavior, advantages, _full(p), 1.0, **settings)[0])(policy)
 
 
 def test_at_equal_policies_the_gradient_is_minus_the_advantage():
@@ -135,7 +128,7 @@ def test_behavior_weight_scales_the_gradient():
 def test_where_nothing_clips_the_centre_does_not_matter():
     # w r = pi/mu whatever the proximal policy is
     losses = [
-        decoupled_ppo_loss(
+        loss_of(
             _POLICY, centre, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0, clip_epsilon=0.999, clip_epsilon_high=1e3
         )[0]
         for centre in (_PROXIMAL, _BEHAVIOR, _POLICY)
@@ -172,7 +165,7 @@ def test_zero_width_region_still_has_its_first_gradient():
 def test_absurd_ratios_stay_finite():
     policy, behavior = jnp.array([-1e4, 0.0]), jnp.array([0.0, -1e4])
     (loss, _), gradient = jax.value_and_grad(
-        lambda p: decoupled_ppo_loss(p, policy, behavior, jnp.ones(2), _full(policy), 1.0), has_aux=True
+        lambda p: loss_of(p, policy, behavior, jnp.ones(2), _full(policy), 1.0), has_aux=True
     )(policy)
     np.testing.assert_allclose(loss, -np.exp(20.0), rtol=1e-5)  # w = e^-20 and e^20, r = 1
     assert np.isfinite(gradient).all()
@@ -181,7 +174,7 @@ def test_absurd_ratios_stay_finite():
 def test_empty_mask_is_zero():
     nothing = jnp.zeros(3, bool)
     (loss, metrics), gradient = jax.value_and_grad(
-        lambda p: decoupled_ppo_loss(p, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, nothing, 4.0), has_aux=True
+        lambda p: loss_of(p, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, nothing, 4.0), has_aux=True
     )(_POLICY)
     assert loss == 0
     np.testing.assert_array_equal(gradient, 0)
@@ -191,15 +184,15 @@ def test_empty_mask_is_zero():
 def test_changed_values_at_masked_positions_change_nothing():
     mask = jnp.array([True, False, True])
     changed = [jnp.where(mask, x, 7.0) for x in (_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES)]
-    before = decoupled_ppo_loss(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, mask, 2.0)
-    after = decoupled_ppo_loss(*changed, mask, 2.0)
+    before = loss_of(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, mask, 2.0)
+    after = loss_of(*changed, mask, 2.0)
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 def test_sums_of_microbatches_are_those_of_the_whole():
-    whole, whole_metrics = decoupled_ppo_loss(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0)
+    whole, whole_metrics = loss_of(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0)
     parts = [
-        decoupled_ppo_loss(*(x[s] for x in (_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES)), _full(_POLICY)[s], 3.0)
+        loss_of(*(x[s] for x in (_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES)), _full(_POLICY)[s], 3.0)
         for s in (slice(0, 1), slice(1, 3))
     ]
     np.testing.assert_allclose(sum(loss for loss, _ in parts), whole, rtol=1e-6)
@@ -211,15 +204,14 @@ def test_sums_of_microbatches_are_those_of_the_whole():
 def test_token_weights_make_the_sequence_mean():
     # sequences of 1 and 3 tokens, r = w = 1: token losses -A = [2, 1, 1, 1]; weights 1, 1/3 each over 2: (2 + 1)/2
     zeros, weights = jnp.zeros(4), jnp.array([1.0, 1 / 3, 1 / 3, 1 / 3])
-    loss, _ = decoupled_ppo_loss(
-        zeros, zeros, zeros, -jnp.array([2.0, 1.0, 1.0, 1.0]), _full(zeros), jnp.float32(2), weights
-    )
+    loss, _ = loss_of(zeros, zeros, zeros, -jnp.array([2.0, 1.0, 1.0, 1.0]), _full(zeros), jnp.float32(2), weights)
     np.testing.assert_allclose(loss, 1.5, rtol=1e-6)
 
 
 def test_entropy_bonus_is_a_masked_mean():
     entropy = jnp.array([1.0, 3.0, jnp.nan])
-    assert entropy_bonus(entropy, jnp.array([True, True, False]), 4.0) == 1.0
+    zeros, mask = jnp.zeros(3), jnp.array([True, True, False])
+    assert make_tokens(zeros, zeros, zeros, mask, 4.0).mean(entropy) == 1.0
     assert masked_sum(entropy, jnp.array([True, True, False]), jnp.array([2.0, 1.0, 1.0])) == 5.0
 
 
@@ -289,9 +281,9 @@ def test_the_reference_is_not_differentiated():
 
 def test_kl_metric_is_per_token():
     _, metrics = kl_penalty(jnp.array([0.0, -1.0, -2.0]), jnp.full(3, -1.0), jnp.ones(3, bool), 7.0, estimator='k3')
-    loss_metrics = decoupled_ppo_loss(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0)[1]
+    loss_metrics = loss_of(_POLICY, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(_POLICY), 3.0)[1]
     merged = merge_metrics([loss_metrics | metrics | {'entropy_sum': np.float32(3)}])
-    np.testing.assert_allclose(finalize_metrics(merged)['loss/reference_kl'], 0.36205, rtol=1e-4)
+    np.testing.assert_allclose(finalize_policy_metrics(merged)['loss/reference_kl'], 0.36205, rtol=1e-4)
 
 
 def test_unknown_kl_estimator_is_named():
@@ -301,11 +293,11 @@ def test_unknown_kl_estimator_is_named():
 
 def test_gradient_agrees_with_finite_differences():
     jax.test_util.check_grads(
-        lambda p: decoupled_ppo_loss(p, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(p), 3.0)[0],
+        lambda p: loss_of(p, _PROXIMAL, _BEHAVIOR, _ADVANTAGES, _full(p), 3.0)[0],
         (_POLICY,), order=1, modes=['rev'], rtol=1e-2,
     )  # fmt: skip
 
 
 def test_no_microbatch_no_metrics():
     assert merge_metrics([]) == {}
-    assert finalize_metrics({}) == {}
+    assert finalize_policy_metrics({}) == {}

@@ -1,0 +1,191 @@
+"""What an update can optimize, by name: code asks an entry of this table and never compares names.
+
+`loss.objective` names an ObjectiveKind of this file, or FILE.py:FUNCTION, a function of the user's own that returns an
+areal_jax.learning.objective.objective.Objective (docs/own_objective.md). A policy objective is a combination of one
+choice an axis, each a field of the section `loss`. A method names the choices in which it differs from decoupled PPO,
+and a field that is set beside it changes one of them. `resolve` puts both together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.ranges import ConfigError
+from areal_jax.plugins import is_own
+
+FIELD = 'loss.objective'
+Choices: TypeAlias = Mapping[str, Any]  # fields of the section `loss`, by name
+
+# what decoupled PPO (AReaL, arXiv 2505.24298, equation 5) is
+BASE: Choices = {field.name: field.default for field in dataclasses.fields(PolicyChoices)}
+AXES = (
+    *('ratio', 'surrogate', 'correction', 'veto', 'gate', 'advantage', 'whiten', 'aggregation'),
+    *('kl_coefficient', 'overlong_tokens'),
+)
+# the fields that a choice reads
+_READS: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
+    'ratio': dict.fromkeys(('token', 'sequence', 'geometric', 'geometric_token'), ('ratio_denominator',)),
+    'surrogate': {
+        'clip': ('clip_epsilon', 'clip_epsilon_high'),
+        'dual_clip': ('clip_epsilon', 'clip_epsilon_high', 'dual_clip'),
+        'cispo': ('clip_epsilon', 'clip_epsilon_high'),
+        'sapo': ('sapo_positive', 'sapo_negative'),
+        'quadratic': ('quadratic_weight',),
+        'oapl': ('oapl_beta',),
+        'delight': ('delight_gate', 'delight_temperature'),
+    },
+    'delight_gate': {'kondo': ('delight_share',), 'additive': ('delight_mix',)},
+    'correction': {
+        'truncate': ('correction_level', 'behavior_weight_cap'),
+        'mask': ('correction_level', 'correction_low', 'correction_high'),
+    },
+    'gate': {'probability_shift': ('gate_threshold',), 'second_moment': ('gate_threshold',)},
+    'advantage': {'group': ('deviation',), 'optimal_value': ('oapl_value_beta',)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveKind:
+    """An entry of the table."""
+
+    name: str
+    choices: Choices = dataclasses.field(default_factory=dict)  # in which a method differs from BASE
+    source: str = ''  # where the method is described
+    generates: bool = True  # it learns from answers of engines; else from given ones
+    method: str = 'reinforcement-learning'  # tag of an exported model
+    title: str = 'asynchronous reinforcement learning'  # of an exported model
+
+
+DECOUPLED_PPO = ObjectiveKind('decoupled_ppo', source='AReaL, arXiv 2505.24298, equation 5')
+SFT = ObjectiveKind(
+    'sft', generates=False, method='supervised-fine-tuning', title='supervised training', source='docs/sft.md'
+)
+_GROUP = {'advantage': 'group', 'deviation': 'sample'}
+_NO_CORRECTION = {'correction': 'none'}
+_OBJECTIVES = (
+    DECOUPLED_PPO,
+    SFT,
+    ObjectiveKind('ppo', _NO_CORRECTION | {'advantage': 'reward', 'whiten': 'batch'}, 'arXiv 1707.06347'),
+    ObjectiveKind(
+        'grpo',
+        _NO_CORRECTION | _GROUP | {'aggregation': 'sequence_mean', 'kl_coefficient': 0.04},
+        'DeepSeekMath, arXiv 2402.03300',
+    ),
+    ObjectiveKind(
+        'dr_grpo', _NO_CORRECTION | {'advantage': 'group_mean', 'aggregation': 'constant'}, 'arXiv 2503.20783'
+    ),
+    ObjectiveKind(
+        'rloo',
+        _NO_CORRECTION
+        | {'ratio': 'none', 'surrogate': 'reinforce', 'advantage': 'rloo', 'aggregation': 'sequence_sum'},
+        'arXiv 2402.14740',
+    ),
+    ObjectiveKind('reinforce_pp', _NO_CORRECTION | {'advantage': 'reward', 'whiten': 'batch'}, 'arXiv 2501.03262'),
+    ObjectiveKind(
+        'reinforce_pp_baseline', _NO_CORRECTION | {'advantage': 'group_mean', 'whiten': 'batch'}, 'arXiv 2501.03262'
+    ),
+    ObjectiveKind('maxrl', _NO_CORRECTION | {'advantage': 'max_rl'}, 'arXiv 2602.02710'),
+    ObjectiveKind('dapo', _NO_CORRECTION | _GROUP | {'clip_epsilon_high': 0.28}, 'arXiv 2503.14476'),
+    ObjectiveKind(
+        'gspo',
+        _NO_CORRECTION
+        | _GROUP
+        | {'ratio': 'geometric', 'aggregation': 'sequence_mean', 'clip_epsilon': 3e-4, 'clip_epsilon_high': 4e-4},
+        'arXiv 2507.18071',
+    ),
+    ObjectiveKind(
+        'cispo',
+        _NO_CORRECTION | _GROUP | {'surrogate': 'cispo', 'clip_epsilon': 1.0, 'clip_epsilon_high': 4.0},
+        'MiniMax-M1, arXiv 2506.13585, equations 4 and 5; bounds of ScaleRL, arXiv 2510.13786',
+    ),
+    ObjectiveKind(
+        'sapo', _NO_CORRECTION | _GROUP | {'surrogate': 'sapo', 'aggregation': 'sequence_mean'}, 'arXiv 2511.20347'
+    ),
+    ObjectiveKind(
+        'm2po',
+        _NO_CORRECTION
+        | _GROUP
+        | {'ratio_denominator': 'behavior', 'surrogate': 'is_pg', 'gate': 'second_moment', 'gate_threshold': 0.04},
+        'arXiv 2510.01161',
+    ),
+    ObjectiveKind(
+        'dppo_tv',
+        _NO_CORRECTION
+        | _GROUP
+        | {'ratio_denominator': 'behavior', 'surrogate': 'is_pg', 'gate': 'probability_shift', 'gate_threshold': 0.2},
+        'arXiv 2602.04879',
+    ),
+    ObjectiveKind(
+        'topr',
+        _NO_CORRECTION
+        | {'ratio': 'sequence', 'ratio_denominator': 'behavior', 'surrogate': 'topr', 'advantage': 'group_mean'},
+        'arXiv 2503.14286',
+    ),
+    ObjectiveKind(
+        'kimi', _NO_CORRECTION | {'surrogate': 'quadratic', 'advantage': 'group_mean'}, 'Kimi k1.5, arXiv 2501.12599'
+    ),
+    ObjectiveKind('tis', _GROUP | {'behavior_weight_cap': 2.0}, 'truncated importance sampling, docs/objectives.md'),
+    ObjectiveKind('icepop', _GROUP | {'correction': 'mask'}, 'IcePop, docs/objectives.md'),
+    ObjectiveKind(
+        'oapl',
+        _NO_CORRECTION
+        | {'ratio': 'sequence', 'ratio_denominator': 'behavior', 'surrogate': 'oapl', 'advantage': 'optimal_value'}
+        | {'aggregation': 'sequence_mean'},
+        'arXiv 2602.19362',
+    ),
+    ObjectiveKind(
+        'dg',
+        _NO_CORRECTION | {'ratio': 'none', 'surrogate': 'delight', 'advantage': 'group_mean'},
+        'Delightful Policy Gradient, arXiv 2603.14608',
+    ),
+)
+OBJECTIVES: Mapping[str, ObjectiveKind] = {kind.name: kind for kind in _OBJECTIVES}
+
+
+def find_objective(name: str) -> ObjectiveKind:
+    """The entry of a name, or one for a function of the user's own, which learns from answers of engines."""
+    if is_own(name):
+        return ObjectiveKind(name, source=name)
+    if name not in OBJECTIVES:
+        raise ConfigError(f'{FIELD}={name!r} is not known; use one of {", ".join(OBJECTIVES)}, or FILE.py:FUNCTION')
+    return OBJECTIVES[name]
+
+
+def is_policy(name: str) -> bool:
+    """Whether the objective is a combination of choices, so that it reads their fields."""
+    return not is_own(name) and find_objective(name).generates
+
+
+def resolve(loss: Any) -> dict[str, Any]:
+    """The choices of a policy objective from the section `loss` of a config, without the fields that it does not use.
+
+    A field counts as set unless it is '' or None. It reads those fields alone which the combination uses.
+    """
+    kind = find_objective(loss.objective)
+
+    def pick(name: str) -> Any:
+        value = getattr(loss, name, None)  # a config of an earlier version has fewer fields
+        return kind.choices.get(name, BASE[name]) if value is None or value == '' else value
+
+    return select_used(pick)
+
+
+def select_used(pick: Callable[[str], Any]) -> dict[str, Any]:
+    """The choices of a combination that it uses, by name, in the order of the axes; `pick` is asked for those alone."""
+
+    def choose(name: str) -> Iterator[tuple[str, Any]]:
+        value = pick(name)
+        yield name, value
+        for read in _READS.get(name, {}).get(value, ()):
+            yield from choose(read)
+
+    return {name: value for axis in AXES for name, value in choose(axis)}
+
+
+def describe(choices: Choices) -> str:
+    """'ratio token over proximal, surrogate clip, ...': the combination in one line."""
+    shown = {name: value for name, value in choices.items() if value not in (None, 'none', 0, 0.0)}
+    return ', '.join(f'{name} {value}' for name, value in shown.items())

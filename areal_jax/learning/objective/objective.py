@@ -1,0 +1,107 @@
+"""The seam between an update and what it optimizes: a learner calls an Objective, and knows none of its names.
+
+An own objective (loss.objective='FILE.py:FUNCTION', docs/own_objective.md) is a class of this kind; those of this
+project are policy_objective.py and likelihood.py. Shapes are those of learning/__init__.py; n answers of an update.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.errors import UserError
+from areal_jax.learning.objective.sums import masked_sum, sequence_sums
+from areal_jax.types import PackedBatch, TrajectoryGroup
+
+Metrics = dict[str, jax.Array]  # sums `*_sum`, `*_count`, and maxima `*_max`
+
+PROXIMAL = 'proximal'  # log-probs of the weights before the update
+REFERENCE = 'reference'  # log-probs of loss.reference
+POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
+INPUTS = frozenset({PROXIMAL, REFERENCE, POLICY})
+
+
+class UndeclaredInputError(UserError):
+    """An objective reads what its `reads` does not name, so that nothing computes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTokens:
+    """The loss tokens of a micro-batch, [R, N] each, and what their sums are divided by."""
+
+    policy_logprobs: jax.Array  # log π_θ, the only differentiated one beside the entropy
+    entropy: jax.Array  # of the whole distribution
+    behavior_logprobs: jax.Array
+    advantages: jax.Array
+    loss_mask: jax.Array  # bool; values elsewhere mean nothing
+    policy_versions: jax.Array  # int
+    sequence_starts: jax.Array  # int, the place in the row of the first loss token of the same answer
+    token_weights: jax.Array  # of each token in the mean, see aggregation.py
+    denominator: jax.Array  # scalar, of the minibatch
+    version: jax.Array  # int scalar, of the weights before the update
+    known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
+
+    def read(self, name: str) -> jax.Array:
+        """Constant [R, N]: PROXIMAL, REFERENCE, or an array of `prepare`."""
+        if name not in self.known:
+            raise UndeclaredInputError(
+                f'the objective reads {name!r}, which it did not declare: name it in its `reads`, or in `prepares`'
+            )
+        return jax.lax.stop_gradient(self.known[name])
+
+    def mean(self, values: jax.Array) -> jax.Array:
+        """This micro-batch's part of the mean of the minibatch over the loss tokens: float32 scalar."""
+        return masked_sum(values, self.loss_mask, self.token_weights) / self.denominator
+
+    def total(self, values: jax.Array) -> jax.Array:
+        """The plain sum over the loss tokens, for metrics: float32 scalar."""
+        return masked_sum(values, self.loss_mask)
+
+    def over_sequence(self, values: jax.Array) -> jax.Array:
+        """[R, N]: at each loss token the sum over the loss tokens of its answer."""
+        return sequence_sums(values, self.loss_mask, self.sequence_starts)
+
+    def count(self) -> jax.Array:
+        return self.total(jnp.ones_like(self.policy_logprobs))
+
+
+class Objective(abc.ABC):
+    """What an update optimizes. Objects are immutable and hashable: they are a part of the key of compiled programs."""
+
+    reads: frozenset[str] = frozenset()  # of INPUTS
+    prepares: tuple[str, ...] = ()  # arrays of `prepare`, float32 [M, R, N]
+    aggregation: str = 'token_mean'  # see aggregation.py
+    length_constant: int = 1  # of aggregation 'constant'
+    contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
+    masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
+    learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
+
+    def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
+        """Per group float32 [its answers], one number an answer; `groups` are all of the update."""
+        return [np.ones(len(group.trajectories), np.float32) for group in groups]
+
+    def prepare(self, batch: PackedBatch, policy_logprobs: np.ndarray | None) -> Mapping[str, np.ndarray]:
+        """The arrays that `prepares` names, for the next step on this minibatch.
+
+        Args:
+          policy_logprobs: float32 [M, R, N] of the weights before that step, if `reads` has POLICY.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def loss(self, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
+        """(this micro-batch's part of the loss of its minibatch, metrics); pure, traced once a shape."""
+
+    def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
+        """Names and values for metrics.jsonl, from the sums and maxima of all micro-batches of an update."""
+        return {}
+
+    def describe(self) -> str:
+        """The combination, for the report and the card of an exported model."""
+        return type(self).__name__

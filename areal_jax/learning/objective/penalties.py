@@ -1,0 +1,68 @@
+"""Penalties that stand beside a policy loss: divergence from a reference policy.
+
+Arrays are [R, N] (learning/__init__.py) or of any other common shape, written [...].
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from areal_jax.config.declarations import choices
+from areal_jax.learning.objective.ratios import clamp
+from areal_jax.learning.objective.sums import masked_sum
+
+KL_ESTIMATORS = choices('loss.kl_estimator')
+
+
+def kl_penalty(
+    policy_logprobs: jax.Array,
+    reference_logprobs: jax.Array,
+    loss_mask: jax.Array,
+    denominator: jax.Array | float,
+    token_weights: jax.Array | None = None,
+    *,
+    estimator: str = 'k3',
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean estimate of KL(policy ‖ reference) on tokens of the policy, to be added to the loss with a coefficient.
+
+      K(θ) = Σₜ mₜ uₜ kₜ / N,   ℓₜ = log π_θ(aₜ|sₜ) - log π_ref(aₜ|sₜ)
+      'k1': ℓ    'k2': ℓ²/2    'k3': e^-ℓ - 1 + ℓ
+
+    Schulman, "Approximating KL Divergence" (2020). The gradients with respect to log π_θ are 1, ℓ and 1 - π_ref/π_θ.
+    That of k1 is zero in expectation, so k1 is no penalty: use it to measure only. ℓ is clamped to ±20 in all three;
+    beyond, the value is constant and the gradient zero. The estimates assume tokens sampled from π_θ; they are not
+    corrected for tokens of older policies.
+
+    Args:
+      policy_logprobs: float [...], log π_θ; the only differentiated input.
+      reference_logprobs: float [...], log π_ref, constant.
+      loss_mask: bool [...], tokens the loss may touch; values elsewhere are not read.
+      denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
+      token_weights: float [...], the weight of each token in the sum; None = 1.
+      estimator: see KL_ESTIMATORS.
+
+    Returns:
+      (penalty, metrics), float32; 'reference_kl_sum' is of the estimates without weights. An empty mask gives 0 and
+      gradient 0.
+
+    Raises ValueError for an unknown estimator.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f'loss.kl_estimator={estimator!r} is unknown; use one of {", ".join(KL_ESTIMATORS)}')
+    chex.assert_equal_shape([policy_logprobs, reference_logprobs, loss_mask])
+    chex.assert_rank(denominator, 0)
+    policy, reference = (
+        jnp.where(loss_mask, x, 0.0).astype(jnp.float32)
+        for x in (policy_logprobs, jax.lax.stop_gradient(reference_logprobs))
+    )
+    log_ratio = clamp(policy - reference)
+    if estimator == 'k1':
+        token_kl = log_ratio
+    elif estimator == 'k2':
+        token_kl = 0.5 * log_ratio**2
+    else:
+        token_kl = jnp.expm1(-log_ratio) + log_ratio
+    penalty = masked_sum(token_kl, loss_mask, token_weights) / denominator
+    return penalty, {'reference_kl_sum': jax.lax.stop_gradient(masked_sum(token_kl, loss_mask))}

@@ -1,0 +1,112 @@
+"""Policy objectives: a combination of choices as an Objective. config/objectives.py names the methods."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from areal_jax.config.declarations import FIELDS, require_allowed
+from areal_jax.config.objectives import describe, select_used
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.advantages import CONTRASTS, Estimator, make_estimator
+from areal_jax.learning.objective.objective import POLICY, PROXIMAL, REFERENCE, LossTokens, Metrics, Objective
+from areal_jax.learning.objective.penalties import kl_penalty
+from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, policy_loss, prepared_names
+from areal_jax.learning.objective.prepared import keep_second_moment, keep_share, uniform_numbers
+from areal_jax.learning.objective.proximal import proximal_logprobs
+from areal_jax.types import PackedBatch, TrajectoryGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyObjective(Objective):
+    """The objective of a combination.
+
+    Raises ConfigError for a value that its field may not hold, UserError for an own advantage that cannot be loaded.
+    """
+
+    choices: PolicyChoices
+    estimate: Estimator = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        values = {f'loss.{name}': value for name, value in dataclasses.asdict(self.choices).items()}
+        require_allowed({path: value for path, value in values.items() if path in FIELDS})
+        object.__setattr__(self, 'estimate', make_estimator(self.choices))
+
+    @property
+    def reads(self) -> frozenset[str]:  # type: ignore[override]
+        choices, found = self.choices, set()
+        if choices.uses_proximal and choices.proximal == 'recompute':
+            found.add(PROXIMAL)
+        if choices.kl_coefficient:
+            found.add(REFERENCE)
+        if 'gate' in self.prepares:
+            found.add(POLICY)
+        return frozenset(found)
+
+    @property
+    def prepares(self) -> tuple[str, ...]:  # type: ignore[override]
+        return prepared_names(self.choices)
+
+    @property
+    def aggregation(self) -> str:  # type: ignore[override]
+        return self.choices.aggregation
+
+    @property
+    def length_constant(self) -> int:  # type: ignore[override]
+        return self.choices.length_constant
+
+    @property
+    def masks_truncated(self) -> bool:  # type: ignore[override]
+        return self.choices.truncated_answers == 'masked'
+
+    @property
+    def contrasts(self) -> bool:  # type: ignore[override]
+        choices = self.choices
+        alone = choices.whiten == 'none' and not choices.overlong_tokens
+        return alone and (choices.advantage in CONTRASTS or ':' in choices.advantage)
+
+    def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
+        return self.estimate(groups)
+
+    def prepare(self, batch: PackedBatch, policy_logprobs: np.ndarray | None) -> Mapping[str, np.ndarray]:
+        """'gate': 1 at the tokens that are trained; 'uniform': a number in [0, 1) for each token."""
+        names, choices = self.prepares, self.choices
+        if 'uniform' in names:
+            return {'uniform': uniform_numbers(batch, choices.seed)}
+        if 'gate' not in names:
+            return {}
+        assert policy_logprobs is not None, 'a gate over a minibatch needs its log-probs'
+        if choices.gate == 'second_moment':
+            return {'gate': keep_second_moment(batch, policy_logprobs, choices.gate_threshold)}
+        return {'gate': keep_share(batch, -batch.advantages * policy_logprobs, choices.delight_share)}
+
+    def loss(self, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
+        choices = self.choices
+        loss, metrics = policy_loss(choices, tokens, self._proximal(tokens))
+        if choices.entropy_coefficient:
+            loss = loss - choices.entropy_coefficient * tokens.mean(tokens.entropy)
+        if choices.kl_coefficient and choices.kl_in == 'loss':
+            normalizer = (tokens.loss_mask, tokens.denominator, tokens.token_weights)
+            penalty, kl_metrics = kl_penalty(
+                tokens.policy_logprobs, tokens.read(REFERENCE), *normalizer, estimator=choices.kl_estimator
+            )
+            loss, metrics = loss + choices.kl_coefficient * penalty, metrics | kl_metrics
+        return loss, metrics
+
+    def _proximal(self, tokens: LossTokens) -> jax.Array:
+        """log π_prox; the behavior log-probs where the combination has no use for it."""
+        kind = self.choices.proximal if self.choices.uses_proximal else 'behavior'
+        if PROXIMAL in self.reads:
+            return tokens.read(PROXIMAL)
+        policy, behavior = tokens.policy_logprobs, tokens.behavior_logprobs
+        return proximal_logprobs(kind, policy, behavior, tokens.policy_versions, tokens.version)
+
+    def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
+        return finalize_policy_metrics(merged)
+
+    def describe(self) -> str:
+        used = select_used(lambda name: getattr(self.choices, name))
+        return describe(used | ({'proximal': self.choices.proximal} if self.choices.uses_proximal else {}))
