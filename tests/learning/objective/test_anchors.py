@@ -114,8 +114,8 @@ def test_icepop():
 
 def test_sapo():
     found = per_token(
-        PROXIMAL + np.array([-0.5, 0.2, -0.1]), advantages=[1, -1, 0.5], surrogate='sapo', sapo_positive=1.0, sapo_negative=2.0,
-        **_PPO,
+        PROXIMAL + np.array([-0.5, 0.2, -0.1]), advantages=[1, -1, 0.5], surrogate='sapo', sapo_positive=1.0,
+        sapo_negative=2.0, **_PPO,
     )  # fmt: skip
     np.testing.assert_allclose(found, [-1.611530, 1.217855, -0.952455], atol=2e-6)
 
@@ -216,14 +216,6 @@ def test_a_point_between_behavior_and_policy():
     given = {'policy': [-0.5] * 3, 'proximal': centre, 'behavior': [-1.0] * 3, 'advantages': [1.0] * 3}
     np.testing.assert_allclose(per_token(**given), [-1.2, -1.540831, -1.648721], atol=2e-6)
     np.testing.assert_allclose(gradient(**given), [0, 0, -1.648721], atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ('centre', 'loss'), [('behavior', [-0.303265, 1.648721, -2.4]), ('recompute', [-0.303265, 1.648721, -1.964954])]
-)
-def test_kinds_of_centre_by_their_losses(centre, loss):
-    proximal = {'behavior': BEHAVIOR, 'recompute': PROXIMAL}[centre]
-    np.testing.assert_allclose(per_token(proximal=proximal), loss, atol=2e-6)
 
 
 # Gates.
