@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.advantages import make_estimator
 from areal_jax.learning.objective.aggregation import token_weights
 from areal_jax.learning.objective.metrics import merge_metrics
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
@@ -23,6 +25,8 @@ _PPO = {'correction': 'none'}
 _GSPO = {'ratio': 'geometric', 'correction': 'none'}
 _IS_PG = {'ratio': 'none', 'surrogate': 'reinforce'}
 _CISPO = {'surrogate': 'cispo', 'correction': 'none'}
+_OAPL = OBJECTIVES['oapl'].choices
+_CENTRED = ('group_mean', 'rloo')
 _AGES = np.array([0, 1, 3])
 _LOGLINEAR = np.float32(BEHAVIOR + _AGES / (_AGES + 1) * (POLICY - BEHAVIOR))  # -0.5 -1.25 -0.645901
 
@@ -204,6 +208,21 @@ def test_the_soft_maximum_of_a_group():
         np.testing.assert_allclose(found, [1 - value, -value, -value, -value], atol=2e-6)
 
 
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_tokens():
+    groups = [group([1], [[2], [2] * 3, [2] * 2], [1.0, 0.0, 0.5]), group([1], [[2] * 4, [2]], [0.0, 3.0])]
+    plain = np.concatenate(make_estimator(PolicyChoices(advantage='group_mean'))(groups))
+    found = np.concatenate(make_estimator(PolicyChoices(advantage='group_mean', whiten='batch'))(groups))
+    of_token = [np.repeat(x, [1, 3, 2, 4, 1]) for x in (plain, found)]
+    # 0.5 - 3 * 0.5 - 4 * 1.5 + 1.5 = -5.5 over 11 tokens: centred groups are not centred over their tokens
+    np.testing.assert_allclose(of_token[0].mean(), -0.5, rtol=1e-6)
+    np.testing.assert_allclose(of_token[1].mean(), 0, atol=1e-6)
+    np.testing.assert_allclose(of_token[1].var(ddof=1), 1, rtol=1e-6)
+    # equal sizes: the factor between leave-one-out and the group's mean cancels
+    pair = [group([1], [[2], [2] * 3], [1.0, 0.0]), group([1], [[2] * 2, [2]], [0.0, 3.0])]
+    both = [np.concatenate(make_estimator(PolicyChoices(advantage=a, whiten='batch'))(pair)) for a in _CENTRED]
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
+
+
 # Penalties and centres.
 
 
@@ -258,12 +277,13 @@ def test_regression_on_the_optimal_advantage():
     deltas, advantages, lengths = [0.4, -0.2, 0.0, 0.2], [0.642626, *[-0.357374] * 3], [1, 2, 3, 2]
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)[None]
     each = lambda values, n=1: jnp.asarray(np.repeat(np.divide(values, n), lengths), jnp.float32)[None]
-    oapl = {'ratio': 'sequence', 'ratio_denominator': 'behavior', 'surrogate': 'oapl', 'oapl_beta': 0.5} | _PPO
-    weights, mask = each(np.ones(4), lengths), jnp.ones((1, 8), bool)
+    oapl = {**_OAPL, 'oapl_beta': 0.5}
+    mask = jnp.ones((1, 8), bool)
+    weights, denominator = token_weights(_batch(np.repeat(np.arange(4), lengths)[None]), _OAPL['aggregation'])
 
     def loss(policy):
         zeros = jnp.zeros((1, 8))
-        return loss_of(policy, zeros, zeros, each(advantages), mask, 4.0, weights, starts=starts, **oapl)[0]
+        return loss_of(policy, zeros, zeros, each(advantages), mask, denominator, weights[0], starts=starts, **oapl)[0]
 
     value, slope = jax.value_and_grad(loss)(each(deltas, lengths))
     np.testing.assert_allclose(value, 0.149767, atol=1e-6)
