@@ -82,7 +82,7 @@ def _logprobs(decoder: Decoder, params: Any, work: Work, groups: list[Trajectory
         rows_per_microbatch=work.group_size,
         n_minibatches=1,
     )
-    rows, _ = training_rows(batches[0], 'token_mean')
+    rows, _ = training_rows(batches[0], learner_settings().objective)
     score = jax.jit(lambda params, rows: forward(decoder, params, rows, 1.0)[0])
     logprobs = np.concatenate([score(params, {k: x[m] for k, x in rows.items()}) for m in range(len(rows['tokens']))])
     return tuple(row[: len(answer)] for row, answer in zip(logprobs, work.answers, strict=False))

@@ -44,6 +44,74 @@ MUTATIONS = [
         'tests/learning/objective/test_policy_loss.py',
     ),
     Mutation(
+        'train the tokens that a gate closes',
+        'areal_jax.learning.objective.policy_loss:token_terms',
+        "if choices.veto is not None or choices.gate != 'none':",
+        'if choices.veto is not None:',
+        'tests/learning/objective/test_random_combinations.py',
+    ),
+    Mutation(
+        'take a geometric ratio over the tokens that a correction keeps',
+        'areal_jax.learning.objective.policy_loss:token_terms',
+        'log_ratio = policy_log_ratio(choices.ratio, policy, denominator, over_sequence)',
+        'shown = xp.where(abs(proximal - behavior) < 0.4, policy, denominator)\n'
+        '    log_ratio = policy_log_ratio(choices.ratio, shown, denominator, over_sequence)',
+        'tests/learning/objective/test_anchors.py',
+    ),
+    Mutation(
+        'differentiate nothing in the token form of GSPO',
+        'areal_jax.learning.objective.ratios:policy_log_ratio',
+        'return whole + (policy - fixed(policy))',
+        'return whole',
+        'tests/learning/objective/test_identities.py',
+    ),
+    Mutation(
+        'differentiate the weight of CISPO',
+        'areal_jax.learning.objective.surrogates:cispo',
+        'xp.exp(fixed(x.log_ratio))',
+        'xp.exp(x.log_ratio)',
+        'tests/learning/objective/test_identities.py',
+    ),
+    Mutation(
+        'clip at the lower edge whatever the advantage',
+        'areal_jax.learning.objective.surrogates:clip',
+        'below = (x.advantages < 0) & (ratio < low)',
+        'below = ratio < low',
+        'tests/learning/objective/test_identities.py',
+    ),
+    Mutation(
+        'whiten without the mean over tokens',
+        'areal_jax.learning.objective.advantages:whiten',
+        '(a - mean) / np.sqrt(variance + WHITEN_FLOOR)',
+        'a / np.sqrt(variance + WHITEN_FLOOR)',
+        'tests/learning/objective/test_anchors.py',
+    ),
+    Mutation(
+        'divide the regression of OAPL by tokens',
+        'areal_jax.config.objectives',
+        "| {'aggregation': 'sequence_mean'}, 'arXiv 2602.19362'",
+        "| {'aggregation': 'token_mean'}, 'arXiv 2602.19362'",
+        'tests/learning/objective/test_anchors.py',
+    ),
+    Mutation(
+        'take the second moment of a micro-batch',
+        'areal_jax.learning.objective.prepared:keep_second_moment',
+        'mask = batch.loss_mask',
+        'if len(batch.loss_mask) > 1:\n'
+        '        one = lambda m: type(batch)(**{name: x[m : m + 1] for name, x in batch.fields().items()})\n'
+        '        gate = lambda m: keep_second_moment(one(m), policy_logprobs[m : m + 1], threshold)\n'
+        '        return np.concatenate([gate(m) for m in range(len(batch.loss_mask))])\n'
+        '    mask = batch.loss_mask',
+        'tests/learning/objective/test_anchors.py',
+    ),
+    Mutation(
+        'count answers in the mean over prompts',
+        'areal_jax.learning.objective.aggregation:token_weights',
+        "counted = of_prompt if aggregation == 'prompt_mean' else counts",
+        'counted = counts',
+        'tests/learning/objective/test_anchors.py',
+    ),
+    Mutation(
         'shift versions by one',
         'areal_jax.types:Trajectory.policy_versions',
         'return concatenate([prompt, *spans], np.int32)',

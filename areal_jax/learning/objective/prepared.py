@@ -15,7 +15,7 @@ def keep_second_moment(batch: PackedBatch, policy_logprobs: np.ndarray, threshol
     squares go together, the fewest tokens that suffice.
     """
     mask = batch.loss_mask
-    squares = (policy_logprobs.astype(np.float64) - batch.behavior_logprobs)[mask] ** 2
+    squares = (policy_logprobs[mask].astype(np.float64) - batch.behavior_logprobs[mask]) ** 2
     ascending = np.sort(squares)
     means = np.cumsum(ascending) / np.arange(1, len(ascending) + 1)
     below = np.flatnonzero(means < threshold)
@@ -40,7 +40,7 @@ def keep_share(batch: PackedBatch, values: np.ndarray, share: float) -> np.ndarr
 
 def uniform_numbers(batch: PackedBatch, seed: int) -> np.ndarray:
     """float32 [M, R, N] in [0, 1): from the seed, the token and its place in the answer, wherever that is packed."""
-    fields = (batch.trajectory_ids, batch.sources * 0 + _places(batch.trajectory_ids), batch.targets)
+    fields = (batch.trajectory_ids, _places(batch.trajectory_ids), batch.targets)
     mixed = np.full(batch.targets.shape, np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15), np.uint64)
     for values in (*fields, batch.policy_versions, batch.behavior_logprobs.view(np.int32)):
         mixed = _mix(mixed ^ (values.astype(np.int64).view(np.uint64) * np.uint64(0xD1342543DE82EF95)))

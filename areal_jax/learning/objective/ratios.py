@@ -52,5 +52,5 @@ def policy_log_ratio(unit: str, policy: Array, denominator: Array, over_sequence
         return namespace(policy).zeros_like(policy)
     if unit == 'geometric_token':
         whole = level_log_ratio(fixed(policy) - denominator, 'geometric', over_sequence)
-        return whole + policy - fixed(policy)
+        return whole + (policy - fixed(policy))  # exactly 0
     return level_log_ratio(policy - denominator, unit, over_sequence)

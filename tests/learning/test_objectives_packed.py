@@ -1,0 +1,123 @@
+"""Whatever rows, micro-batches and devices an objective meets: the same loss and the same gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.objective import LossTokens, Objective
+from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.sharding.mesh import make_mesh
+from areal_jax.types import TrajectoryGroup
+from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+
+_DECODER = tiny_decoder(n_layers=1)
+_PARAMS = _DECODER.init(seed=2, scale=2.0)
+_SGD = make_optimizer('sgd', clip_norm=0)
+_RATE = 10.0  # the step of a weight, its gradient, is then far above the rounding of the weight
+
+
+def _groups() -> list[TrajectoryGroup]:
+    """Ragged, one of them partial; tokens of versions 0 to 2, of which 0 is too old to train."""
+    groups = random_groups(5, 5)
+    return [*groups[:-1], TrajectoryGroup(groups[-1].draw, groups[-1].trajectories[:2])]
+
+
+GROUPS = _groups()
+# the ratio to the behavior policy is not 1 in the first step
+_BYPASS = {'ratio_denominator': 'behavior', 'correction': 'none', 'clip_epsilon_high': 0.4}
+_DELIGHT = {'ratio': 'none', 'correction': 'none', 'surrogate': 'delight'}
+OBJECTIVES = {
+    'tokens': _BYPASS | {'ratio': 'token', 'aggregation': 'token_mean'},
+    'geometric': _BYPASS | {'ratio': 'geometric', 'aggregation': 'sequence_mean'},
+    'product': _BYPASS | {'ratio': 'sequence', 'aggregation': 'sequence_sum', 'surrogate': 'sapo'},
+    'geometric token': _BYPASS | {'ratio': 'geometric_token', 'aggregation': 'constant', 'length_constant': 5},
+    'veto': {'aggregation': 'prompt_mean', 'correction_level': 'sequence', 'veto': 0.5, 'behavior_weight_cap': 3.0},
+    'second moment': _BYPASS
+    | {'surrogate': 'is_pg', 'gate': 'second_moment', 'gate_threshold': 0.2, 'aggregation': 'token_mean'},
+    'kondo': _DELIGHT | {'delight_gate': 'kondo', 'delight_share': 0.3, 'aggregation': 'token_sum'},
+    'bernoulli': _DELIGHT | {'delight_gate': 'bernoulli', 'seed': 3},
+}
+ALONE = {
+    'packing': 'ordinary',
+    'row_tokens': 16,
+    'row_loss_tokens': 12,
+}  # a row is an answer or two, a micro-batch a row
+_ROWS = {'row_tokens': 40, 'row_loss_tokens': 24}
+FORMS = {
+    'context=2 scan': _ROWS | {'rows_per_microbatch': 4, 'accumulate': 'scan', 'mesh': {'fsdp': 4, 'context': 2}},
+    'shared prompts': _ROWS | {'rows_per_microbatch': 2},
+    'scan': _ROWS | {'rows_per_microbatch': 3, 'accumulate': 'scan', 'max_microbatches': 4},
+    'padded': _ROWS | {'packing': 'ordinary', 'fill': 'padded', 'rows_per_microbatch': 2},
+    'context=2': _ROWS | {'rows_per_microbatch': 2, 'mesh': {'context': 2}},
+}
+_FAST = 'context=2 scan'
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchMean(Objective):
+    """Divides by the tokens of its micro-batch, which no objective may."""
+
+    def loss(self, tokens: LossTokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+        count = tokens.count()
+        loss = -tokens.total(tokens.policy_logprobs * tokens.advantages) / jnp.maximum(count, 1.0)
+        return loss, {'token_count': count}
+
+
+def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[str, np.ndarray]]:
+    """(loss, gradient of each leaf) of one step."""
+    settings = {'rows_per_microbatch': 1, 'max_token_age': 1, 'over_age': 'mask'} | form
+    mesh = settings.pop('mesh', {})
+    learner = SpmdLearner(
+        _DECODER, _PARAMS, make_mesh(**mesh), optimizer=_SGD, learning_rate=_RATE,
+        settings=learner_settings(objective=objective, **settings),
+    )  # fmt: skip
+    loss = learner.update(GROUPS, version=2)['loss/value']
+    steps = jax.tree.map(lambda after, before: (before - after) / _RATE, learner.save()['params'], _PARAMS)
+    leaves = jax.tree_util.tree_leaves_with_path(steps)
+    return loss, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@functools.cache
+def alone(name: str) -> tuple[float, dict[str, np.ndarray]]:
+    return updated(PolicyObjective(PolicyChoices(**OBJECTIVES[name])), ALONE)
+
+
+def assert_same(found: tuple, expected: tuple) -> None:
+    (loss, gradient), (expected_loss, expected_gradient) = found, expected
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert gradient.keys() == expected_gradient.keys()
+    for path, leaf in expected_gradient.items():
+        assert np.linalg.norm(leaf) > 0, path
+        assert np.linalg.norm(gradient[path] - leaf) <= 1e-4 * np.linalg.norm(leaf), path
+
+
+@pytest.mark.parametrize('name', OBJECTIVES)
+@pytest.mark.parametrize(
+    'form', [pytest.param(form, marks=() if form == _FAST else pytest.mark.slow) for form in FORMS]
+)
+def test_an_objective_does_not_depend_on_its_rows(name, form):
+    objective = PolicyObjective(PolicyChoices(**OBJECTIVES[name]))
+    assert_same(updated(objective, FORMS[form]), alone(name))
+
+
+@pytest.mark.parametrize('form', ['shared prompts', pytest.param(_FAST, marks=pytest.mark.slow)])
+def test_a_mean_over_a_microbatch_does(form):
+    expected, found = updated(MicrobatchMean(), ALONE), updated(MicrobatchMean(), FORMS[form])
+    with pytest.raises(AssertionError):
+        assert_same(found, expected)
+    distance = max(np.linalg.norm(found[1][path] - leaf) / np.linalg.norm(leaf) for path, leaf in expected[1].items())
+    assert distance > 0.05
+
+
+def test_the_objectives_have_each_aggregation_and_each_ratio():
+    combinations = [PolicyChoices(**choices) for choices in OBJECTIVES.values()]
+    assert {choices.ratio for choices in combinations} == {'none', 'token', 'sequence', 'geometric', 'geometric_token'}
+    assert len({choices.aggregation for choices in combinations}) == 6
