@@ -91,10 +91,10 @@ def find_objective_warnings(c: Config) -> Iterator[str]:
         )
     product = 'ratio' if ours.has('ratio', 'sequence') else 'correction_level'
     if ours.has(product, 'sequence') and c.rollout.max_new_tokens > _LONG_ANSWER:
+        other = '' if ours.has('surrogate', 'oapl') else f"loss.{product}='geometric', or "
         yield (
-            f'{ours.show(product)} with rollout.max_new_tokens={c.rollout.max_new_tokens}: the product of the ratios '
-            'of more than a thousand tokens is near 0, or at its bound of e^20; use '
-            f"loss.{product}='geometric', or 'token'"
+            f'{ours.show(product)} with rollout.max_new_tokens={c.rollout.max_new_tokens}: the sum of more than a '
+            f'thousand log-ratios soon lies beyond its bounds of -20 and 20; use {other}shorter answers'
         )
 
 

@@ -253,11 +253,11 @@ WARNED = [
     ),
     (
         OAPL | {'rollout.max_new_tokens': 1001},
-        "loss.ratio='sequence' (of loss.objective='oapl') with rollout.max_new_tokens=1001: the product",
+        "loss.ratio='sequence' (of loss.objective='oapl') with rollout.max_new_tokens=1001: the sum of",
     ),
     (
         {'loss.correction_level': 'sequence', 'rollout.max_new_tokens': 2000},
-        "loss.correction_level='sequence' with rollout.max_new_tokens=2000: the product",
+        "loss.correction_level='sequence' with rollout.max_new_tokens=2000: the sum of",
     ),
 ]
 
