@@ -206,12 +206,6 @@ def _regression_problems(ours: _Combination) -> Iterator[str]:
             f'{surrogate} with task.filter={c.task.filter!r}: a group of equal rewards still pulls towards the policy '
             "that answered; use task.filter='none'"
         )
-    if c.staleness.schedule == 'natural' and c.staleness.eta > 0:
-        yield (
-            f"{surrogate} with staleness.schedule='natural' and staleness.eta={c.staleness.eta}: a group may have "
-            'tokens of several versions, and its target belongs to one; use a schedule in lock-step, e.g. '
-            "staleness.schedule='fixed(4)', or staleness.eta=0"
-        )
 
 
 def _advantage_problems(ours: _Combination) -> Iterator[str]:

@@ -133,11 +133,6 @@ REFUSED = [
         "loss.surrogate='oapl' (of loss.objective='oapl') with task.filter='equal_rewards'",
         "use task.filter='none'",
     ),
-    (
-        {'loss.objective': 'oapl'},
-        "loss.surrogate='oapl' (of loss.objective='oapl') with staleness.schedule='natural' and staleness.eta=4.0",
-        'or staleness.eta=0',
-    ),
     *(
         (
             {'loss.advantage': advantage, 'loss.whiten': 'batch'},
