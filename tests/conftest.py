@@ -17,7 +17,7 @@ _WHOLE = (
     'learning/test_reference',
 )
 _WHOLE += (
-    'learning/objective/test_denominators',
+    'learning/objective/test_aggregation',
     'models/test_decoder',
     'models/attention/test_packed',
     'models/test_smollm2',
