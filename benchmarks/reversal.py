@@ -33,6 +33,7 @@ from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import train_arms
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line
+from benchmarks.options import split_choices
 from benchmarks.report import write_report
 
 CONFIG = 'configs/sweeps/staleness.py'
@@ -60,9 +61,11 @@ def share_right(arm: Arm, line: Line) -> float:
     return float(str(line[names.REWARD_MEAN])) * (symbols + 1) / symbols
 
 
-def measure(seeds: Sequence[int], updates: int, known: Mapping[str, Any], end_s: float) -> dict[str, Any]:
+def measure(
+    methods: Sequence[str], seeds: Sequence[int], updates: int, known: Mapping[str, Any], end_s: float
+) -> dict[str, Any]:
     """{method: {'seeds', 'rewards': shares of right symbols of the last updates, 'median', 'bounds', 'met'}}."""
-    found: dict[str, dict[str, Any]] = {method: {'seeds': [], 'rewards': [], 'at_300': []} for method in METHODS}
+    found: dict[str, dict[str, Any]] = {method: {'seeds': [], 'rewards': [], 'at_300': []} for method in methods}
     for first, (method, row) in itertools.product(range(0, len(seeds), TOGETHER), found.items()):
         if first and time.monotonic() > end_s:
             continue
@@ -89,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument('--seed', type=int, default=500, help='the first one')
     parser.add_argument('--seeds', type=int, default=16)
     parser.add_argument('--updates', type=int, default=300)
+    parser.add_argument('--methods', default=','.join(METHODS))
     parser.add_argument('--json', type=pathlib.Path, help='where the report is written')
     parser.add_argument('--small', action='store_true', help='two seeds, 40 updates, no bounds: to try the command')
     options = parser.parse_args(arguments)
@@ -96,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         options.seeds, options.updates = 2, 40
     known = load_module(f'{CONFIG}:get_config', 'CONFIG').CONTROLS.known
     seeds = range(options.seed, options.seed + options.seeds)
-    found = measure(seeds, options.updates, known, time.monotonic() + 60 * options.minutes)
+    methods = split_choices('methods', options.methods, METHODS)
+    found = measure(methods, seeds, options.updates, known, time.monotonic() + 60 * options.minutes)
     covered = {method: len(row['seeds']) for method, row in found.items()}
     print(f'covered: {covered} of {options.seeds} seeds', file=sys.stderr, flush=True)
     report = write_report({'options': {**vars(options), 'json': str(options.json)}, 'methods': found}, options.json)
