@@ -17,6 +17,7 @@ NOT_CONTRASTING = ('reward', 'optimal_value')  # advantages that are not all 0 i
 _READ_RATIO = ('clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic', 'oapl')
 _OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
 _GROUP_BASELINES = ('group', 'group_mean', 'rloo', 'length_baseline', 'max_rl')
+_MEANINGFUL = ('optimal_value', 'max_rl', 'optimal_baseline')  # advantages whose scale and centre carry meaning
 _DEAD_AT_ONE = ('clip', 'dual_clip', 'cispo', 'sapo', 'quadratic')  # what they do at a ratio of 1 they do without one
 _LONG_ANSWER = 1000  # tokens: the product of so many ratios is 0 or at its bound
 
@@ -209,7 +210,7 @@ def _regression_problems(ours: _Combination) -> Iterator[str]:
 
 
 def _advantage_problems(ours: _Combination) -> Iterator[str]:
-    if ours.has('whiten', 'batch') and ours.has('advantage', 'optimal_value', 'max_rl'):
+    if ours.has('whiten', 'batch') and ours.has('advantage', *_MEANINGFUL):
         yield (
             f'{ours.show("whiten")} with {ours.show("advantage")}, whose scale and centre carry meaning; use '
             "loss.whiten='none', or loss.advantage='group'"
