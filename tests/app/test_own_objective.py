@@ -68,6 +68,10 @@ LATE = {  # seen at the first update
         [('for r in rewards]', 'for r in rewards[:1]]')],
         'Asymmetric.advantages returned arrays of the shapes [(4,)], and must return one number an answer: [(4,), ',
     ),
+    'another prepared array': (
+        [('    contrasts = True', "    contrasts = True\n    prepares = ('gate',)")],
+        "Asymmetric.prepare returned arrays of the shapes {}, and must return {'gate': (",
+    ),
     'an infinite advantage': (
         [('* (r - r.mean())', '* np.inf')],
         'Asymmetric.advantages returned a number that is not finite',

@@ -14,7 +14,7 @@ from areal_jax.errors import UserError
 from areal_jax.learning.objective.aggregation import Counts, count_denominator
 from areal_jax.learning.objective.objective import INPUTS, LossTokens, Metrics, Objective, UndeclaredInputError
 from areal_jax.plugins import load_function, raising_user_error
-from areal_jax.types import TrajectoryGroup
+from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
 def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
@@ -82,6 +82,26 @@ def require_advantages(objective: Objective, groups: Sequence[TrajectoryGroup]) 
         )
     if not all(np.isfinite(advantages).all() for advantages in found):
         raise UserError(f'{name} returned a number that is not finite in float32')
+    return found
+
+
+def require_prepared(
+    objective: Objective, batch: PackedBatch, policy_logprobs: np.ndarray | None
+) -> Mapping[str, np.ndarray]:
+    """What `prepare` returns; raises UserError where an own one returns other names or shapes, or raises itself."""
+    if not objective.source:
+        return objective.prepare(batch, policy_logprobs)
+    with raising_user_error(objective.source, FIELD):
+        found = {
+            name: np.asarray(values, np.float32) for name, values in objective.prepare(batch, policy_logprobs).items()
+        }
+    shapes = {name: values.shape for name, values in found.items()}
+    wanted = dict.fromkeys(objective.prepares, batch.targets.shape)
+    if shapes != wanted:
+        raise UserError(
+            f'{FIELD}={objective.source}: {type(objective).__name__}.prepare returned arrays of the shapes {shapes}, '
+            f'and must return {wanted}, which its `prepares` names'
+        )
     return found
 
 
