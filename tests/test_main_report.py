@@ -52,8 +52,12 @@ def test_the_report_of_a_finished_run_comes_out_equal(tmp_path: pathlib.Path, ca
 
 
 def test_a_killed_run_says_where_it_stands(tmp_path: pathlib.Path):
-    write_run(tmp_path, run__seed=7, staleness__eta=1.0)
+    write_run(tmp_path, run__seed=7, staleness__eta=1.0, loss__objective='grpo')
     report = rebuild(tmp_path, '--no-plots')
+    assert report['objective'].startswith(
+        'grpo (DeepSeekMath, arXiv 2402.03300): ratio token, ratio_denominator proximal'
+    )
+    assert report['warnings'][-1].startswith("loss.surrogate='clip' (of loss.objective='grpo') over")
     assert (report['finished'], report['steps'], report['planned_steps']) == (False, 2, 4)
     assert (report['seed'], report['eta'], report['token_age']['max']) == (7, 1.0, 1)
     assert report['warnings'][0].startswith(

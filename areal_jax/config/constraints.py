@@ -1,7 +1,8 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
 `config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
-hold. The rules of a single field are in declarations.py, those of training in blocks in block_constraints.py.
+hold. The rules of a single field are in declarations.py, those of training in blocks in block_constraints.py, those of
+objectives in objective_constraints.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from areal_jax.config.block_constraints import find_block_problems, find_client_
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
-from areal_jax.plugins import is_own
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 
@@ -28,7 +29,9 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     else:
         parse_engines(c.cluster.engines)
         yield from _staleness_problems(c)
+        yield from find_group_problems(c)
         yield from _signal_problems(c)
+        yield from find_objective_problems(c)
         yield from _capacity_problems(c)
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
@@ -178,18 +181,7 @@ def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Answers that give no training signal, or an unintended, biased one."""
-    if c.rollout.group_size < 2 and is_own(c.loss.advantage):
-        if c.learner.filter_equal_rewards:
-            yield (
-                f'rollout.group_size={c.rollout.group_size} with learner.filter_equal_rewards=True leaves no group to '
-                'train: set learner.filter_equal_rewards=False'
-            )
-    elif c.rollout.group_size < 2:
-        yield (
-            f'rollout.group_size={c.rollout.group_size} with loss.advantage={c.loss.advantage!r} gives every answer '
-            'the advantage 0; use rollout.group_size >= 2'
-        )
+    """Answers that give an unintended, biased signal."""
     if (c.rollout.top_k > 0 or c.rollout.top_p < 1) and c.loss.truncated_sampling == 'refuse':
         yield (
             f'rollout.top_k={c.rollout.top_k} and rollout.top_p={c.rollout.top_p} draw from a part of the softmax, but '

@@ -189,3 +189,14 @@ def describe(choices: Choices) -> str:
     """'ratio token over proximal, surrogate clip, ...': the combination in one line."""
     shown = {name: value for name, value in choices.items() if value not in (None, 'none', 0, 0.0)}
     return ', '.join(f'{name} {value}' for name, value in shown.items())
+
+
+def describe_method(loss: Any) -> str:
+    """'grpo (DeepSeekMath, ...): ratio token, ...' of the section `loss`; an objective of another kind by its name."""
+    kind = find_objective(loss.objective)
+    if not is_policy(kind.name):
+        return kind.name
+    choices = resolve(loss)
+    if PolicyChoices(**choices).uses_proximal:
+        choices |= {'proximal': loss.proximal}
+    return f'{kind.name} ({kind.source}): {describe(choices)}'

@@ -22,6 +22,7 @@ from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.aggregation import denominator_scale
 from areal_jax.learning.objective.likelihood import held_out_likelihood
+from areal_jax.learning.objective.own_objective import require_advantages
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
@@ -321,7 +322,7 @@ class SpmdLearner:
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
         trained = {id(group) for group in kept}
-        estimated = zip(groups, self._settings.objective.advantages(groups), strict=True)
+        estimated = zip(groups, require_advantages(self._settings.objective, groups), strict=True)
         return [advantages for group, advantages in estimated if id(group) in trained]
 
 

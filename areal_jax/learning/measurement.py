@@ -11,6 +11,7 @@ from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
 from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.metrics import merge_metrics
+from areal_jax.learning.objective.own_objective import require_finite_loss
 from areal_jax.learning.optimizer.optimizer import step_metrics
 from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
@@ -55,6 +56,7 @@ def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, fl
     merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
     if results:
         metrics['loss/value'] = merged['loss_sum'] / len(results)
+        require_finite_loss(settings.objective, metrics['loss/value'], version)
     of_loss = settings.objective.metrics(merged)
     if not settings.objective.learns_from_answers:
         return merge(steps=metrics, loss=of_loss)

@@ -9,6 +9,7 @@ import numpy as np
 
 from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.objective.objective import POLICY
+from areal_jax.learning.objective.own_objective import require_prepared
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
@@ -75,7 +76,7 @@ def _prepare(
         return {}
     if POLICY in objective.reads:
         logprobs = np.reshape(passes.logprobs(passes.working(state), state.frozen, batch, version), batch.targets.shape)
-    return objective.prepare(batch, logprobs)
+    return require_prepared(objective, batch, logprobs)
 
 
 def _known_logprobs(

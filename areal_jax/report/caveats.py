@@ -59,7 +59,7 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
         warn_of_rows(HOOK, facts.hook),
         warn_of_rows(TRACKER, facts.tracker),
     )
-    return [caveat for caveat in checks if caveat]
+    return [caveat for caveat in (*checks, *facts.warnings) if caveat]
 
 
 def sits_at_bound(metrics: Metrics, eta: float | None) -> bool:

@@ -129,6 +129,7 @@ def build_report(
         'eta': facts.eta,
         'schedule': facts.schedule,
         'clock': facts.clock,
+        'objective': facts.objective,
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hook': dict(facts.hook),

@@ -380,6 +380,7 @@ class Report(Flow, BesideTraining, Generation, Causes):
     eta: float | None  # None: unbounded, or not used by the schedule
     schedule: str
     clock: str
+    objective: str  # method and combination; '' of a run of an earlier version
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
     hook: Mapping[str, object]  # telemetry.row_thread.RowFacts; empty without one

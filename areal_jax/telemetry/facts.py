@@ -52,6 +52,8 @@ class RunFacts:
     schedule: str  # staleness.schedule
     clock: str  # 'real' | 'virtual'
     planned_steps: int | None  # run.steps
+    objective: str = ''  # method and combination, see config.objectives.describe_method
+    warnings: Sequence[str] = ()  # of that combination
     finished: bool = True
     running: str | None = None  # unfinished: files.find_holder
     missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
@@ -101,7 +103,7 @@ class RunFacts:
         values = read_facts(workdir, cls)
         for name in ('evaluation_before', 'evaluation_after'):
             values[name] = _scores(values.get(name))
-        for name in ('idle_fields', 'prolonged', 'missing'):
+        for name in ('idle_fields', 'prolonged', 'missing', 'warnings'):
             values[name] = tuple(values.get(name, ()))
         return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
 

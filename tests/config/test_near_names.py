@@ -36,6 +36,8 @@ MEANT = {
     'optimizer.lr_scheduler_type': 'optimizer.schedule',
     'optimizer.adam_beta2': 'optimizer.b2',
     'loss.scale_rewards': 'loss.advantage',
+    'loss.importance_sampling_level': 'loss.ratio',
+    'loss.mask_truncated_completions': 'loss.truncated_answers',
     # verl
     'data.train_batch_size': 'learner.groups_per_update',
     'data.max_response_length': 'rollout.max_new_tokens',
@@ -50,6 +52,12 @@ MEANT = {
     'algorithm.adv_estimator': 'loss.advantage',
     'trainer.total_training_steps': 'run.steps',
     'trainer.test_freq': 'evaluation.every',
+    'actor.loss_agg_mode': 'loss.aggregation',
+    'actor.clip_ratio_c': 'loss.dual_clip',
+    'actor.policy_loss.loss_mode': 'loss.surrogate',
+    'algorithm.rollout_is': 'loss.correction',
+    'algorithm.use_kl_in_reward': 'loss.kl_in',
+    'reward.overlong_buffer': 'loss.overlong_tokens',
     # OpenRLHF
     'n_samples_per_prompt': 'rollout.group_size',
     'rollout_batch_size': 'learner.groups_per_update',

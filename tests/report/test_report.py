@@ -4,7 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
     }
     plain = (
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
-        'git_commit config seed eta clock window_seconds cause_of_gap warnings '
+        'git_commit config seed eta clock objective window_seconds cause_of_gap warnings '
         'planned_steps finished running missing newest_checkpoint attempts schedule idle_fields prolonged '
         'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes '
         'attention_positions preemptions kv_cache_bytes servers token_fates censoring ratios_by_age ratio_split '
@@ -234,6 +234,18 @@ def test_idle_fields_and_prolongations_are_told(tmp_path: pathlib.Path):
     page = (tmp_path / 'report.md').read_text()
     assert 'The run was prolonged from 60 to 80 updates at update 60.' in page
     assert 'Fields of the config file that this run does not use: lora.alpha, optimizer.b2.' in page
+
+
+def test_the_objective_and_its_warnings_are_told(tmp_path: pathlib.Path):
+    write_logs(tmp_path)
+    found = write_report(
+        tmp_path, two_facts(objective='dg (a paper): surrogate delight', warnings=('One.',)), plots=False
+    )
+    assert found['objective'] == 'dg (a paper): surrogate delight'
+    assert cast(list[str], found['warnings'])[-1] == 'One.'
+    page = (tmp_path / 'report.md').read_text()
+    assert 'It optimizes dg (a paper): surrogate delight.' in page
+    assert '- One.\n' in page
 
 
 def test_pictures_replace_their_file_as_a_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):

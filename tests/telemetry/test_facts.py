@@ -28,7 +28,8 @@ def test_facts_without_evaluation(tmp_path: pathlib.Path):
 
 def test_what_a_run_lists_comes_back(tmp_path: pathlib.Path):
     prolonged = ({'at_update': 60, 'from_steps': 60, 'to_steps': 80},)
-    facts = two_facts(eta=None, schedule='fixed(2)', idle_fields=('lora.alpha',), prolonged=prolonged, finished=False)
+    listed = {'idle_fields': ('lora.alpha',), 'warnings': ('One.',), 'prolonged': prolonged}
+    facts = two_facts(eta=None, schedule='fixed(2)', finished=False, **listed)
     facts.save(tmp_path)
     assert RunFacts.load(tmp_path) == facts
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from areal_jax import files
 from areal_jax.app.workdir.provenance import package_versions
 from areal_jax.app.workdir.run_directory import WEIGHTS, Values
-from areal_jax.config.objectives import ObjectiveKind, describe, find_objective, is_policy, resolve
+from areal_jax.config.objectives import ObjectiveKind, describe_method, find_objective
 from areal_jax.report.statistics import Interval, mean_interval, score_interval
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, read_scores
@@ -106,7 +106,7 @@ def _run_rows(workdir: pathlib.Path, model: ExportedModel) -> list[_Row]:
             ('groups an update, answers a group', f'{v["learner.groups_per_update"]}, {v["rollout.group_size"]}'),
             ('sampling', _fields(v, 'rollout', ('temperature', 'top_k', 'top_p', 'max_new_tokens'))),
             ('staleness', _staleness(v)),
-            ('loss', _describe_loss(objective, v)),
+            ('loss', describe_method(_section(v, 'loss'))),
         ]
     rows.append(('optimizer', _fields(v, 'optimizer', ('name', 'learning_rate', 'schedule'))))
     if v['lora.rank']:
@@ -115,13 +115,12 @@ def _run_rows(workdir: pathlib.Path, model: ExportedModel) -> list[_Row]:
     return rows
 
 
-def _describe_loss(objective: ObjectiveKind, values: Values) -> str:
-    """The method and its combination; an own objective by its name."""
-    if not is_policy(objective.name):
-        return objective.name
-    loss = {path.removeprefix('loss.'): value for path, value in values.items() if path.startswith('loss.')}
-    choices = resolve(types.SimpleNamespace(**loss))
-    return f'{objective.name} ({objective.source}): {describe(choices | {"proximal": values["loss.proximal"]})}'
+def _section(values: Values, name: str) -> types.SimpleNamespace:
+    """The fields of a section as attributes."""
+    begin = f'{name}.'
+    return types.SimpleNamespace(
+        **{path.removeprefix(begin): v for path, v in values.items() if path.startswith(begin)}
+    )
 
 
 def _base(workdir: pathlib.Path, values: Values) -> str:

@@ -15,6 +15,8 @@ from areal_jax.app.run.scores import evaluation_row
 from areal_jax.app.run.site import LoopSite
 from areal_jax.app.run.start_records import note_start
 from areal_jax.app.workdir.run_directory import Report
+from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.objectives import describe_method
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events
@@ -154,6 +156,8 @@ class Loop:
             eta=config.staleness.eta if config.staleness.schedule == 'natural' else None,
             schedule=config.staleness.schedule,
             clock=config.run.clock,
+            objective=describe_method(config.loss),
+            warnings=tuple(find_objective_warnings(config)),
             evaluation_before=parts.host.scores.get('before'),
             evaluation_after=parts.host.scores.get('after'),
             compilation_budget=self._compilation_budget,

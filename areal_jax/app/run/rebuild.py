@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import TypedDict, TypeVar, cast
 
@@ -12,8 +13,9 @@ from areal_jax.app.run.overlap import alone_seconds
 from areal_jax.app.run.sft_report import SftFacts, write_sft_report
 from areal_jax.app.run.start_records import FILE as STARTS
 from areal_jax.app.run.start_records import read_starts
-from areal_jax.config import CONFIG
-from areal_jax.config.objectives import find_objective
+from areal_jax.config import CONFIG, default_config
+from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.objectives import describe_method, find_objective
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events
@@ -82,6 +84,7 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         eta=eta if schedule == 'natural' else None,
         schedule=schedule,
         clock=_field(workdir, config, 'run.clock', str),
+        **_describe_objective(config),
         planned_steps=_field(workdir, config, 'run.steps', int),
         finished=False,
         running=files.find_holder(workdir),
@@ -95,6 +98,21 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         cores=cast(int, origin['hardware'].get('cores', 1)),
         **origin,
     )
+
+
+class _Objective(TypedDict):
+    """The fields of facts that tell of the objective."""
+
+    objective: str
+    warnings: tuple[str, ...]
+
+
+def _describe_objective(config: Config) -> _Objective:
+    """From a config of this version or an earlier one, whose missing fields have their defaults."""
+    sections = default_config().to_dict()
+    known = {name: fields | cast(dict[str, object], config.get(name, {})) for name, fields in sections.items()}
+    c = types.SimpleNamespace(**{name: types.SimpleNamespace(**fields) for name, fields in known.items()})
+    return {'objective': describe_method(c.loss), 'warnings': tuple(find_objective_warnings(c))}
 
 
 class _Origin(TypedDict):

@@ -10,6 +10,7 @@ import jax
 from ml_collections import config_dict
 
 from areal_jax.config.kinds import find_server
+from areal_jax.config.objective_constraints import find_objective_warnings
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
 _BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
@@ -28,6 +29,7 @@ def print_passed_over(field: str, reasons: Sequence[str]) -> None:
 
 def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence each."""
+    yield from find_objective_warnings(c)
     steps = c.run.steps * c.learner.n_minibatches * c.learner.epochs
     if c.optimizer.warmup_steps > steps:
         yield (

@@ -1,1 +1,1 @@
-"""Advantages, log-probs and losses: pure functions of arrays."""
+"""Objectives: pure functions of arrays for advantages, ratios, corrections, gates and surrogates, combined."""

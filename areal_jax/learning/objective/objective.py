@@ -81,6 +81,7 @@ class Objective(abc.ABC):
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
     masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
+    source: str = ''  # FILE.py:FUNCTION of an own one, which errors name; set where it is loaded
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per group float32 [its answers], one number an answer; `groups` are all of the update."""

@@ -150,7 +150,8 @@ def _staleness_bound(report: Report) -> str:
 
 
 def _which_config(report: Report) -> str:
-    sentences = [describe_prolongation(prolongation) for prolongation in report['prolonged']]
+    sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
+    sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
     if report['idle_fields']:
         sentences.append(describe_idle_fields(report['idle_fields']))
     return ' '.join(sentences)

@@ -21,6 +21,13 @@ def test_a_warm_up_that_outlasts_the_run_is_warned_of(capsys):
     assert list(find_warnings(config)) == []
 
 
+def test_a_combination_that_does_less_than_it_says_is_warned_of():
+    config = default_config()
+    config.loss.objective = 'grpo'
+    (said,) = find_warnings(config)
+    assert said.startswith("loss.surrogate='clip' (of loss.objective='grpo') over loss.ratio_denominator='proximal'")
+
+
 def test_a_virtual_clock_on_a_gpu_needs_a_flag(monkeypatch):
     config = default_config()
     config.run.clock = 'virtual'

@@ -1,0 +1,249 @@
+"""Rules between the choices of a policy objective, and of those with other fields; see constraints.py.
+
+A combination that contradicts itself is refused. One that is sound but rarely meant is warned of, before the first
+update and in the report. docs/objectives.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from ml_collections import config_dict
+
+from areal_jax.config.objectives import BASE, FIELD, is_policy, resolve
+
+NOT_CONTRASTING = ('reward', 'optimal_value')  # advantages that are not all 0 in a group of equal rewards
+_READ_RATIO = ('clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic', 'oapl')
+_OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
+_GROUP_BASELINES = ('group', 'group_mean', 'rloo', 'length_baseline', 'max_rl')
+_MEANINGFUL = ('optimal_value', 'max_rl', 'optimal_baseline')  # advantages whose scale and centre carry meaning
+_DEAD_AT_ONE = ('clip', 'dual_clip', 'cispo', 'sapo', 'quadratic')  # what they do at a ratio of 1 they do without one
+_LONG_ANSWER = 1000  # tokens: the product of so many ratios is 0 or at its bound
+
+
+Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
+
+
+class _Combination:
+    """The choices of a config, and how a sentence names one."""
+
+    def __init__(self, c: Config):
+        self.config, self.choices = c, resolve(c.loss)
+
+    def get(self, name: str) -> Any:
+        """The choice, or None where the combination does not use it."""
+        return self.choices.get(name)
+
+    def has(self, name: str, *values: Any) -> bool:
+        return self.choices.get(name) in values
+
+    def show(self, name: str) -> str:
+        """ "loss.correction='truncate' (of loss.objective='decoupled_ppo')", the latter where the field is not set."""
+        shown = f'loss.{name}={self.choices[name]!r}'
+        is_set = getattr(self.config.loss, name, None) not in (None, '')
+        return shown if is_set else f'{shown} (of {FIELD}={self.config.loss.objective!r})'
+
+
+def find_objective_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each contradiction: both fields, both values and the fix. Nothing for other objectives."""
+    if not is_policy(c.loss.objective):
+        return
+    ours = _Combination(c)
+    yield from _ratio_problems(ours)
+    yield from _sequence_problems(ours)
+    yield from _surrogate_problems(ours)
+    yield from _regression_problems(ours)
+    yield from _advantage_problems(ours)
+    yield from _bound_problems(ours)
+
+
+def find_objective_warnings(c: Config) -> Iterator[str]:
+    """A sentence for each combination that does less, or something else, than its fields suggest."""
+    if not is_policy(c.loss.objective):
+        return
+    ours = _Combination(c)
+    steps = c.learner.n_minibatches * c.learner.epochs
+    named = any(ours.get(name) != BASE[name] for name in ('surrogate', 'clip_epsilon', 'clip_epsilon_high'))
+    at_one = ours.has('ratio_denominator', 'proximal') and c.loss.proximal == 'recompute' and steps == 1
+    # the clip of the default beside a weight is not what anybody asked for
+    if at_one and ours.has('surrogate', *_DEAD_AT_ONE) and (named or ours.has('correction', 'none')):
+        yield (
+            f"{ours.show('surrogate')} over loss.ratio_denominator='proximal' with learner.n_minibatches=1 and "
+            'learner.epochs=1: the only step of an update is made where the ratio is 1, so that the surrogate bounds '
+            'nothing and only a correction or a gate acts; use more minibatches, or '
+            "loss.ratio_denominator='behavior' with loss.correction='none'"
+        )
+    if ours.get('kl_coefficient') and c.loss.kl_in == 'loss' and c.loss.kl_estimator == 'k1':
+        yield (
+            "loss.kl_estimator='k1' with loss.kl_in='loss': the gradient of k1 is 0 in expectation on fresh data and "
+            "biased on stale data, so that it keeps the policy near nothing; use 'k2' or 'k3', or loss.kl_in='reward'"
+        )
+    if ours.get('kl_coefficient') and c.loss.kl_in == 'reward' and ours.has('advantage', *_GROUP_BASELINES):
+        yield (
+            f"loss.kl_in='reward' with {ours.show('advantage')}: the baseline of a group takes a part of the "
+            "divergence out again; use loss.advantage='reward', or loss.kl_in='loss'"
+        )
+    if ours.has('whiten', 'batch') and ours.has('advantage', *_GROUP_BASELINES):
+        yield (
+            f'{ours.show("whiten")} after {ours.show("advantage")}: groups are centred already, and whitening '
+            'subtracts the mean over tokens as well, which is not 0 where answers differ in length; use '
+            "loss.advantage='reward', or loss.whiten='none'"
+        )
+    product = 'ratio' if ours.has('ratio', 'sequence') else 'correction_level'
+    if ours.has(product, 'sequence') and c.rollout.max_new_tokens > _LONG_ANSWER:
+        other = '' if ours.has('surrogate', 'oapl') else f"loss.{product}='geometric', or "
+        yield (
+            f'{ours.show(product)} with rollout.max_new_tokens={c.rollout.max_new_tokens}: the sum of more than a '
+            f'thousand log-ratios soon lies beyond its bounds of -20 and 20; use {other}shorter answers'
+        )
+
+
+def find_group_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Groups of one answer, whose advantages are 0 where an estimator compares the answers of a group."""
+    size = f'rollout.group_size={c.rollout.group_size}'
+    if c.rollout.group_size > 1 or not is_policy(c.loss.objective):
+        return
+    ours = _Combination(c)
+    if ':' in ours.get('advantage'):
+        if c.learner.filter_equal_rewards:
+            yield (
+                f'{size} with learner.filter_equal_rewards=True leaves no group to train: set '
+                'learner.filter_equal_rewards=False'
+            )
+    elif not ours.has('advantage', 'reward'):
+        yield (
+            f'{size} with {ours.show("advantage")} gives every answer the advantage 0; use rollout.group_size >= 2, or '
+            "loss.advantage='reward'"
+        )
+
+
+def _ratio_problems(ours: _Combination) -> Iterator[str]:
+    """Each factor of π_θ / π_behav counts once, and a ratio is there for the surrogates that read one."""
+    if ours.has('ratio_denominator', 'behavior') and not ours.has('correction', 'none'):
+        yield (
+            f'{ours.show("ratio_denominator")} with {ours.show("correction")} counts π_prox / π_behav twice, in the '
+            "ratio and in the weight; use loss.correction='none', or loss.ratio_denominator='proximal'"
+        )
+    if ours.has('ratio', 'none') and ours.has('surrogate', *_READ_RATIO):
+        yield (
+            f'{ours.show("ratio")} with {ours.show("surrogate")}, which reads a ratio; use '
+            "loss.surrogate='reinforce', or loss.ratio='token'"
+        )
+    if not ours.has('ratio', 'none') and ours.has('surrogate', 'reinforce', 'delight'):
+        yield (
+            f'{ours.show("surrogate")} reads no ratio, and {ours.show("ratio")} would not be used; use '
+            "loss.ratio='none'"
+        )
+
+
+def _sequence_problems(ours: _Combination) -> Iterator[str]:
+    """A ratio of whole answers goes with weights and means of whole answers."""
+    if not ours.has('ratio', *_OF_SEQUENCES):
+        return
+    ratio = ours.show('ratio')
+    for name, values in (('surrogate', ('cispo',)), ('gate', ('probability_shift',))):
+        if ours.has(name, *values):
+            yield f"{ours.show(name)} with {ratio}: it is defined for single tokens; use loss.ratio='token'"
+    if ours.has('correction_level', 'token'):
+        yield (
+            f'{ratio} with {ours.show("correction_level")}: one ratio an answer goes with one weight an answer; use '
+            "loss.correction_level='geometric' or 'sequence', or loss.ratio='token'"
+        )
+    if ours.has('surrogate', 'topr', 'oapl'):  # topr is a sum over tokens with one weight; oapl has a rule of its own
+        return
+    allowed = ['sequence_mean'] if ours.has('ratio', 'sequence') else ['sequence_mean', 'sequence_sum']
+    if not ours.has('aggregation', *allowed):
+        yield (
+            f'{ratio} with {ours.show("aggregation")}: one ratio an answer would weigh as often as the answer has '
+            f"tokens; use loss.aggregation={' or '.join(map(repr, allowed))}, or loss.ratio='token'"
+        )
+
+
+def _surrogate_problems(ours: _Combination) -> Iterator[str]:
+    """What takes the place of something else cannot stand beside it."""
+    if ours.has('surrogate', 'delight') and not ours.has('correction', 'none'):
+        yield (
+            f'{ours.show("surrogate")} with {ours.show("correction")}: its weight takes the place of every correction; '
+            "use loss.correction='none', or loss.surrogate='reinforce'"
+        )
+    if ours.has('surrogate', 'clip', 'dual_clip') and ours.has('gate', 'probability_shift'):
+        yield (
+            f'{ours.show("gate")} with {ours.show("surrogate")} are two trust regions for the same step; use '
+            "loss.surrogate='is_pg', or loss.gate='none'"
+        )
+    if ours.has('surrogate', 'quadratic') and ours.has('whiten', 'batch'):
+        yield (
+            f'{ours.show("surrogate")} with {ours.show("whiten")}: loss.quadratic_weight would mean something else in '
+            "each batch; use loss.whiten='none', or another surrogate"
+        )
+
+
+def _regression_problems(ours: _Combination) -> Iterator[str]:
+    """OAPL regresses one number an answer on another: each thing beside it would change the target or drop the pull."""
+    c = ours.config
+    if not ours.has('surrogate', 'oapl'):
+        return
+    surrogate = ours.show('surrogate')
+    for name, fix, why in (
+        ('ratio', 'sequence', 'it regresses the log-ratio of a whole answer'),
+        ('ratio_denominator', 'behavior', 'its target belongs to the policy that answered'),
+        ('correction', 'none', 'its target belongs to the policy that answered, and needs no weight'),
+        ('gate', 'none', 'an answer counts whole'),
+        ('veto', None, 'no answer is left out'),
+        ('whiten', 'none', 'advantages are its targets'),
+        ('aggregation', 'sequence_mean', 'its loss is one value an answer'),
+        ('kl_coefficient', 0.0, 'it pulls towards the policy that answered already'),
+    ):
+        if name in ours.choices and not ours.has(name, fix):
+            yield f'{surrogate} with {ours.show(name)}: {why}; use loss.{name}={fix!r}, or another surrogate'
+    if ours.has('advantage', 'group', 'max_rl'):
+        yield (
+            f'{surrogate} with {ours.show("advantage")}: advantages are its targets, and are not to be divided; use '
+            "loss.advantage='optimal_value'"
+        )
+    if c.task.filter != 'none':
+        yield (
+            f'{surrogate} with task.filter={c.task.filter!r}: a group of equal rewards still pulls towards the policy '
+            "that answered; use task.filter='none'"
+        )
+
+
+def _advantage_problems(ours: _Combination) -> Iterator[str]:
+    if ours.has('whiten', 'batch') and ours.has('advantage', *_MEANINGFUL):
+        yield (
+            f'{ours.show("whiten")} with {ours.show("advantage")}, whose scale and centre carry meaning; use '
+            "loss.whiten='none', or loss.advantage='group'"
+        )
+    if not (overlong := ours.get('overlong_tokens')):
+        return
+    if ours.config.loss.truncated_answers == 'masked':
+        yield (
+            f"{ours.show('overlong_tokens')} with loss.truncated_answers='masked': answers that reach their limit "
+            "would carry a penalty that trains nothing; use loss.truncated_answers='trained', or "
+            'loss.overlong_tokens=0'
+        )
+    if ours.has('advantage', 'max_rl'):
+        yield (
+            f'{ours.show("overlong_tokens")} with {ours.show("advantage")}: the penalty makes rewards negative, and it '
+            "divides by their mean; use loss.overlong_tokens=0, or loss.advantage='group'"
+        )
+    if overlong > (longest := ours.config.rollout.max_new_tokens):
+        yield (
+            f'{ours.show("overlong_tokens")} is more than rollout.max_new_tokens={longest}, so that an empty answer '
+            'would be penalised; lower it'
+        )
+
+
+def _bound_problems(ours: _Combination) -> Iterator[str]:
+    low, high = ours.get('correction_low'), ours.get('correction_high')
+    if low is not None and low > high:
+        yield (
+            f'{ours.show("correction_low")} is above {ours.show("correction_high")}, so that no token would be '
+            'trained; exchange them'
+        )
+    if ours.has('surrogate', 'dual_clip') and ours.get('dual_clip') <= 1:
+        yield (
+            f'{ours.show("surrogate")} with {ours.show("dual_clip")} would cut fresh tokens; set loss.dual_clip above '
+            '1, usually 3'
+        )

@@ -1,0 +1,74 @@
+"""Every recipe of configs/recipes/ is valid at both sizes; the tiny one trains, and learns."""
+
+from __future__ import annotations
+
+import pathlib
+from statistics import mean
+
+import pytest
+
+from areal_jax.app.command_line import CommandLineError, load_config
+from areal_jax.app.training import build_run
+from areal_jax.config import validate
+from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.objectives import OBJECTIVES
+from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import FILE, read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+RECIPES = {path.stem: path for path in sorted((ROOT / 'configs' / 'recipes').glob('[!_]*.py'))}
+# OAPL sums the log-ratios of an answer by definition, and the full size has long ones
+WARNED = {'oapl'}
+SEEDS = (1, 2, 3)
+WINDOW = 15  # updates, at either end
+
+
+def train(config, workdir, **fields):
+    """The rows of metrics of a run under the virtual clock."""
+    config.run.clock = 'virtual'
+    config.run.export = False
+    config.evaluation.problems = 0
+    for section, field in (('telemetry', name) for name in ('tensorboard', 'plots', 'progress')):
+        config[section][field] = False
+    config.update_from_flattened_dict({name.replace('__', '.'): value for name, value in fields.items()})
+    build_run(config, workdir).train()
+    return read_metrics(workdir / FILE)
+
+
+@pytest.mark.parametrize('size', ['', ':tiny'])
+@pytest.mark.parametrize('name', RECIPES)
+def test_a_recipe_is_valid(name, size):
+    config = load_config(f'{RECIPES[name]}{size}')
+    assert validate(config) is None
+    assert list(find_objective_warnings(config)) == [] or (name in WARNED and not size)
+    assert config.loss.objective in OBJECTIVES
+
+
+def test_there_is_a_recipe_for_every_kind_of_choice():
+    named = {load_config(str(path)).loss.objective for path in RECIPES.values()}
+    assert named >= {'decoupled_ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo', 'reinforce_pp', 'm2po'}
+    assert named >= {'oapl', 'dg', 'sapo', 'tis', 'icepop'}
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(CommandLineError, match=r"'huge' is no size of a recipe: use ':tiny'"):
+        load_config(f'{RECIPES["grpo"]}:huge')
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_the_tiny_size_trains(name, tmp_path):
+    rows = train(load_config(f'{RECIPES[name]}:tiny'), tmp_path / name, run__steps=2)
+    assert [row[names.STEP] for row in rows] == [1, 2]
+    assert sum(row[names.OPTIMIZER_STEPS] for row in rows) >= 2
+    assert sum(row[names.SKIPPED_STEPS] for row in rows) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', RECIPES)
+def test_the_tiny_size_learns(name, tmp_path):
+    for seed in SEEDS:
+        rows = train(load_config(f'{RECIPES[name]}:tiny'), tmp_path / str(seed), run__seed=seed)
+        rewards = [row[names.REWARD_MEAN] for row in rows]
+        first, last = mean(rewards[:WINDOW]), mean(rewards[-WINDOW:])
+        print(f'{name} seed {seed}: {first:.3f} -> {last:.3f}')
+        assert last > first
