@@ -17,7 +17,7 @@ from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
-from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
+from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
@@ -274,9 +274,13 @@ def build_ring(config: TrackedConfig, copy: CopyVersion) -> VersionRing | None:
     return VersionRing(schedule, copy) if schedule else None
 
 
-def build_group_filter(config: TrackedConfig) -> EqualRewardsFilter | None:
+def build_group_filter(config: TrackedConfig) -> GroupFilter | None:
     """What `task.filter` asks for; None for 'none'."""
-    return EqualRewardsFilter(config.task.max_filtered_groups) if config.task.filter == EQUAL_REWARDS else None
+    task = config.task
+    if task.filter == 'none':
+        return None
+    rule = success_rate(task.filter_low, task.filter_high) if task.filter == SUCCESS_RATE else equal_rewards()
+    return GroupFilter(rule, task.max_filtered_groups)
 
 
 def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:
