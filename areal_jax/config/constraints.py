@@ -61,6 +61,12 @@ def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'evaluation.problems, or sft.evaluate_every=0'
         )
 
+    if c.optimizer.brake in ('ess', 'lag'):
+        yield (
+            f'optimizer.brake={c.optimizer.brake!r} with loss.objective={c.loss.objective!r}: given answers have no '
+            "age and no log-probs of a policy; use optimizer.brake='none'"
+        )
+
 
 def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Two bounds on age of which only one could hold."""

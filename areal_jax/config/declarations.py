@@ -214,6 +214,13 @@ SECTIONS: Mapping[str, Section] = {
         decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
         clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
         warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
+        brake=Choice(
+            'none',
+            ('none', 'ess', 'lag', 'projection'),
+            'shortens steps on old data, see docs/staleness_methods.md',
+        ),
+        brake_base=Real(1.0, SHARE_ABOVE_ZERO, 'ess: effective sample size of answers from which on steps are whole'),
+        brake_lag=Real(8.0, POSITIVE, 'lag: age of the data in optimizer steps up to which steps are whole'),
         blocks=Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all'),
         block_order=Choice('cyclic', ('cyclic', 'shuffled'), 'of the blocks of a round; shuffled: by run.seed'),
         block_updates=Integer(1, COUNT, 'updates before the next block'),
@@ -310,6 +317,7 @@ SECTIONS: Mapping[str, Section] = {
         ratio_sample=Real(
             0.0, SHARE, 'share of the trained answers whose importance ratio is split; 0 = off, at no cost'
         ),
+        brakes=Flag(False, 'what each optimizer.brake reads, also where it is not used; keeps a copy of the gradient'),
         ring_bytes=Integer(2**30, BYTES, 'of the weights of earlier versions that this needs, in host memory'),
     ),
     'telemetry': Section(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.forward import Rows, forward
 from areal_jax.learning.objective.aggregation import token_weights
 from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, LossTokens, Objective
@@ -183,12 +184,22 @@ class Programs:
 
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
+            learning_rate, braked = self._brake(learning_rate, rows, logprobs)
             params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
-            return params_after, state, step_metrics, metrics, logprobs
+            return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)
         shardings = (self.params, self.state, everywhere, everywhere, everywhere)
         return jax.jit(scan, donate_argnums=(0, 1), out_shardings=shardings)
+
+    def _brake(self, learning_rate: jax.Array, rows: Rows, logprobs: jax.Array) -> tuple[jax.Array, _Metrics]:
+        """(the rate of the step on a minibatch with these log-probs [M, R, N], metrics)."""
+        brake = self.settings.brake
+        if brake.kind != 'ess':
+            return learning_rate, {}
+        known = (rows[name] for name in ('behavior_logprobs', 'loss_mask', 'sequence_starts'))
+        factor = brake.ess_factor(sequence_effective_sample_size(logprobs, *known)).astype(jnp.float32)
+        return learning_rate * factor, {'brake': factor}
 
     def _add(self, gradients: Tree, added: Tree) -> Tree:
         """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""

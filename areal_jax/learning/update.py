@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.objective.objective import POLICY
 from areal_jax.learning.passes import Passes, StepResult
@@ -59,8 +60,9 @@ def train(
         index, first = number % len(batches), number == 0
         prepared = _prepare(passes, state, settings, batches[index], version)
         rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)
-        result = passes.step(state, rows, denominator * scale, version, first)
-        results.append(result._replace(prepared=prepared))
+        lag = mean_lag(batches[index], version, settings.steps, number)
+        result = passes.step(state, rows, denominator * scale, version, first, settings.brake.lag_factor(lag))
+        results.append(result._replace(prepared=prepared, lag=lag))
         if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = KnownLogprobs(first_logprobs(results, batches), known[0].reference)
     return Trained(results, known)
