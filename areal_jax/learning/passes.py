@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
-from areal_jax.learning.objective.objective import POLICY
+from areal_jax.learning.objective.objective import COLLISION, POLICY
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -81,6 +81,17 @@ class Passes:
             ]
         )
 
+    def collisions(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probs, log Σ π²) of the trained weights, float32 [M, R, N] each."""
+        rows, denominator = training_rows(batch, self._settings.objective)
+        scalars, working = self._scalars(denominator, version, first=True), self.working(state)
+        passed = [
+            self._programs.run('collisions', working, state.frozen, self._layout.place(microbatch), scalars)
+            for microbatch in self._layout.split(rows)
+        ]
+        logprobs, collisions = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
+        return logprobs, collisions
+
     def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that updates and publications run; `state` may be described only."""
         settings = self._settings
@@ -102,6 +113,8 @@ class Passes:
             scores = settings.scores or settings.ratio_split is not None or not objective.learns_from_answers
             if settings.recomputes or state.reference is not None or scores or POLICY in objective.reads:
                 yield 'logprobs', (working, state.frozen, one, scalars)
+            if COLLISION in objective.reads:
+                yield 'collisions', (working, state.frozen, one, scalars)
         if settings.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())
 

@@ -25,6 +25,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.sharding.rules import replicated
 from areal_jax.sharding.shares import Shares
 from areal_jax.types import PackedBatch, Tree
@@ -144,6 +145,14 @@ class Programs:
 
         return jax.jit(logprobs, out_shardings=replicated(self.mesh))
 
+    def collisions(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> (log-probs, log Σ π²), [R, N] each."""
+
+        def collisions(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+            return self._forward(working, frozen, rows, scalars, compute=token_collisions)
+
+        return jax.jit(collisions, out_shardings=replicated(self.mesh))
+
     def accumulate(self) -> jax.stages.Wrapped:
         """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
         [R, N])."""
@@ -206,7 +215,14 @@ class Programs:
         unscale = 1.0 / self.settings.loss_scale
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
 
-    def _forward(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+    def _forward(
+        self,
+        working: Tree,
+        frozen: Tree,
+        rows: Rows,
+        scalars: Scalars,
+        compute: TokenFunction = token_logprobs,
+    ) -> tuple[jax.Array, jax.Array]:
         return forward(
             self.decoder,
             trees.join(working, frozen),
@@ -214,6 +230,7 @@ class Programs:
             scalars['temperature'],
             attention=self.attention,
             mesh=self.mesh,
+            compute=compute,
         )
 
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
