@@ -50,7 +50,7 @@ class BrakeSettings:
 
         It holds the product of lag and learning rate, which bounds the bias of stale gradients (arXiv 2607.01083).
         """
-        return min(1.0, self.lag / lag) if self.kind == 'lag' and lag > 0 else 1.0
+        return self.lag / max(self.lag, lag) if self.kind == 'lag' else 1.0
 
     def ess_factor(self, size: Array) -> Array:
         """√min(1, ESS / base), as VCPO scales the rate of AdamW (arXiv 2602.17616); 0 where ESS is no number."""
@@ -74,7 +74,12 @@ def sequence_effective_sample_size(policy: Array, behavior: Array, loss_mask: Ar
     policy, behavior = (xp.where(mask, by_row(x), 0.0).astype(dtype) for x in (policy, behavior))
     logs = sequence_sums(policy - behavior, mask, starts)
     trained = sequence_sums(xp.where(mask, 1.0, 0.0), mask, starts) > 0
-    answers = trained & (starts == np.arange(starts.shape[-1]))  # each at its first place
+    return effective_sample_size(logs, trained & (starts == np.arange(starts.shape[-1])))  # each at its first place
+
+
+def effective_sample_size(log_weights: Array, answers: Array) -> Array:
+    """The same of log w [...] at the places of `answers`, bool [...]."""
+    xp, logs = namespace(log_weights), log_weights
     logs = xp.where(answers, xp.clip(logs, -_LARGEST, _LARGEST), -xp.inf)
     top = xp.where(answers.any(), logs.max(), 0.0)
     weights, count = xp.exp(logs - top), answers.sum()
