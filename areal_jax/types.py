@@ -240,7 +240,7 @@ class Dropped:
     """A group that will not be trained: cancellation is a value with a reason. Producer: control/."""
 
     draw: int
-    reason: str  # 'over_age', 'verifier_failed', 'equal_rewards', ...
+    reason: str  # 'over_age', 'verifier_failed', 'equal_rewards', 'success_rate', ...
     detail: str = ''
 
 

@@ -24,7 +24,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
-from areal_jax.control.group_filter import EqualRewardsFilter
+from areal_jax.control.group_filter import GroupFilter, equal_rewards
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.during_training import EvaluationBeside
@@ -365,7 +365,7 @@ class ToyRun:
             on_step=lambda record: self.note_step(record),
             save_checkpoint=lambda *state: self.save_checkpoint(*state),
             on_published=self._note_published,
-            group_filter=EqualRewardsFilter(max_filtered) if max_filtered else None,
+            group_filter=GroupFilter(equal_rewards(), max_filtered) if max_filtered else None,
         )  # fmt: skip
         self.newest, self.resumed, self.unscored = newest, state, unscored
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None

@@ -35,6 +35,14 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'its ring keeps the trained leaves alone of an earlier version',
         ),
         (
+            *('optimizer.brake', c.optimizer.brake, 'none', c.optimizer.brake != 'projection'),
+            'consecutive gradients are of different leaves',
+        ),
+        (
+            *('diagnostics.brakes', c.diagnostics.brakes, False, not c.diagnostics.brakes),
+            'consecutive gradients are of different leaves',
+        ),
+        (
             *('cluster.learner', c.cluster.learner, 'data=1', hosts is None),
             'processes of a learner write whole versions, each its share',
         ),

@@ -16,7 +16,7 @@ from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
-from areal_jax.config.objectives import find_objective
+from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
@@ -64,6 +64,12 @@ def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'evaluation.problems, or sft.evaluate_every=0'
         )
 
+    if c.optimizer.brake in ('ess', 'lag'):
+        yield (
+            f'optimizer.brake={c.optimizer.brake!r} with loss.objective={c.loss.objective!r}: given answers have no '
+            "age and no log-probs of a policy; use optimizer.brake='none'"
+        )
+
 
 def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """Two bounds on age of which only one could hold."""
@@ -82,6 +88,18 @@ def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '
             'together: set a bound and drop or mask, or neither'
+        )
+    if not lock_step and c.staleness.eta >= 1 and is_policy(c.loss.objective):
+        yield from _version_problems(c)
+
+
+def _version_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A regression on one value a group, where the engines may get new weights between two of its answers."""
+    if (surrogate := resolve(c.loss)['surrogate']) == 'oapl':
+        yield (
+            f"loss.surrogate={surrogate!r} (loss.objective={c.loss.objective!r}) with staleness.schedule='natural' and "
+            f'staleness.eta={c.staleness.eta}: its target belongs to one version of the policy, and a group may have '
+            "two; use staleness.schedule='every(L)' or 'fixed(k)', or staleness.eta=0"
         )
 
 
@@ -251,6 +269,11 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             "task.verifier='inline' cannot end a comparison that hangs, which task.answer='math' needs; use "
             "task.verifier='process'"
+        )
+    if c.task.filter == 'success_rate' and c.task.filter_low > c.task.filter_high:
+        yield (
+            f'task.filter_low={c.task.filter_low} above task.filter_high={c.task.filter_high} drops every group; lower '
+            'task.filter_low or raise task.filter_high'
         )
     if model.source == 'gguf' and not model.path:
         yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"

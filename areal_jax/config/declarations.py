@@ -115,7 +115,11 @@ SECTIONS: Mapping[str, Section] = {
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),
         verifier_memory_mb=Integer(2048, MEBIBYTES, 'MiB of heap (RLIMIT_DATA) of each scorer process; 0 = no limit'),
         max_failed_groups=Integer(32, COUNT, 'groups (evaluation: answers) in a row without reward that end a run'),
-        filter=Choice('none', ('none', 'equal_rewards'), 'equal_rewards: drop a finished group without signal, refill'),
+        filter=Choice(
+            'none', ('none', 'equal_rewards', 'success_rate'), 'drop a finished group that teaches nothing, and refill'
+        ),
+        filter_low=Real(0.05, SHARE, 'success_rate: least share of the answers of a group with a reward above 0'),
+        filter_high=Real(0.95, SHARE, 'success_rate: largest share of them'),
         max_filtered_groups=Integer(256, COUNT, 'groups in a row that the filter drops before the run ends'),
     ),
     'rollout': Section(
@@ -157,7 +161,9 @@ SECTIONS: Mapping[str, Section] = {
     'staleness': Section(
         'How old the trained data may be',
         eta=Real(4.0, VERSIONS, 'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded'),
-        schedule=Text('natural', "'natural', or for studies in lock-step 'fixed(k)', 'uniform(0,k)', 'trace(file)'"),
+        schedule=Text(
+            'natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'"
+        ),
         max_token_age=Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off'),
         over_age=Choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens"),
     ),
@@ -208,6 +214,13 @@ SECTIONS: Mapping[str, Section] = {
         decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
         clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
         warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
+        brake=Choice(
+            'none',
+            ('none', 'ess', 'lag', 'projection'),
+            'shortens steps on old data, see docs/staleness_methods.md',
+        ),
+        brake_base=Real(1.0, SHARE_ABOVE_ZERO, 'ess: effective sample size of answers from which on steps are whole'),
+        brake_lag=Real(8.0, POSITIVE, 'lag: age of the data in optimizer steps up to which steps are whole'),
         blocks=Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all'),
         block_order=Choice('cyclic', ('cyclic', 'shuffled'), 'of the blocks of a round; shuffled: by run.seed'),
         block_updates=Integer(1, COUNT, 'updates before the next block'),
@@ -304,6 +317,7 @@ SECTIONS: Mapping[str, Section] = {
         ratio_sample=Real(
             0.0, SHARE, 'share of the trained answers whose importance ratio is split; 0 = off, at no cost'
         ),
+        brakes=Flag(False, 'what each optimizer.brake reads, also where it is not used; keeps a copy of the gradient'),
         ring_bytes=Integer(2**30, BYTES, 'of the weights of earlier versions that this needs, in host memory'),
     ),
     'telemetry': Section(

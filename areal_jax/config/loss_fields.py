@@ -69,8 +69,9 @@ LOSS_FIELDS: Mapping[str, Field] = {
         OF_METHOD,
         (
             *(OF_METHOD, 'reward', 'group', 'group_mean', 'rloo', 'max_rl', 'optimal_value', 'length_baseline'),
+            'optimal_baseline',
         ),
-        'group: (r-mean)/std; group_mean: r-mean; reward: r',
+        'group: (r-mean)/std; group_mean: r-mean; reward: r; optimal_baseline: VCPO, needs a pass',
     ),
     'deviation': Choice(
         OF_METHOD, (OF_METHOD, 'population', 'sample'), 'group: std + 1e-4, or with ddof 1 + 1e-6 as the papers have it'
@@ -101,6 +102,6 @@ LOSS_FIELDS: Mapping[str, Field] = {
     'entropy_coefficient': Real(0.0, NOT_NEGATIVE, 'above 0 rewards entropy'),
     'kl_coefficient': Real(None, NOT_NEGATIVE, 'above 0 keeps the policy near loss.reference'),
     'kl_estimator': Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
-    'kl_in': Choice('loss', ('loss', 'reward'), 'where that divergence counts'),
+    'kl_in': Choice('loss', ('loss', 'reward'), 'where it counts; reward: that of the policy that drew the answers'),
     'reference': Text('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip

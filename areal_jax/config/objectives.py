@@ -137,6 +137,12 @@ _OBJECTIVES = (
         'arXiv 2602.19362',
     ),
     ObjectiveKind(
+        'vcpo',
+        {'ratio': 'none', 'surrogate': 'reinforce', 'correction_level': 'sequence', 'behavior_weight_cap': 8.0}
+        | {'advantage': 'optimal_baseline', 'aggregation': 'sequence_mean'},
+        'arXiv 2602.17616',
+    ),
+    ObjectiveKind(
         'dg',
         _NO_CORRECTION | {'ratio': 'none', 'surrogate': 'delight', 'advantage': 'group_mean'},
         'Delightful Policy Gradient, arXiv 2603.14608',

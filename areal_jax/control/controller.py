@@ -20,7 +20,7 @@ from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount
 from areal_jax.control.gate import HeldState, StalenessGate
-from areal_jax.control.group_filter import EqualRewardsFilter
+from areal_jax.control.group_filter import GroupFilter
 from areal_jax.control.groups import RunningGroups
 from areal_jax.control.lock_step import LockStep
 from areal_jax.control.publisher import Publisher, Update
@@ -58,7 +58,7 @@ class StepRecord:
     held_s: Mapping[str, float]  # clock seconds in which admission was closed since the last update, by gate.Bound
     idle_slots_s: Mapping[str, float]  # seconds of decoding slots that were idle meanwhile, likewise
     dropped: Mapping[str, int]  # by reason, since the start
-    filtered_rate: float | None  # see EqualRewardsFilter.take_rate; None: no filter
+    filtered_rate: float | None  # see GroupFilter.take_rate; None: no filter
 
 
 class HostState(TypedDict):
@@ -74,7 +74,7 @@ class HostState(TypedDict):
     running: list[RunningGroup]
     order: list[tuple[str, int, int]]  # Pool.order
     dropped: dict[str, int]
-    filter: dict[str, int] | None  # EqualRewardsFilter.state
+    filter: dict[str, int] | None  # GroupFilter.state
     generated_update: int | None  # LockStep.generated_update
     admission: HeldState
     idle_slots: HeldState
@@ -109,7 +109,7 @@ class Controller:
         ring: VersionRing | None,
         observer_state: Callable[[], Mapping[str, Any]],
         on_published: Callable[[PublishedWeights], None] = lambda _: None,
-        group_filter: EqualRewardsFilter | None = None,
+        group_filter: GroupFilter | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate

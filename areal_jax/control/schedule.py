@@ -19,11 +19,14 @@ class Schedule:
     """Lock-step: the batch of update v -> v+1 is generated wholly with version max(0, v - delay(v))."""
 
     delay: Callable[[int], int]  # versions, by update
-    longest: int  # the largest delay: the ring holds longest + 1 versions
+    longest: int  # the largest delay: the ring holds longest + 1 versions at most
 
 
 def parse_schedule(text: str, seed: int) -> Schedule | None:
-    """None for 'natural'; else 'fixed(k)', 'uniform(0,k)' (k drawn per batch) or 'trace(file)' (an integer a line).
+    """None for 'natural'; else 'fixed(k)', 'every(L)', 'uniform(0,k)' (drawn per batch) or 'trace(file)'.
+
+    'every(L)' has the delays 0 to L - 1 in turn: engines take the newest weights every L updates (OAPL, arXiv
+    2602.19362, algorithm 1). A file of 'trace' has an integer a line.
 
     Raises ValueError that names the text and the known forms.
     """
@@ -32,6 +35,9 @@ def parse_schedule(text: str, seed: int) -> Schedule | None:
     if match := re.fullmatch(r'fixed\((\d+)\)', text):
         fixed = int(match[1])
         return Schedule(lambda update: fixed, fixed)
+    if match := re.fullmatch(r'every\(([1-9]\d*)\)', text):
+        period = int(match[1])
+        return Schedule(lambda update: update % period, period - 1)
     if match := re.fullmatch(r'uniform\(0, ?(\d+)\)', text):
         longest = int(match[1])
         return Schedule(lambda update: _uniform(seed, update, longest), longest)
@@ -44,7 +50,8 @@ def parse_schedule(text: str, seed: int) -> Schedule | None:
         delays = [int(word) for word in words]
         return Schedule(lambda update: delays[update % len(delays)], max(delays))
     raise ConfigError(
-        f'staleness.schedule={text!r} is not known; use natural, fixed(k), uniform(0,k) or trace(file), e.g. fixed(4)'
+        f'staleness.schedule={text!r} is not known; use natural, fixed(k), every(L), uniform(0,k) or trace(file), e.g. '
+        'fixed(4)'
     )
 
 
@@ -58,12 +65,17 @@ class VersionRing:
     def version_for(self, update: int) -> int:
         return max(0, update - self._schedule.delay(update))
 
+    def needed(self, newest: int) -> set[int]:
+        """The newest version, and those before it that a batch not yet trained asks for."""
+        later = range(newest, newest + self._schedule.longest + 1)
+        return {newest} | {version for version in map(self.version_for, later) if version <= newest}
+
     def add(self, published: PublishedWeights) -> int:
         """Keep the version; returns the lowest one that is still needed. Versions come in ascending order."""
         self._weights[published.version] = published
-        lowest = max(0, published.version - self._schedule.longest)
-        self._weights = {version: weights for version, weights in self._weights.items() if version >= lowest}
-        return lowest
+        needed = self.needed(published.version)
+        self._weights = {version: weights for version, weights in self._weights.items() if version in needed}
+        return min(needed)
 
     def weights(self, version: int) -> PublishedWeights:
         """Raises ConfigError for a version that is not held: the trace differs from the one of the checkpoint."""

@@ -202,7 +202,7 @@ class DropEvent(Header):
 
     kind: Literal['drop']
     draw: Draw
-    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards, engine_lost']
+    reason: Annotated[str, 'over_age, verifier_failed, cancelled, equal_rewards, success_rate, engine_lost']
     detail: Annotated[str, 'further words on the reason, or empty']
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Attend, Constrain
-from areal_jax.models.logprobs import sharded_token_logprobs, token_logprobs
+from areal_jax.models.logprobs import TokenFunction, sharded_token_logprobs, token_logprobs
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
 from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices
@@ -46,8 +46,9 @@ def forward(
     *,
     attention: str = 'auto',
     mesh: Mesh | None = None,
+    compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of the loss tokens of packed rows.
+    """Log-probs and entropies of the loss tokens of packed rows, or what else `compute` makes of hidden states.
 
     Only the hidden states at `sources` reach the head.
 
@@ -76,10 +77,10 @@ def forward(
     arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
     if tokens.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
-            *arguments, mesh=tokens.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor'
+            *arguments, mesh=tokens.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', compute=compute
         )
     else:
-        logprobs, entropy = token_logprobs(*arguments)
+        logprobs, entropy = compute(*arguments)
     return targets.unflatten(logprobs), targets.unflatten(entropy)
 
 

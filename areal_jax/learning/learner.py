@@ -187,13 +187,13 @@ class SpmdLearner:
         if self._ratio:
             self._ratio.require(version, self.state)
         with preferred():
-            trained = train(self._passes, self.state, settings, batches, version, scale, number_prompts(kept))
-        metrics = measure(Update(groups, kept, batches, report, version, oldest, trained), settings)
+            trained = train(self._passes, self.state, settings, batches, kept, version, scale)
+        metrics = measure(Update(groups, kept, trained.batches, report, version, oldest, trained), settings)
         work = work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs)
         ratio: Metrics = {}
         if self._ratio:
             update_s = time.perf_counter() - began_s
-            ratio = self._ratio.measure(kept, batches, trained, self.state, version, update_s)
+            ratio = self._ratio.measure(kept, trained.batches, trained, self.state, version, update_s)
         self._version = version + 1
         return merge(measured=metrics, work=work, ratio=ratio)
 
@@ -324,11 +324,6 @@ class SpmdLearner:
         trained = {id(group) for group in kept}
         estimated = zip(groups, require_advantages(self._settings.objective, groups), strict=True)
         return [advantages for group, advantages in estimated if id(group) in trained]
-
-
-def number_prompts(groups: Sequence[TrajectoryGroup]) -> np.ndarray:
-    """int64 [trajectories]: the number of the group of each."""
-    return np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
+from areal_jax.learning.brakes import BrakeSettings, sequence_effective_sample_size
 from areal_jax.learning.diagnostics import data_metrics as diagnostics
 from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
@@ -12,8 +15,10 @@ from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.metrics import merge_metrics
 from areal_jax.learning.objective.own_objective import require_finite_loss
+from areal_jax.learning.objective.sums import find_starts
 from areal_jax.learning.optimizer.optimizer import step_metrics
 from areal_jax.learning.packing.packing_report import PackingReport
+from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.update import Trained, first_logprobs
 from areal_jax.telemetry.metrics import merge
@@ -71,4 +76,26 @@ def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, fl
         quantization=quantization_metrics(compared, before, version) if settings.quantized else {},
         by_age=metrics_by_age(settings, batches, results, known, version),
         inside=diagnostics.inside_metrics(batches, trained.steps_applied()),
+        staleness=_staleness_metrics(settings.brake, results, batches),
     )
+
+
+def _staleness_metrics(
+    brake: BrakeSettings, results: Sequence[StepResult], batches: Sequence[PackedBatch]
+) -> dict[str, float]:
+    """What brakes of the learning rate read, the mean over the steps."""
+    if not results:
+        return {}
+    mean = lambda values: sum(values) / len(results)
+    sizes = []
+    for number, result in enumerate(results):
+        batch = batches[number % len(batches)]
+        policy = np.reshape(result.logprobs, batch.loss_mask.shape)
+        starts = find_starts(batch.trajectory_ids)
+        sizes.append(float(sequence_effective_sample_size(policy, batch.behavior_logprobs, batch.loss_mask, starts)))
+    metrics = {'loss/sequence_effective_sample_size': mean(sizes)}
+    if brake.shown or brake.kind == 'lag':
+        metrics['update/lag_steps'] = mean([result.lag for result in results])
+    if brake.kind == 'lag':
+        metrics['update/brake'] = mean([brake.lag_factor(result.lag) for result in results])
+    return metrics

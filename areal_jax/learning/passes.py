@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
-from areal_jax.learning.objective.objective import POLICY
+from areal_jax.learning.objective.objective import COLLISION, POLICY
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -31,6 +32,7 @@ class StepResult(NamedTuple):
     microbatches: Sequence[Mapping[str, np.ndarray]]  # metrics of the loss: scalars, or arrays [M]
     logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
     prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # what the objective decided before it
+    lag: float = 0.0  # see brakes.mean_lag
 
 
 class Passes:
@@ -52,12 +54,21 @@ class Passes:
         return state.params if self._settings.dtype == 'float32' else self._programs.run('cast', state.params)
 
     def step(
-        self, state: LearnerState, rows: Mapping[str, np.ndarray], denominator: float, version: int, first: bool
+        self,
+        state: LearnerState,
+        rows: Mapping[str, np.ndarray],
+        denominator: float,
+        version: int,
+        first: bool,
+        factor: float = 1.0,
     ) -> StepResult:
-        """One optimizer step on a minibatch; `first` says that no step of this update came before it."""
+        """One optimizer step on a minibatch, at `factor` times the learning rate.
+
+        `first` says that no step of this update came before it.
+        """
         scalars = self._scalars(denominator, version, first)
         run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
-        return run(state, rows, scalars)
+        return run(state, rows, scalars, factor)
 
     def logprobs(self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int) -> np.ndarray:
         """float32 [M, R, N] of given weights, in the form of `working`."""
@@ -69,6 +80,17 @@ class Passes:
                 for microbatch in self._layout.split(rows)
             ]
         )
+
+    def collisions(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probs, log Σ π²) of the trained weights, float32 [M, R, N] each."""
+        rows, denominator = training_rows(batch, self._settings.objective)
+        scalars, working = self._scalars(denominator, version, first=True), self.working(state)
+        passed = [
+            self._programs.run('collisions', working, state.frozen, self._layout.place(microbatch), scalars)
+            for microbatch in self._layout.split(rows)
+        ]
+        logprobs, collisions = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
+        return logprobs, collisions
 
     def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that updates and publications run; `state` may be described only."""
@@ -91,18 +113,22 @@ class Passes:
             scores = settings.scores or settings.ratio_split is not None or not objective.learns_from_answers
             if settings.recomputes or state.reference is not None or scores or POLICY in objective.reads:
                 yield 'logprobs', (working, state.frozen, one, scalars)
+            if COLLISION in objective.reads:
+                yield 'collisions', (working, state.frozen, one, scalars)
         if settings.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())
 
-    def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> StepResult:
+    def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
         """One program for the whole minibatch."""
         whole = self._layout.place(rows)
         state.params, state.optimizer, step, metrics, logprobs = self._programs.run(
-            'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate()
+            'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
         )
         return StepResult(jax.device_get(step), [jax.device_get(metrics)], jax.device_get(logprobs))
 
-    def _dispatch(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> StepResult:
+    def _dispatch(
+        self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float
+    ) -> StepResult:
         """One program for each micro-batch, then one for the step."""
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
@@ -117,11 +143,23 @@ class Passes:
             )
             metrics.append(measured)
             logprobs.append(predicted)
+        factor, braked = self._brake(factor, rows, logprobs)
         state.params, state.optimizer, state.gradients, step = self._programs.run(
-            'apply', state.params, state.optimizer, state.gradients, self._rate()
+            'apply', state.params, state.optimizer, state.gradients, self._rate(factor)
         )
         whole = self._layout.join_logprobs(logprobs)
-        return StepResult(jax.device_get(step), jax.device_get(metrics), whole)
+        return StepResult({**jax.device_get(step), **braked}, jax.device_get(metrics), whole)
+
+    def _brake(
+        self, factor: float, rows: Mapping[str, np.ndarray], logprobs: Sequence[jax.Array]
+    ) -> tuple[float, dict[str, np.ndarray]]:
+        """(the factor of the rate of the step on a minibatch, metrics); waits for its log-probs where it reads them."""
+        brake = self._settings.brake
+        if brake.kind != 'ess':
+            return factor, {}
+        known = (rows[name] for name in ('behavior_logprobs', 'loss_mask', 'sequence_starts'))
+        factor *= float(brake.ess_factor(sequence_effective_sample_size(self._layout.join_logprobs(logprobs), *known)))
+        return factor, {'brake': np.asarray(factor, np.float32)}
 
     def _scalars(self, denominator: float, version: int, first: bool) -> Scalars:
         scalars = training_scalars(
@@ -132,5 +170,5 @@ class Passes:
         )
         return place(scalars, replicated(self._mesh))
 
-    def _rate(self) -> jax.Array:
-        return place(np.float32(self._learning_rate), replicated(self._mesh))
+    def _rate(self, factor: float = 1.0) -> jax.Array:
+        return place(np.float32(self._learning_rate * factor), replicated(self._mesh))

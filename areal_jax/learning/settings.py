@@ -10,6 +10,7 @@ import dataclasses
 
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.brakes import BrakeSettings
 from areal_jax.learning.objective.objective import PROXIMAL, Objective
 from areal_jax.learning.packing.packing import require_known
 
@@ -77,6 +78,7 @@ class LearnerSettings:
     scores: bool  # `warm_up` compiles what SpmdLearner.score runs
     ratio_split: RatioSettings | None  # None: the importance ratio is not split
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
+    brake: BrakeSettings
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})
@@ -136,9 +138,12 @@ class OptimizerSettings:
     schedule: str
     final_ratio: float  # 'constant' does not read it
     total_steps: int  # optimizer steps of the run; 'constant' does not read it
+    compares: bool  # the cosine of consecutive gradients is measured
+    projects: bool  # optimizer.brake='projection', with `compares`
 
     def __post_init__(self) -> None:
-        fields = [field.name for field in dataclasses.fields(self) if field.name != 'total_steps']
+        derived = ('total_steps', 'compares', 'projects')
+        fields = [field.name for field in dataclasses.fields(self) if field.name not in derived]
         require_allowed({f'optimizer.{name}': getattr(self, name) for name in fields})
         if self.name != 'adamw' and self.moment_dtype != 'float32':
             raise ConfigError(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.forward import Rows, forward
 from areal_jax.learning.objective.aggregation import token_weights
 from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, LossTokens, Objective
@@ -24,6 +25,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.sharding.rules import replicated
 from areal_jax.sharding.shares import Shares
 from areal_jax.types import PackedBatch, Tree
@@ -143,6 +145,14 @@ class Programs:
 
         return jax.jit(logprobs, out_shardings=replicated(self.mesh))
 
+    def collisions(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> (log-probs, log Σ π²), [R, N] each."""
+
+        def collisions(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+            return self._forward(working, frozen, rows, scalars, compute=token_collisions)
+
+        return jax.jit(collisions, out_shardings=replicated(self.mesh))
+
     def accumulate(self) -> jax.stages.Wrapped:
         """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
         [R, N])."""
@@ -183,19 +193,36 @@ class Programs:
 
             # metrics [M], logprobs [M, R, N]
             gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
+            learning_rate, braked = self._brake(learning_rate, rows, logprobs)
             params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
-            return params_after, state, step_metrics, metrics, logprobs
+            return params_after, state, step_metrics | braked, metrics, logprobs
 
         everywhere = replicated(self.mesh)
         shardings = (self.params, self.state, everywhere, everywhere, everywhere)
         return jax.jit(scan, donate_argnums=(0, 1), out_shardings=shardings)
+
+    def _brake(self, learning_rate: jax.Array, rows: Rows, logprobs: jax.Array) -> tuple[jax.Array, _Metrics]:
+        """(the rate of the step on a minibatch with these log-probs [M, R, N], metrics)."""
+        brake = self.settings.brake
+        if brake.kind != 'ess':
+            return learning_rate, {}
+        known = (rows[name] for name in ('behavior_logprobs', 'loss_mask', 'sequence_starts'))
+        factor = brake.ess_factor(sequence_effective_sample_size(logprobs, *known)).astype(jnp.float32)
+        return learning_rate * factor, {'brake': factor}
 
     def _add(self, gradients: Tree, added: Tree) -> Tree:
         """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""
         unscale = 1.0 / self.settings.loss_scale
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
 
-    def _forward(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+    def _forward(
+        self,
+        working: Tree,
+        frozen: Tree,
+        rows: Rows,
+        scalars: Scalars,
+        compute: TokenFunction = token_logprobs,
+    ) -> tuple[jax.Array, jax.Array]:
         return forward(
             self.decoder,
             trees.join(working, frozen),
@@ -203,6 +230,7 @@ class Programs:
             scalars['temperature'],
             attention=self.attention,
             mesh=self.mesh,
+            compute=compute,
         )
 
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:

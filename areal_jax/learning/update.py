@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
-from areal_jax.learning.objective.objective import POLICY
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, Objective
 from areal_jax.learning.objective.own_objective import require_prepared
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
-from areal_jax.types import PackedBatch
+from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Trained:
 
     results: list[StepResult]  # number i is of minibatch i % minibatches
     known: list[KnownLogprobs]  # per minibatch, as the steps after the first used them
+    batches: Sequence[PackedBatch]  # with the advantages that were trained
 
     def steps_applied(self) -> list[bool]:
         """Per step, whether it changed the weights: the others had a gradient that was not finite."""
@@ -43,28 +45,58 @@ def train(
     state: LearnerState,
     settings: LearnerSettings,
     batches: Sequence[PackedBatch],
+    groups: Sequence[TrajectoryGroup],
     version: int,
     scale: float,
-    prompts: np.ndarray,
 ) -> Trained:
     """Trains on every minibatch, `settings.epochs` times.
 
     Args:
+      groups: those that were packed.
       version: of the weights before the update.
       scale: multiplies every denominator, see aggregation.denominator_scale.
-      prompts: int [trajectories], the number of each one's group.
     """
     known = _known_logprobs(passes, state, settings, batches, version)
+    batches = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
+    prompts = number_prompts(groups)
     results: list[StepResult] = []
     for number in range(settings.epochs * len(batches)):
         index, first = number % len(batches), number == 0
         prepared = _prepare(passes, state, settings, batches[index], version)
         rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)
-        result = passes.step(state, rows, denominator * scale, version, first)
-        results.append(result._replace(prepared=prepared))
+        lag = mean_lag(batches[index], version, settings.steps, number)
+        result = passes.step(state, rows, denominator * scale, version, first, settings.brake.lag_factor(lag))
+        results.append(result._replace(prepared=prepared, lag=lag))
         if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = KnownLogprobs(first_logprobs(results, batches), known[0].reference)
-    return Trained(results, known)
+    return Trained(results, known, batches)
+
+
+def number_prompts(groups: Sequence[TrajectoryGroup]) -> np.ndarray:
+    """int64 [trajectories]: the number of the group of each."""
+    return np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+
+
+def _replace_advantages(
+    passes: Passes,
+    state: LearnerState,
+    objective: Objective,
+    batches: Sequence[PackedBatch],
+    groups: Sequence[TrajectoryGroup],
+    known: Sequence[KnownLogprobs],
+    version: int,
+) -> Sequence[PackedBatch]:
+    """The batches with the advantages that need a pass before the first step."""
+    if not objective.replaces_advantages:
+        return batches
+    passed: list[dict[str, np.ndarray]] = []
+    for batch, own in zip(batches, known, strict=True):
+        found = {} if own.reference is None else {REFERENCE: own.reference}
+        if COLLISION in objective.reads:
+            found[POLICY], found[COLLISION] = passes.collisions(state, batch, version)
+        passed.append(found)
+    replaced = objective.token_advantages(groups, batches, passed)
+    return [dataclasses.replace(b, advantages=values) for b, values in zip(batches, replaced, strict=True)]
 
 
 def _prepare(

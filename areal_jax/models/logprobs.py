@@ -25,6 +25,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 _Ranks = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # top, total, chosen, values, ids
 _Saved = tuple[jax.Array, ...]  # hidden, head, targets, temperature, log-sum-exp, entropy
 _Index = jax.Array | int
+TokenFunction = Callable[..., tuple[jax.Array, jax.Array]]  # token_logprobs, token_collisions
 _State = TypeVar('_State', bound=tuple[jax.Array, ...])
 
 
@@ -141,6 +142,46 @@ def rank_tokens(
     return Ranking(chosen - lse, ids, values - lse[:, None])
 
 
+def token_collisions(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: ArrayLike,
+    *,
+    chunk: int | None = None,
+    axis_name: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-prob of each target and log Σ_v π_v², that two draws are equal, float32 [N] each; forward only.
+
+    Arguments, also inside `jax.shard_map`, and what NaN does: see `token_logprobs`.
+    """
+    if chunk is None:
+        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
+    temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
+    local_targets = targets - _first_row(head, axis_name)
+
+    def fold(state: _Sums, columns: jax.Array, first: _Index) -> _Sums:
+        top, total, squares, chosen = state  # largest z; sums of e^(z - top) and e^2(z - top); z of the target
+        z = _logits(hidden, columns, temperature)
+        new_top = jnp.maximum(top, z.max(axis=-1))
+        weights, down = jnp.exp(z - new_top[:, None]), jnp.exp(top - new_top)
+        column = local_targets - first
+        inside = (column >= 0) & (column < len(columns))
+        found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
+        total, squares = total * down + weights.sum(axis=-1), squares * down**2 + jnp.sum(weights**2, axis=-1)
+        return new_top, total, squares, jnp.where(inside, found, chosen)
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    state = _fold_tiles(fold, (zeros + _LOWEST, zeros, zeros, zeros), head, min(chunk, len(head)))
+    top, total, squares, chosen = state
+    if axis_name is not None:
+        highest = jax.lax.pmax(top, axis_name)
+        down = jnp.exp(top - highest)
+        total, squares, chosen = jax.lax.psum((total * down, squares * down**2, chosen), axis_name)
+        top = highest
+    return chosen - (top + jnp.log(total)), jnp.log(squares) - 2 * jnp.log(total)
+
+
 def sharded_token_logprobs(
     hidden: jax.Array,
     head: jax.Array,
@@ -151,11 +192,13 @@ def sharded_token_logprobs(
     token_axes: Sequence[str],
     vocab_axis: str,
     chunk: int | None = None,
+    compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logprobs` of whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
+    """`compute` of whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
 
-    The results are sharded like the tokens. A device holds V/t rows of `head` and of its gradient, no more. `chunk` is
-    per device. Differentiate this function from outside; gradients are whole. The axes of `mesh` are of type Auto.
+    It is `token_logprobs` or `token_collisions`. The results are sharded like the tokens. A device holds V/t rows of
+    `head` and of its gradient, no more. `chunk` is per device. Differentiate this function from outside; gradients are
+    whole. The axes of `mesh` are of type Auto.
 
     Raises ValueError if N or V is not a multiple of the number of devices over which it is sharded.
     """
@@ -168,14 +211,14 @@ def sharded_token_logprobs(
             axis_sizes = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)
             raise ValueError(f'{size} {name} do not divide over {axis_sizes}: pad them or change the mesh')
     by_token = PartitionSpec(tuple(token_axes))
-    compute = jax.shard_map(
-        functools.partial(token_logprobs, chunk=chunk, axis_name=vocab_axis),
+    local = jax.shard_map(
+        functools.partial(compute, chunk=chunk, axis_name=vocab_axis),
         mesh=mesh,
         in_specs=(by_token, PartitionSpec(vocab_axis), by_token, by_token),
         out_specs=by_token,
         check_vma=False,
     )
-    return compute(hidden, head, targets, jnp.broadcast_to(effective_temperature(temperature), targets.shape))
+    return local(hidden, head, targets, jnp.broadcast_to(effective_temperature(temperature), targets.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from areal_jax.control.group_filter import EQUAL_REWARDS
+from areal_jax.control.group_filter import BY_REWARD
 from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.censoring import warn_of_censoring
@@ -311,13 +311,13 @@ def _filtered(report: Report) -> str:
     if rate is None or rate <= MOST_FILTERED:
         return ''
     return (
-        f'task.filter dropped {rate:.0%} of the finished groups, whose rewards were equal: most of the generation '
-        'trained nothing. Problems nearer to what the policy can do, or a larger rollout.group_size, would waste less.'
+        f'task.filter dropped {rate:.0%} of the finished groups for their rewards: most of the generation trained '
+        'nothing. Problems nearer to what the policy can do, or a larger rollout.group_size, would waste less.'
     )
 
 
 def _drops(report: Report) -> str:
-    dropped = sum(count for reason, count in report['groups']['dropped'].items() if reason != EQUAL_REWARDS)
+    dropped = sum(count for reason, count in report['groups']['dropped'].items() if reason not in BY_REWARD)
     drawn = report['groups']['drawn']
     if not drawn or dropped <= 0.1 * drawn:
         return ''

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from areal_jax.control.group_filter import EQUAL_REWARDS
+from areal_jax.control.group_filter import BY_REWARD
 from areal_jax.events.schema import Event
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
@@ -28,7 +28,8 @@ from areal_jax.types import NOT_GENERATED
 
 _GENERATED, _DROPPED = 'generated', 'dropped'
 _LEFT_OUT = ('masked', 'dropped')  # fates that depend on how long an answer took
-_BY_REWARD = f'dropped: {EQUAL_REWARDS}'  # and 'filtered': fates that depend on the rewards by their definition
+# and 'filtered': fates that depend on the rewards by their definition
+_BY_REWARD = tuple(f'dropped: {reason}' for reason in BY_REWARD)
 # √(-ln(α / 2) / 2) with α = 1%: N. Smirnov's asymptotic bound of the distance between two samples of one distribution
 _CRITICAL = math.sqrt(-math.log(0.01 / 2) / 2)
 _Values: TypeAlias = Callable[[Sequence['_Share']], tuple[np.ndarray, np.ndarray]]  # values and weights
@@ -65,7 +66,7 @@ def censoring(events: Sequence[Event], metrics: Metrics) -> contents.Censoring |
     shares[_DROPPED] = [share for fate in by_reason for share in shares[fate]]
     order = (_GENERATED, *IN_BATCH, _DROPPED)
     left_out = [share for fate in _LEFT_OUT for share in shares[fate]]
-    lost_by_time = [share for fate in ('masked', *by_reason) if fate != _BY_REWARD for share in shares[fate]]
+    lost_by_time = [share for fate in ('masked', *by_reason) if fate not in _BY_REWARD for share in shares[fate]]
     return {
         'spreads': {fate: _spread(shares[fate], everything) for fate in order if shares[fate]},
         'length_bias': _compare(shares['trained'], left_out, _lengths),

@@ -14,7 +14,7 @@ from typing import cast
 
 from areal_jax import files
 from areal_jax.control.episode import LOST
-from areal_jax.control.group_filter import EQUAL_REWARDS
+from areal_jax.control.group_filter import BY_REWARD
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event, InterruptEvent
 from areal_jax.report import aggregates, statistics
@@ -220,7 +220,7 @@ def _groups(events: Sequence[Event], metrics: Metrics) -> contents.Groups:
         'trained': int(aggregates.total(metrics, names.GROUPS_TRAINED)),
         'filtered': int(aggregates.total(metrics, names.UPDATE_FILTERED)),
         'dropped': dict(sorted(reasons.items())),
-        'filtered_rate': _filtered_rate(events, reasons[EQUAL_REWARDS]),
+        'filtered_rate': _filtered_rate(events, sum(reasons[reason] for reason in BY_REWARD)),
     }
     if lost := lost_answers(events):
         groups['lost'] = lost

@@ -73,7 +73,7 @@ def make_programs(stage: str, arms: Sequence[Arm], workdir: pathlib.Path) -> lis
     for schedule, members in by_lag.items():
         named = {arm.name: arm for arm in members}
         for number, part in enumerate(arms_of.partition([arms_of.Arm(arm.name, arm.config) for arm in members])):
-            name = f'{stage}_lag{schedule.removeprefix("fixed(").removesuffix(")")}_{number}'
+            name = f'{stage}_lag{schedule.removeprefix("fixed(").replace("(", "").removesuffix(")")}_{number}'
             programs.append(Program(name, workdir / PROGRAMS / name, tuple(named[arm.name] for arm in part)))
     return programs
 

@@ -183,7 +183,7 @@ def test_fixed_k_is_a_spike_at_k(delay):
     assert not any(e['kind'] == 'interrupt' for e in run.log.events)
 
 
-@pytest.mark.parametrize('schedule', ['fixed(0)', 'fixed(2)', 'uniform(0,2)'])
+@pytest.mark.parametrize('schedule', ['fixed(0)', 'fixed(2)', 'every(2)', 'uniform(0,2)'])
 def test_a_lock_step_batch_is_refilled_with_its_own_version(schedule):
     run = ToyRun(steps=4, eta=math.inf, schedule=schedule, fail=[0, 4, 5, 11]).run()
     assert_conserved(run.log.events)
@@ -365,7 +365,7 @@ def test_resume_from_every_checkpoint_equals_the_uninterrupted_run(engines, max_
 
 @pytest.mark.parametrize('save_s', [0.03, 1.0])
 @pytest.mark.parametrize('engines', [1, 2])
-@pytest.mark.parametrize('schedule', ['fixed(0)', 'fixed(2)', 'uniform(0,3)', 'trace'])
+@pytest.mark.parametrize('schedule', ['fixed(0)', 'fixed(2)', 'every(3)', 'uniform(0,3)', 'trace'])
 def test_a_lock_step_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(tmp_path, schedule, engines, save_s):
     (tmp_path / 'delays').write_text('0 3 1 2 0')
     options = {'steps': 8, 'engines': engines, 'delays': [1, 4], 'fail': [3, 11, 13], 'checkpoint_every': 1}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.episode import Episode, RunningGroup
-from areal_jax.control.group_filter import EqualRewardsFilter, NoSignalError
+from areal_jax.control.group_filter import GroupFilter, NoSignalError, equal_rewards, success_rate
 from areal_jax.learning.objective.rewards import has_signal
 from areal_jax.types import Prompt, Segment, TrajectoryGroup, Verdict
 
@@ -38,14 +38,35 @@ CRASH = Verdict(0.0, 2, 'crash')
 )
 def test_a_group_is_judged_as_in_the_batch(verdicts: tuple[Verdict, ...], detail: str | None):
     group = finished(*verdicts)
-    drop = EqualRewardsFilter(limit=9).judge(group)
+    drop = GroupFilter(equal_rewards(), limit=9).judge(group)
     assert (drop and (drop.draw, drop.reason, drop.detail)) == (detail and (7, 'equal_rewards', detail))
     assert has_signal(group) == (drop is None)
 
 
+@pytest.mark.parametrize(
+    ('rewards', 'bounds', 'detail'),
+    [
+        ((0.0, 0.0, -1.0, 0.0), (0.05, 0.95), '0 of 4 rewards above 0'),
+        ((1.0, 0.5, 1e-9, 2.0), (0.05, 0.95), '4 of 4 rewards above 0'),  # unequal rewards, and all of them successes
+        ((1.0, 0.0, 0.0, 0.0), (0.05, 0.95), None),
+        ((1.0, 0.0, 0.0, 0.0), (0.25, 0.5), None),  # the bounds are kept
+        ((1.0, 1.0, 1.0, 0.0), (0.25, 0.5), '3 of 4 rewards above 0'),
+        ((1.0, 0.0, 0.0, 0.0), (0.3, 1.0), '1 of 4 rewards above 0'),
+    ],
+)
+def test_a_group_is_kept_where_its_share_of_successes_lies_between_the_bounds(rewards, bounds, detail):
+    drop = GroupFilter(success_rate(*bounds), limit=9).judge(finished(*map(Verdict, rewards)))
+    assert (drop and (drop.draw, drop.reason, drop.detail)) == (detail and (7, 'success_rate', detail))
+
+
+def test_an_answer_that_could_not_be_verified_has_no_part_in_the_share():
+    group_filter = GroupFilter(success_rate(0.4, 0.6), limit=9)
+    assert group_filter.judge(finished(Verdict(1.0), Verdict(0.0), CRASH)) is None  # 1 of 2, not of 3
+
+
 def test_only_drops_in_a_row_end_the_run_and_a_resumed_run_counts_on():
     same, different = finished(Verdict(0.0), Verdict(0.0)), finished(Verdict(0.0), Verdict(1.0))
-    group_filter = EqualRewardsFilter(limit=3)
+    group_filter = GroupFilter(equal_rewards(), limit=3)
 
     def judge(group: TrajectoryGroup) -> None:
         if drop := group_filter.judge(group):
@@ -57,7 +78,7 @@ def test_only_drops_in_a_row_end_the_run_and_a_resumed_run_counts_on():
     assert group_filter.take_rate() is None
     judge(same)
     state = group_filter.state()
-    group_filter = EqualRewardsFilter(limit=3)
+    group_filter = GroupFilter(equal_rewards(), limit=3)
     group_filter.restore(state)
     with pytest.raises(NoSignalError, match=r'^3 groups in a row .* draw 7, with 2 rewards of 0: look at'):
         judge(same)

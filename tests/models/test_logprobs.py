@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, sum_blocks, token_logprobs
+from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, sum_blocks, token_collisions, token_logprobs
 
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
@@ -309,3 +309,32 @@ def test_what_does_not_divide_is_named():
         over(make_mesh((1, 4, 2, 1)))(hidden, head[:101], targets, 1.0)
     with pytest.raises(ValueError, match=r'15 tokens do not divide over data=1 x fsdp=4 x context=1'):
         over(make_mesh((1, 4, 2, 1)))(hidden[:15], head, targets[:15], 1.0)
+
+
+def collisions_by_numpy(hidden, head, targets, temperature):
+    z = hidden.astype(np.float64) @ head.T.astype(np.float64) / temperature
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    return np.log(p[np.arange(len(z)), targets]), np.log((p**2).sum(axis=1))
+
+
+@pytest.mark.parametrize('chunk', CHUNKS)
+@pytest.mark.parametrize('scale', [1.0, 30.0])
+def test_the_probability_of_equal_draws_is_summed_tile_by_tile(chunk, scale):
+    arguments = example(scale)
+    found = jax.jit(token_collisions, static_argnames='chunk')(*arguments, 0.7, chunk=chunk)
+    for a, b in zip(found, collisions_by_numpy(*arguments, 0.7), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(found[0], compiled_logprobs(*arguments, 0.7, chunk=chunk)[0])
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 8, 1), (2, 2, 2, 1)])
+def test_the_probability_of_equal_draws_over_a_mesh(shape):
+    mesh, arguments = make_mesh(shape), sharded_example()
+    found = jax.jit(
+        lambda *args: sharded_token_logprobs(
+            *args, 1.3, mesh=mesh, token_axes=('data', 'fsdp'), vocab_axis='tensor', chunk=3, compute=token_collisions
+        )
+    )(*arguments)
+    for a, b in zip(found, collisions_by_numpy(*arguments, 1.3), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -161,7 +161,7 @@ def _dropped(reason: str, share: int) -> list[dict[str, Any]]:
 
 
 def test_a_filter_that_drops_more_than_half_is_named():
-    sentence = 'task.filter dropped 60% of the finished groups, whose rewards were equal'
+    sentence = 'task.filter dropped 60% of the finished groups for their rewards'
     for share, found in ((5, False), (6, True)):
         report = build_report(_dropped('equal_rewards', share), two_metrics(), two_facts())
         assert report['groups']['filtered_rate'] == share / 10

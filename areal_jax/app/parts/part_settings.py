@@ -17,9 +17,10 @@ from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
-from areal_jax.control.group_filter import EQUAL_REWARDS, EqualRewardsFilter
+from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.learning.blockwise.blocks import BlockSettings
+from areal_jax.learning.brakes import BrakeSettings
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
 from areal_jax.plugins import Function, is_own, load_function
 from areal_jax.rollout import requirements
@@ -90,6 +91,18 @@ def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
         schedule=ours.schedule,
         final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
         total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
+        compares=config.diagnostics.brakes or ours.brake == 'projection',
+        projects=ours.brake == 'projection',
+    )
+
+
+def _build_brake(config: TrackedConfig) -> BrakeSettings:
+    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
+    return BrakeSettings(
+        kind=ours.brake,
+        base=(ours if ours.brake == 'ess' else idle).brake_base,
+        lag=(ours if ours.brake == 'lag' else idle).brake_lag,
+        shown=config.diagnostics.brakes,
     )
 
 
@@ -143,6 +156,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         scores=not supervised and uses_servers(config),
         ratio_split=_build_ratio_settings(policy),
         quantized=policy.rollout.weights == 'int8',
+        brake=_build_brake(config),
     )
 
 
@@ -274,9 +288,13 @@ def build_ring(config: TrackedConfig, copy: CopyVersion) -> VersionRing | None:
     return VersionRing(schedule, copy) if schedule else None
 
 
-def build_group_filter(config: TrackedConfig) -> EqualRewardsFilter | None:
+def build_group_filter(config: TrackedConfig) -> GroupFilter | None:
     """What `task.filter` asks for; None for 'none'."""
-    return EqualRewardsFilter(config.task.max_filtered_groups) if config.task.filter == EQUAL_REWARDS else None
+    task = config.task
+    if task.filter == 'none':
+        return None
+    rule = success_rate(task.filter_low, task.filter_high) if task.filter == SUCCESS_RATE else equal_rewards()
+    return GroupFilter(rule, task.max_filtered_groups)
 
 
 def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceRates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,12 +23,21 @@ from areal_jax.types import TrajectoryGroup, concatenate
 OwnEstimator: TypeAlias = Callable[..., object]
 # float64 [n] rewards, [n] generated tokens of the answers of a group -> [n] advantages
 GroupEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray, PolicyChoices], np.ndarray]
-Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup]], list[np.ndarray]]  # per group float32 [its answers]
+# groups, and of each what a pass says -> per group float32 [its answers]
+Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup], 'Sequence[Passed] | None'], list[np.ndarray]]
 
 _FIELD = 'loss.advantage'
 STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
 SAMPLE_FLOOR = 1e-6  # the papers' constant, beside the deviation with ddof 1
 WHITEN_FLOOR = 1e-8  # of a variance
+
+
+class Passed(NamedTuple):
+    """What passes before the update say of the answers of a group, float64 [n] each."""
+
+    penalty: np.ndarray  # is taken from the reward
+    log_weights: np.ndarray  # log Π π / π_behav, for 'optimal_baseline' as what follows
+    norms: np.ndarray  # squared norm of the gradient of the log-prob of the answer, to a factor
 
 
 def group_normalized(rewards: np.ndarray) -> np.ndarray:
@@ -81,6 +90,22 @@ def optimal_value(rewards: np.ndarray, beta: float) -> np.ndarray:
     return rewards - beta * (top + np.log(np.exp(scaled - top).mean()))
 
 
+def optimal_baseline(rewards: np.ndarray, log_weights: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """(r - b) / (std + 1e-6), b = Σ w² n r / Σ w² n: the baseline of least variance of Σ w (r - b) ∇log π.
+
+    VCPO, arXiv 2602.17616, with the population's deviation; without any trained token b is the mean.
+
+    Args:
+      log_weights: log w, of which differences alone count.
+      norms: n, at least 0.
+    """
+    logs = np.where(norms > 0, np.nan_to_num(log_weights, nan=-np.inf), -np.inf)
+    shares = np.exp(2 * (logs - logs.max())) * norms if np.isfinite(logs.max()) else np.zeros_like(norms)
+    total = shares.sum()
+    baseline = (shares * rewards).sum() / total if total else rewards.mean()
+    return (rewards - baseline) / (rewards.std() + SAMPLE_FLOOR)
+
+
 ESTIMATORS: Mapping[str, GroupEstimator] = {
     'group': lambda r, n, c: group_normalized(r) if c.deviation == 'population' else sample_normalized(r),
     'group_mean': lambda r, n, c: group_mean(r),
@@ -89,12 +114,13 @@ ESTIMATORS: Mapping[str, GroupEstimator] = {
     'max_rl': lambda r, n, c: relative_to_mean(r),
     'length_baseline': lambda r, n, c: length_baseline(r, n),
     'optimal_value': lambda r, n, c: optimal_value(r, c.oapl_value_beta),
+    'optimal_baseline': lambda r, n, c: optimal_baseline(r, np.zeros(len(r)), np.ones(len(r))),  # before the pass
 }
 # equal rewards have the advantage 0: a group of them, or of one answer, changes nothing
 CONTRASTS = frozenset(ESTIMATORS) - {'reward', 'optimal_value'}
 
 
-def group_advantages(group: TrajectoryGroup, choices: PolicyChoices) -> np.ndarray:
+def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Passed | None = None) -> np.ndarray:
     """One advantage for each answer, constant over its tokens: float32 [answers of the group].
 
     Groups may be partial. Where advantages contrast answers, equal rewards and a group of one give exactly 0, whatever
@@ -103,9 +129,11 @@ def group_advantages(group: TrajectoryGroup, choices: PolicyChoices) -> np.ndarr
     if choices.advantage not in ESTIMATORS:
         known = ', '.join(sorted(ESTIMATORS))
         raise ValueError(f'loss.advantage={choices.advantage!r} is unknown; use one of {known}')
-    rewards = shape_rewards(group, choices)
+    rewards = _rewards(group, choices, passed)
     if choices.advantage in CONTRASTS and (rewards == rewards[0]).all():
         return np.zeros(len(rewards), np.float32)
+    if choices.advantage == 'optimal_baseline' and passed is not None:
+        return optimal_baseline(rewards, passed.log_weights, passed.norms).astype(np.float32)
     tokens = np.array([count_generated(t) for t in group.trajectories], np.float64)
     return ESTIMATORS[choices.advantage](rewards, tokens, choices).astype(np.float32)
 
@@ -117,12 +145,15 @@ def make_estimator(choices: PolicyChoices) -> Estimator:
     """
     if is_own(choices.advantage):
         function = load_function(choices.advantage, _FIELD)
-        estimate = lambda groups: own_advantages(groups, function, choices)
+        estimate: Estimator = lambda groups, passed: own_advantages(groups, function, choices, passed)
     else:
-        estimate = lambda groups: [group_advantages(group, choices) for group in groups]
+        estimate = lambda groups, passed: [
+            group_advantages(group, choices, known)
+            for group, known in zip(groups, _of_each(groups, passed), strict=True)
+        ]
     if choices.whiten == 'none':
         return estimate
-    return lambda groups: whiten(groups, estimate(groups))
+    return lambda groups, passed: whiten(groups, estimate(groups, passed))
 
 
 def whiten(groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -140,7 +171,10 @@ def whiten(groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray]) 
 
 
 def own_advantages(
-    groups: Sequence[TrajectoryGroup], function: OwnEstimator, choices: PolicyChoices
+    groups: Sequence[TrajectoryGroup],
+    function: OwnEstimator,
+    choices: PolicyChoices,
+    passed: Sequence[Passed] | None = None,
 ) -> list[np.ndarray]:
     """Per group float32 [its answers], from one call of an own function over all of them.
 
@@ -150,7 +184,8 @@ def own_advantages(
         return []
     spec = choices.advantage
     sizes = [len(group.trajectories) for group in groups]
-    rewards = concatenate([shape_rewards(group, choices) for group in groups], np.float64)
+    known = zip(groups, _of_each(groups, passed), strict=True)
+    rewards = concatenate([_rewards(group, choices, of) for group, of in known], np.float64)
     given: list[object] = [rewards.copy(), np.repeat(np.arange(len(groups)), sizes)]
     if _takes_answers(function):
         given.append([trajectory for group in groups for trajectory in group.trajectories])
@@ -171,6 +206,15 @@ def own_advantages(
             'be finite in float32'
         )
     return np.split(narrow, np.cumsum(sizes)[:-1])
+
+
+def _of_each(groups: Sequence[TrajectoryGroup], passed: Sequence[Passed] | None) -> Sequence[Passed | None]:
+    return [None] * len(groups) if passed is None else passed
+
+
+def _rewards(group: TrajectoryGroup, choices: PolicyChoices, passed: Passed | None) -> np.ndarray:
+    shaped = shape_rewards(group, choices)
+    return shaped if passed is None else shaped - passed.penalty
 
 
 def _takes_answers(function: OwnEstimator) -> bool:

@@ -24,7 +24,8 @@ Metrics = dict[str, jax.Array]  # sums `*_sum`, `*_count`, and maxima `*_max`
 PROXIMAL = 'proximal'  # log-probs of the weights before the update
 REFERENCE = 'reference'  # log-probs of loss.reference
 POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
-INPUTS = frozenset({PROXIMAL, REFERENCE, POLICY})
+COLLISION = 'collision'  # log Σ π² and log-probs of the weights before the update, for `token_advantages`
+INPUTS = frozenset({PROXIMAL, REFERENCE, POLICY, COLLISION})
 
 
 class UndeclaredInputError(UserError):
@@ -79,6 +80,7 @@ class Objective(abc.ABC):
     aggregation: str = 'token_mean'  # see aggregation.py
     length_constant: int = 1  # of aggregation 'constant'
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
+    replaces_advantages: bool = False  # `token_advantages` makes them, after passes before the first step
     masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
     source: str = ''  # FILE.py:FUNCTION of an own one, which errors name; set where it is loaded
@@ -86,6 +88,20 @@ class Objective(abc.ABC):
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per group float32 [its answers], one number an answer; `groups` are all of the update."""
         return [np.ones(len(group.trajectories), np.float32) for group in groups]
+
+    def token_advantages(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        batches: Sequence[PackedBatch],
+        passed: Sequence[Mapping[str, np.ndarray]],
+    ) -> list[np.ndarray]:
+        """Per minibatch float32 [M, R, N], in place of `advantages` where it `replaces_advantages`.
+
+        Args:
+          groups: those that are trained; trajectory ids of the batches number their answers.
+          passed: per minibatch what `reads` names of REFERENCE and COLLISION, which brings POLICY; float32 [M, R, N].
+        """
+        return [batch.advantages for batch in batches]
 
     def prepare(self, batch: PackedBatch, policy_logprobs: np.ndarray | None) -> Mapping[str, np.ndarray]:
         """The arrays that `prepares` names, for the next step on this minibatch.

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.config.declarations import choices
-from areal_jax.learning.objective.ratios import clamp
-from areal_jax.learning.objective.sums import masked_sum
+from areal_jax.learning.objective.ratios import clamp, namespace
+from areal_jax.learning.objective.sums import Array, masked_sum
 
 KL_ESTIMATORS = choices('loss.kl_estimator')
 
@@ -49,20 +49,27 @@ def kl_penalty(
 
     Raises ValueError for an unknown estimator.
     """
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f'loss.kl_estimator={estimator!r} is unknown; use one of {", ".join(KL_ESTIMATORS)}')
     chex.assert_equal_shape([policy_logprobs, reference_logprobs, loss_mask])
     chex.assert_rank(denominator, 0)
     policy, reference = (
         jnp.where(loss_mask, x, 0.0).astype(jnp.float32)
         for x in (policy_logprobs, jax.lax.stop_gradient(reference_logprobs))
     )
-    log_ratio = clamp(policy - reference)
-    if estimator == 'k1':
-        token_kl = log_ratio
-    elif estimator == 'k2':
-        token_kl = 0.5 * log_ratio**2
-    else:
-        token_kl = jnp.expm1(-log_ratio) + log_ratio
+    token_kl = estimate_kl(policy - reference, estimator)
     penalty = masked_sum(token_kl, loss_mask, token_weights) / denominator
     return penalty, {'reference_kl_sum': jax.lax.stop_gradient(masked_sum(token_kl, loss_mask))}
+
+
+def estimate_kl(log_ratio: Array, estimator: str) -> Array:
+    """k of each token from ℓ = log π - log π_ref of a token that π drew, see `kl_penalty`; numpy and jax alike.
+
+    Raises ValueError for an unknown estimator.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f'loss.kl_estimator={estimator!r} is unknown; use one of {", ".join(KL_ESTIMATORS)}')
+    log_ratio = clamp(log_ratio)
+    if estimator == 'k1':
+        return log_ratio
+    if estimator == 'k2':
+        return 0.5 * log_ratio**2
+    return namespace(log_ratio).expm1(-log_ratio) + log_ratio

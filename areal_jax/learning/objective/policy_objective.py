@@ -12,7 +12,16 @@ from areal_jax.config.declarations import FIELDS, require_allowed
 from areal_jax.config.objectives import describe, select_used
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import CONTRASTS, Estimator, make_estimator
-from areal_jax.learning.objective.objective import POLICY, PROXIMAL, REFERENCE, LossTokens, Metrics, Objective
+from areal_jax.learning.objective.objective import (
+    COLLISION,
+    POLICY,
+    PROXIMAL,
+    REFERENCE,
+    LossTokens,
+    Metrics,
+    Objective,
+)
+from areal_jax.learning.objective.packed_advantages import is_kl_in_reward, packed_advantages
 from areal_jax.learning.objective.penalties import kl_penalty
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, policy_loss, prepared_names
 from areal_jax.learning.objective.prepared import keep_second_moment, keep_share, uniform_numbers
@@ -38,7 +47,15 @@ class PolicyObjective(Objective):
             object.__setattr__(self, name, value)
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
-        return self.estimate(groups)
+        return self.estimate(groups, None)
+
+    def token_advantages(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        batches: Sequence[PackedBatch],
+        passed: Sequence[Mapping[str, np.ndarray]],
+    ) -> list[np.ndarray]:
+        return packed_advantages(self.choices, self.estimate, groups, batches, passed)
 
     def prepare(self, batch: PackedBatch, policy_logprobs: np.ndarray | None) -> Mapping[str, np.ndarray]:
         """'gate': 1 at the tokens that are trained; 'uniform': a number in [0, 1) for each token."""
@@ -57,12 +74,14 @@ class PolicyObjective(Objective):
         loss, metrics = policy_loss(choices, tokens, self._proximal(tokens))
         if choices.entropy_coefficient:
             loss = loss - choices.entropy_coefficient * tokens.mean(tokens.entropy)
-        if choices.kl_coefficient and choices.kl_in == 'loss':
+        if choices.kl_coefficient:
             normalizer = (tokens.loss_mask, tokens.denominator, tokens.token_weights)
             penalty, kl_metrics = kl_penalty(
                 tokens.policy_logprobs, tokens.read(REFERENCE), *normalizer, estimator=choices.kl_estimator
             )
-            loss, metrics = loss + choices.kl_coefficient * penalty, metrics | kl_metrics
+            metrics = metrics | kl_metrics
+            if not is_kl_in_reward(choices):
+                loss = loss + choices.kl_coefficient * penalty
         return loss, metrics
 
     def _proximal(self, tokens: LossTokens) -> jax.Array:
@@ -87,9 +106,10 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
     reads = {
         PROXIMAL: choices.uses_proximal and choices.proximal == 'recompute',
         REFERENCE: bool(choices.kl_coefficient),
+        COLLISION: choices.advantage == 'optimal_baseline',
         POLICY: 'gate' in prepares,
     }
-    alone = choices.whiten == 'none' and not choices.overlong_tokens
+    alone = choices.whiten == 'none' and not choices.overlong_tokens and not is_kl_in_reward(choices)
     return {
         'reads': frozenset(name for name, is_read in reads.items() if is_read),
         'prepares': prepares,
@@ -97,5 +117,6 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
         'length_constant': choices.length_constant,
         'masks_truncated': choices.truncated_answers == 'masked',
         'contrasts': alone and (choices.advantage in CONTRASTS or is_own(choices.advantage)),
+        'replaces_advantages': choices.advantage == 'optimal_baseline' or is_kl_in_reward(choices),
         'estimate': make_estimator(choices),
     }

@@ -16,10 +16,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from areal_jax.learning.brakes import compare_gradients, take_along
 from areal_jax.learning.optimizer.directions import make_direction
 from areal_jax.learning.settings import OptimizerSettings
 from areal_jax.types import Tree
 
+BRAKES = ('brake', 'gradient_cosine')  # metrics of a step that are there with some settings only
 OptimizerState: TypeAlias = dict[str, Tree]
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
@@ -52,15 +54,19 @@ class Optimizer:
     """Clips gradients by their global norm and steps along `transform` at the rate of `schedule`.
 
     A non-finite gradient skips that step and is counted: the weights may recover. The state is
-    {'transform': optax state, 'step': int32 scalar, the number of steps applied}.
+    {'transform': optax state, 'step': int32 scalar, the number of steps applied}, and 'gradients', those of the step
+    before, zeros at first and after a step that `projects` has left out, where they are compared.
     """
 
     transform: optax.GradientTransformation  # gradients to a descent direction; the learning rate comes after it
     clip_norm: float  # 0 = off
     schedule: Schedule
+    compares: bool = False  # whether the cosine of consecutive gradients is measured
+    projects: bool = False  # whether it also shortens a gradient, see brakes.compare_gradients; needs `compares`
 
     def init(self, params: Tree) -> OptimizerState:
-        return {'transform': self.transform.init(params), 'step': jnp.zeros((), jnp.int32)}
+        state = {'transform': self.transform.init(params), 'step': jnp.zeros((), jnp.int32)}
+        return state | {'gradients': jax.tree.map(jnp.zeros_like, params)} if self.compares else state
 
     def shardings(self, params: Tree, param_shardings: Tree, replicated: NamedSharding) -> OptimizerState:
         """Shardings of the state: moments are sharded like their parameter, everything else is replicated.
@@ -78,7 +84,8 @@ class Optimizer:
             param_shardings,
             transform_non_params=lambda _: replicated,
         )
-        return {'transform': transform, 'step': replicated}
+        shardings = {'transform': transform, 'step': replicated}
+        return shardings | {'gradients': param_shardings} if self.compares else shardings
 
     def apply(
         self, params: Tree, state: OptimizerState, gradients: Tree, learning_rate: jax.Array
@@ -89,6 +96,31 @@ class Optimizer:
         """
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
+        if not self.compares:
+            return self._step(params, state, gradients, learning_rate, norm, finite)
+        before, raw = state['gradients'], gradients
+        compared = compare_gradients(raw, before, norm)
+        length, applied = norm, finite
+        if self.projects:
+            gradients = take_along(raw, before, compared.along)
+            length, applied = norm * compared.factor, finite & (compared.factor > 0)
+        own = {name: leaf for name, leaf in state.items() if name != 'gradients'}
+        params, own, metrics = self._step(params, own, gradients, learning_rate, length, applied)
+        keep = lambda new, old: jnp.where(finite, jnp.where(applied, new, 0.0), old)
+        metrics |= {'gradient_cosine': jnp.where(finite, compared.cosine, 0.0)}
+        metrics |= {'brake': jnp.where(finite, compared.factor, 1.0)} if self.projects else {}
+        return params, own | {'gradients': jax.tree.map(keep, raw, before)}, metrics
+
+    def _step(
+        self,
+        params: Tree,
+        state: OptimizerState,
+        gradients: Tree,
+        learning_rate: jax.Array,
+        norm: jax.Array,
+        applied: jax.Array,
+    ) -> tuple[Tree, OptimizerState, dict[str, jax.Array]]:
+        """A step along gradients of this norm, where it is `applied`."""
         rate = learning_rate * self.schedule.factor(state['step'])
 
         def step(params: Tree, state: OptimizerState, gradients: Tree) -> tuple[Tree, OptimizerState]:
@@ -103,11 +135,11 @@ class Optimizer:
             return params, state
 
         # cond and not a select per leaf, which would keep the old and the new value of every leaf in memory
-        new_params, new_state = jax.lax.cond(finite, step, skip, params, state, gradients)
+        new_params, new_state = jax.lax.cond(applied, step, skip, params, state, gradients)
         metrics = {
-            'grad_norm': jnp.where(finite, norm, 0.0),
+            'grad_norm': jnp.where(applied, norm, 0.0),
             'learning_rate': rate,
-            'skip_count': 1.0 - finite.astype(jnp.float32),
+            'skip_count': 1.0 - applied.astype(jnp.float32),
         }
         return new_params, new_state, metrics
 
@@ -115,14 +147,17 @@ class Optimizer:
 def make_optimizer(settings: OptimizerSettings) -> Optimizer:
     """The optimizer of `settings`; directions.py says what each name is and how much state it needs."""
     schedule = Schedule(settings.schedule, settings.warmup_steps, settings.total_steps, settings.final_ratio)
-    return Optimizer(make_direction(settings), settings.clip_norm, schedule)
+    return Optimizer(
+        make_direction(settings), settings.clip_norm, schedule, compares=settings.compares, projects=settings.projects
+    )
 
 
 def step_metrics(steps: Sequence[Mapping[str, SupportsFloat]]) -> dict[str, float]:
     """The metrics of an update, from those that `Optimizer.apply` returned for each of its steps."""
     total = lambda name: sum(float(step[name]) for step in steps)
     rate = float(steps[-1]['learning_rate']) if steps else 0.0
-    return mean_step_metrics(len(steps), total('skip_count'), total('grad_norm'), rate)
+    means = {f'update/{name}': total(name) / len(steps) for name in BRAKES if steps and name in steps[0]}
+    return mean_step_metrics(len(steps), total('skip_count'), total('grad_norm'), rate) | means
 
 
 def mean_step_metrics(made: float, skipped: float, grad_norms: float, last_rate: float) -> dict[str, float]:

@@ -28,7 +28,7 @@ from areal_jax.report.rules.generation_rules import GenerationRules
 from areal_jax.report.rules.reward_rules import RewardRules
 from areal_jax.types import NOT_GENERATED
 
-_DELAY = re.compile(r'(?:fixed|uniform)\((?:0, ?)?(\d+)\)')
+_DELAY = re.compile(r'(fixed|uniform|every)\((?:0, ?)?(\d+)\)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,10 @@ class Limits:
         """From a resolved config, nested by section; raises KeyError or TypeError for any other mapping."""
         schedule, batch = config['staleness']['schedule'], int(config['learner']['groups_per_update'])
         rollout = config['rollout']
-        delay = _DELAY.fullmatch(schedule)
         natural = schedule == 'natural'
         return cls(
             groups_per_update=batch,
-            eta=float(config['staleness']['eta']) if natural else float(delay[1]) if delay else math.inf,
+            eta=float(config['staleness']['eta']) if natural else _longest_delay(schedule),
             in_order=natural,
             max_running=int(rollout['max_running_groups']) or math.inf,
             buffer_capacity=int(config['buffer']['capacity']),
@@ -67,6 +66,12 @@ class Limits:
             keeps_cache=rollout['kv_policy'] == 'keep',
             single_turn=rollout['workflow'] == 'single_turn',
         )
+
+
+def _longest_delay(schedule: str) -> float:
+    """Versions; infinite where a file says them."""
+    match = _DELAY.fullmatch(schedule)
+    return math.inf if match is None else float(match[2]) - (match[1] == 'every')
 
 
 class LogRules:

@@ -9,6 +9,7 @@ import collections
 import json
 from collections.abc import Generator, Iterator
 
+from areal_jax.control.group_filter import BY_REWARD, describe_drop
 from areal_jax.events.schema import BufferEvent, DropEvent, Event, FinishEvent, RewardEvent, RunDoneEvent
 from areal_jax.lanes import REWARD
 from areal_jax.tasks.scoring.score_call import SCORED, Score, to_reward
@@ -107,10 +108,8 @@ class RewardRules:
         draw, reason = event['draw'], event['reason']
         reasons = set(self._finished.get(draw, {}).values())
         scored, _ = yield from self._close(draw)
-        if reason == 'equal_rewards' and event['detail'] != ', '.join(
-            {f'{len(scored)} rewards of {one:g}' for one in scored}
-        ):
-            yield f'draw {draw} is dropped for equal rewards, {event["detail"]}, and its answers got {scored}'
+        if reason in BY_REWARD and event['detail'] != describe_drop(reason, scored):
+            yield f'draw {draw} is dropped ({reason}), {event["detail"]}, and its answers got {scored}'
         elif reason in ('verifier_failed', 'cancelled') and scored:
             yield f'draw {draw} is dropped ({reason}), and its answers got {scored}'
         elif (reason == 'engine_lost') != ('lost' in reasons):

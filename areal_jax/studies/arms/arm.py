@@ -100,10 +100,10 @@ def require_trainable(arm: Arm) -> None:
         if fields[path] != only:
             raise ConfigError(f'{where}{path}={fields[path]!r}, but a program of arms has {path}={only!r}: {_ALONE}')
     schedule, length = fields['staleness.schedule'], fields['task.length']
-    if not schedule.startswith('fixed('):
+    if not schedule.startswith(('fixed(', 'every(')):
         raise ConfigError(
-            f'{where}staleness.schedule={schedule!r}, but a program of arms has one delay for all batches of an arm: '
-            f'use fixed(k), or {_ALONE}'
+            f'{where}staleness.schedule={schedule!r}, but a program of arms has one delay or one period for all '
+            f'batches of an arm: use fixed(k) or every(L), or {_ALONE}'
         )
     if fields['rollout.max_new_tokens'] != length:
         raise ConfigError(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.model.model import build_model
+from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.config import TrackedConfig
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.studies.arms.arm import Arm, require_one_program
@@ -53,7 +54,7 @@ class ArmsProgram:
         self.arms = tuple(arms)
         weights, problems = _prepare(self.arms)
         constants = make_constants(self.arms)
-        self._delays = constants.delay
+        self._schedules = [build_schedule(TrackedConfig(arm.config)) for arm in self.arms]
         self.setting = make_setting(self.arms)
         self.state: State = jax.vmap(lambda params: initial_state(self.setting, params))(weights)
         self.calls: Sequence[Steps] = plan(self.setting, updates_per_call)
@@ -86,7 +87,7 @@ class ArmsProgram:
         numbers = steps.number[steps.trains]
         made = {name: np.asarray(values)[:, steps.trains] for name, values in sums.items()}
         of_arm = lambda index: {name: values[index] for name, values in made.items()}
-        return [make_lines(self.setting, int(d), of_arm(index), numbers) for index, d in enumerate(self._delays)]
+        return [make_lines(self.setting, s, of_arm(index), numbers) for index, s in enumerate(self._schedules) if s]
 
     def params(self, index: int) -> Tree:
         """The weights of one arm, numpy."""

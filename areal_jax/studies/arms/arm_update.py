@@ -16,14 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.brakes import effective_sample_size
 from areal_jax.learning.objective.advantages import ESTIMATORS, SAMPLE_FLOOR, STD_FLOOR, WHITEN_FLOOR
 from areal_jax.learning.objective.objective import LossTokens
 from areal_jax.learning.objective.policy_loss import policy_loss, prepared_names
 from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs, recomputed_logprobs
 from areal_jax.learning.objective.sums import masked_sum
+from areal_jax.learning.optimizer.optimizer import BRAKES
+from areal_jax.models.logprobs import token_collisions
 from areal_jax.studies.arms.answer_generation import Answers
 from areal_jax.studies.arms.group_forward import answer_logprobs
-from areal_jax.studies.arms.setting import Constants, Setting
+from areal_jax.studies.arms.setting import Constants, Setting, generating_version
 from areal_jax.types import Tree
 
 Rows = Mapping[str, jax.Array]  # see `make_rows`
@@ -58,34 +61,41 @@ def update(
     right = jnp.sum(batch.answers.tokens == batch.truths[:, None], axis=-1)  # int32 [B, G]
     kept = ~constants.filters | (right.max(axis=1) != right.min(axis=1))  # [B]
     minibatches = split_groups(setting, kept)
-    policy_version = jnp.maximum(version - constants.delay, 0)
+    policy_version = generating_version(constants, version)
     scalars = {'version': version, 'scale': _denominator_scale(setting, constants, kept)}
-    rows = make_rows(batch, advantages(setting, constants, right), policy_version, minibatches)  # leaves [M, E, ...]
+    passed = _measure_gradients(setting, constants, params, batch) if setting.weighs_gradients else None
+    values = advantages(setting, constants, right, passed)
+    rows = make_rows(batch, values, policy_version, minibatches)  # leaves [M, E, ...]
     rows |= {'recomputed_logprobs': _recompute(setting, constants, params, rows)}
+
+    number = setting.minibatches * setting.epochs
+    scalars['lag'] = (version - policy_version) * number
 
     def step(carry: _Carry, now: tuple[Rows, jax.Array]) -> tuple[_Carry, tuple[Sums, jax.Array]]:
         return _step(setting, constants, scalars, carry, *now)
 
-    number = setting.minibatches * setting.epochs
     whole = {name: jnp.concatenate([array] * setting.epochs) for name, array in rows.items()}
     start = _Carry(params, state, jnp.zeros((), jnp.float32))
-    carry, (steps, logprobs) = jax.lax.scan(step, start, (whole, jnp.arange(number) == 0))
+    carry, (steps, logprobs) = jax.lax.scan(step, start, (whole, jnp.arange(number)))
     sums = {name: values.max() if name.endswith('_max') else values.sum() for name, values in steps.items()}
     sums |= {'kept': kept.sum(), 'right': right.sum(), 'right_squares': (right**2).sum(), 'learning_rate': carry.rate}
     sums |= _mismatch(setting, constants, rows, logprobs[0], policy_version == version)
     return carry.params, carry.state, {name: value.astype(jnp.float32) for name, value in sums.items()}
 
 
-def advantages(setting: Setting, constants: Constants, right: jax.Array) -> jax.Array:
+def advantages(
+    setting: Setting, constants: Constants, right: jax.Array, passed: tuple[jax.Array, jax.Array] | None = None
+) -> jax.Array:
     """float32 [B, G] of answers with so many right symbols, int32 [B, G]: advantages.group_advantages.
 
     A reward is right / (A + 1), as the end of an answer counts, which no answer has. Differences of rewards are taken
-    between integers: equal rewards have the advantage 0, whatever their mean is.
+    between integers: equal rewards have the advantage 0, whatever their mean is. `passed`: log-weights and norms [B, G]
+    of 'optimal_baseline'.
     """
     size, unit = right.shape[1], right.shape[1] * (setting.answer_tokens + 1)
     above = size * right - right.sum(axis=1, keepdims=True)  # (reward - mean) * unit
     centred = above / unit
-    deviation = jnp.sqrt(jnp.mean(above**2, axis=1, keepdims=True)) / unit
+    spread = deviation = jnp.sqrt(jnp.mean(above**2, axis=1, keepdims=True)) / unit
     choices, rewards, total = setting.choices, right / (setting.answer_tokens + 1), right.sum(axis=1, keepdims=True)
     if choices.deviation == 'sample':
         deviation = deviation * (size / max(size - 1, 1)) ** 0.5 + SAMPLE_FLOOR
@@ -101,11 +111,40 @@ def advantages(setting: Setting, constants: Constants, right: jax.Array) -> jax.
         'max_rl': jnp.where(total > 0, above / jnp.maximum(total, 1), 0.0),
         'length_baseline': centred,  # answers have equal lengths
         'optimal_value': rewards - value,
+        'optimal_baseline': _above_optimal(setting, right, passed) / (spread + SAMPLE_FLOOR),
     }
     chosen = jnp.stack([found[name] for name in ESTIMATORS])[constants.advantage]
     if choices.whiten == 'batch':
         chosen = (chosen - chosen.mean()) / jnp.sqrt(chosen.var() * _unbiased(chosen.size, setting) + WHITEN_FLOOR)
     return chosen
+
+
+def _above_optimal(setting: Setting, right: jax.Array, passed: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """float32 [B, G]: r - b of advantages.optimal_baseline."""
+    logs, norms = (jnp.zeros(right.shape), jnp.ones(right.shape)) if passed is None else passed
+    shares = jnp.exp(2 * (logs - logs.max(axis=1, keepdims=True))) * norms
+    above = (right - right[:, :1]).astype(jnp.float32)  # 0 for equal rewards
+    total = shares.sum(axis=1, keepdims=True)
+    baseline = jnp.where(
+        total > 0,
+        (shares * above).sum(axis=1, keepdims=True) / jnp.where(total > 0, total, 1.0),
+        above.mean(1, keepdims=True),
+    )
+    return (above - baseline) / (setting.answer_tokens + 1)
+
+
+def _measure_gradients(
+    setting: Setting, constants: Constants, params: Tree, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """(log Π π / π_behav, squared norms) of answers, float32 [B, G], as packed_advantages has them."""
+    answers = batch.answers.tokens
+    logprobs, collisions = answer_logprobs(
+        setting, params, batch.prompts, answers, constants.temperature, compute=token_collisions
+    )
+    by_answer = lambda x: x.reshape(answers.shape).sum(axis=-1)
+    norms = jnp.maximum(1 - 2 * jnp.exp(logprobs) + jnp.exp(collisions), 0.0)
+    behavior = batch.answers.behavior_logprobs.reshape(logprobs.shape)
+    return by_answer(logprobs - behavior), by_answer(norms)
 
 
 def _unbiased(answers: int, setting: Setting) -> float:
@@ -161,21 +200,26 @@ def _step(
     scalars: Mapping[str, jax.Array],
     carry: _Carry,
     rows: Rows,
-    first: jax.Array,
+    number: jax.Array,
 ) -> tuple[_Carry, tuple[Sums, jax.Array]]:
     """One optimizer step on a minibatch, rows [E, ...]; none on one that has no group."""
     denominator = jnp.maximum(rows['loss_mask'].sum(), 1).astype(jnp.float32) * scalars['scale']
     denominator = denominator * constants.denominator_factor
-    scalars = {**scalars, 'denominator': denominator, 'first': first}
+    scalars = {**scalars, 'denominator': denominator, 'first': number == 0}
 
     def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
         return _loss(setting, constants, params, rows, scalars)
 
     gradients, (sums, logprobs) = jax.grad(loss, has_aux=True)(carry.params)
-    params, state, measured = setting.optimizer.apply(carry.params, carry.state, gradients, constants.learning_rate)
+    size = _sample_size(setting, logprobs, rows)
+    rate, braked = _brake(setting, constants.learning_rate, size, scalars['lag'] + number)
+    params, state, measured = setting.optimizer.apply(carry.params, carry.state, gradients, rate)
     made = rows['loss_mask'].any()
     select = lambda new, old: jnp.where(made, new, old)
+    measured |= braked
+    sums |= {name: select(measured[name], 0.0) for name in BRAKES if name in measured}
     sums |= {
+        'sample_sizes': select(size, 0.0),
         'steps': made,
         'skip_count': select(measured['skip_count'], 0.0),
         'grad_norm': select(measured['grad_norm'], 0.0),
@@ -186,6 +230,25 @@ def _step(
         select(measured['learning_rate'], carry.rate),
     )
     return after, (sums, logprobs)
+
+
+def _sample_size(setting: Setting, logprobs: jax.Array, rows: Rows) -> jax.Array:
+    """brakes.sequence_effective_sample_size of a minibatch, whose answers have equal lengths."""
+    by_answer = lambda x: x.reshape(-1, setting.answer_tokens)
+    logs = by_answer(logprobs - rows['behavior_logprobs']).sum(axis=-1)
+    return effective_sample_size(logs, by_answer(rows['loss_mask'])[:, 0])
+
+
+def _brake(setting: Setting, rate: jax.Array, size: jax.Array, lag: jax.Array) -> tuple[jax.Array, Sums]:
+    """(the rate of a step, metrics), as passes.py has them."""
+    brake = setting.brake
+    if brake.kind == 'ess':
+        factor = brake.ess_factor(size)
+    elif brake.kind == 'lag':
+        factor = brake.lag / jnp.maximum(brake.lag, lag)
+    else:
+        return rate, {}
+    return rate * factor, {'brake': factor}
 
 
 def _loss(

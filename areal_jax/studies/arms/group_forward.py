@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.decoder import Attend
-from areal_jax.models.logprobs import token_logprobs
+from areal_jax.models.logprobs import TokenFunction, token_logprobs
 from areal_jax.studies.arms.setting import Setting
 from areal_jax.types import Tree
 
@@ -20,9 +20,14 @@ _MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 
 
 def answer_logprobs(
-    setting: Setting, params: Tree, prompts: jax.Array, answers: jax.Array, temperature: jax.Array
+    setting: Setting,
+    params: Tree,
+    prompts: jax.Array,
+    answers: jax.Array,
+    temperature: jax.Array,
+    compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """(log-probs, entropies), float32 [E, G * A], of answers int32 [E, G, A] to prompts int32 [E, P]."""
+    """(log-probs, entropies), float32 [E, G * A], of answers int32 [E, G, A] to prompts int32 [E, P]; or `compute`."""
     (groups, length), (_, size, tokens) = prompts.shape, answers.shape
     read = tokens - 1
     inputs = jnp.concatenate([prompts, answers[..., :-1].reshape(groups, -1)], axis=1)  # [E, P + G * C]
@@ -36,7 +41,7 @@ def answer_logprobs(
     own = hidden[:, length:].reshape(groups, size, read, width)
     predicting = jnp.concatenate([last, own], axis=2)  # [E, G, A, d]
     flat = predicting.reshape(-1, width)
-    logprobs, entropy = token_logprobs(flat, setting.decoder.head(params), answers.reshape(-1), temperature)
+    logprobs, entropy = compute(flat, setting.decoder.head(params), answers.reshape(-1), temperature)
     return logprobs.reshape(groups, -1), entropy.reshape(groups, -1)
 
 

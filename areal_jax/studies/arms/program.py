@@ -4,6 +4,8 @@ A schedule fixed(k) has the batch of update v generated with version max(0, v - 
 update v + k as soon as it has version v, and keeps k + 1 batches until their turn instead of k + 1 versions of the
 weights: the tokens and the noise are the same, and a batch is a small part of the weights. Its first k batches are
 generated before its first update. Steps of the loop are therefore numbered from -K, the longest delay of the program.
+A schedule every(L) has batches of all ages below L: such an arm keeps the weights of the last version that L divides,
+which generate, and no batch waits.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     waiting: Answers  # leaves [K + 1, B, G, A]; the batch of update v is at v mod (K + 1)
+    held: Tree  # the weights that generate, where an arm holds a version; else None
 
 
 class Steps(NamedTuple):
@@ -54,7 +57,10 @@ def plan(setting: Setting, per_call: int) -> list[Steps]:
 def initial_state(setting: Setting, params: Tree) -> State:
     """Of one arm, with nothing generated yet."""
     shape = (setting.ring, setting.groups, setting.group_size, setting.answer_tokens)
-    return State(params, setting.optimizer.init(params), Answers(jnp.zeros(shape, jnp.int32), jnp.zeros(shape)))
+    waiting = Answers(jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+    # a copy: the program donates both
+    held = jax.tree.map(jnp.copy, params) if setting.holds_version else None
+    return State(params, setting.optimizer.init(params), waiting, held)
 
 
 def advance(
@@ -85,6 +91,10 @@ def _advance_once(
     setting: Setting, constants: Constants, problems: Problems, state: State, now: Steps
 ) -> tuple[State, Sums]:
     def fill(state: State) -> State:
+        if setting.holds_version:  # under fixed(k) every version generates
+            takes = (constants.period == 0) | (now.number % jnp.maximum(constants.period, 1) == 0)
+            take = lambda new, old: jnp.where(takes, new, old)
+            state = state._replace(held=jax.tree.map(take, state.params, state.held))
         return state._replace(waiting=_generate(setting, constants, problems, state, now.number))
 
     def train(state: State) -> tuple[State, Sums]:
@@ -106,7 +116,8 @@ def _generate(setting: Setting, constants: Constants, problems: Problems, state:
     due = batch < jnp.where(before_first, constants.delay, setting.updates)
     at = jnp.minimum(batch, setting.updates - 1)
     draws = at * setting.groups + jnp.arange(setting.groups)
-    answers = generate(setting, constants, state.params, jnp.asarray(problems.prompts)[at], draws)
+    weights = state.held if setting.holds_version else state.params
+    answers = generate(setting, constants, weights, jnp.asarray(problems.prompts)[at], draws)
     place = batch % setting.ring
     put = lambda waiting, new: waiting.at[place].set(jnp.where(due, new, waiting[place]))
     return jax.tree.map(put, state.waiting, answers)
@@ -119,4 +130,4 @@ def _train(
     prompts, truths = (jnp.asarray(side)[number] for side in problems)
     batch = Batch(prompts, truths, answers)
     params, optimizer, sums = update(setting, constants, state.params, state.optimizer, batch, number)
-    return State(params, optimizer, state.waiting), sums
+    return State(params, optimizer, state.waiting, state.held), sums

@@ -13,8 +13,9 @@ import numpy as np
 from areal_jax import files
 from areal_jax.config import CONFIG, TrackedConfig
 from areal_jax.config.ranges import ConfigError
+from areal_jax.control.schedule import Schedule
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
-from areal_jax.learning.optimizer.optimizer import mean_step_metrics
+from areal_jax.learning.optimizer.optimizer import BRAKES, mean_step_metrics
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.setting import Setting
 from areal_jax.telemetry import names
@@ -24,10 +25,13 @@ from areal_jax.telemetry.values import Line, Value
 _Sums = Mapping[str, float]  # of one update, see update.Sums
 
 
-def make_lines(setting: Setting, delay: int, sums: Mapping[str, np.ndarray], versions: np.ndarray) -> list[Line]:
+def make_lines(
+    setting: Setting, schedule: Schedule, sums: Mapping[str, np.ndarray], versions: np.ndarray
+) -> list[Line]:
     """The metrics of updates that start from `versions` [n], from their sums [n]."""
     one = lambda index: {name: float(values[index]) for name, values in sums.items()}
-    return [make_line(setting, min(int(version), delay), one(index)) for index, version in enumerate(versions)]
+    age = lambda version: min(version, schedule.delay(version))
+    return [make_line(setting, age(int(version)), one(index)) for index, version in enumerate(versions)]
 
 
 def make_line(setting: Setting, age: int, sums: _Sums) -> Line:
@@ -97,7 +101,13 @@ def _trained_tokens(setting: Setting, sums: _Sums) -> float:
 def _step_metrics(sums: _Sums) -> dict[str, Value]:
     """As update.train: of the optimizer steps that were made."""
     made, skipped = sums['steps'], sums['skip_count']
-    loss: dict[str, Value] = {'loss/value': sums['loss_sum'] / made} if made else {}
+    loss: dict[str, Value] = {}
+    if made:
+        loss = {
+            'loss/value': sums['loss_sum'] / made,
+            'loss/sequence_effective_sample_size': sums['sample_sizes'] / made,
+        }
+        loss |= {f'update/{name}': sums[name] / made for name in BRAKES if name in sums}
     return {**mean_step_metrics(made, skipped, sums['grad_norm'], sums['learning_rate']), **loss}
 
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.part_settings import build_choices, build_learner_settings, build_optimizer, build_schedule
 from areal_jax.config import TrackedConfig
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.brakes import BrakeSettings
 from areal_jax.learning.objective.advantages import ESTIMATORS
 from areal_jax.learning.objective.proximal import KINDS
 from areal_jax.learning.optimizer.optimizer import Optimizer
@@ -34,6 +36,7 @@ class Constants(NamedTuple):
 
     seed: Array  # uint32 [2], high and low word
     delay: Array  # int32, versions between a batch and the weights before its update
+    period: Array  # int32, updates between two versions that generate, of a schedule every(L); 0 = fixed(k)
     learning_rate: Array  # float32, as all that follow but the last four
     temperature: Array
     numbers: Mapping[str, Array]  # fields of PolicyChoices, see NUMBERS; behavior_weight_cap inf = none
@@ -62,6 +65,9 @@ class Setting:
     recomputes: bool  # whether an arm needs the log-probs of the weights before the update in its later steps
     rewards_entropy: bool  # whether an arm does
     choices: PolicyChoices  # without the numbers, which each arm has of its own
+    brake: BrakeSettings
+    holds_version: bool  # whether an arm generates with an earlier version, see Constants.period
+    weighs_gradients: bool  # whether an arm has the advantage that needs the norms of gradients
 
     @property
     def minibatch_groups(self) -> int:
@@ -72,6 +78,12 @@ class Setting:
     def ring(self) -> int:
         """Batches that are generated and not trained yet, at most."""
         return self.longest_delay + 1
+
+
+def generating_version(constants: Constants, version: Array) -> Array:
+    """The version that generates the batch of the update of `version`."""
+    held = version - version % jnp.maximum(constants.period, 1)
+    return jnp.where(constants.period > 0, held, jnp.maximum(version - constants.delay, 0))
 
 
 def make_constants(arms: Sequence[Arm]) -> Constants:
@@ -101,6 +113,9 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
         recomputes=settings.steps > 1 and choices.uses_proximal and bool(recomputed.any()),
         choices=dataclasses.replace(choices, **without),
         rewards_entropy=bool((constants.entropy_coefficient > 0).any()),
+        brake=settings.brake,
+        holds_version=bool((constants.period > 0).any()),
+        weighs_gradients=bool((constants.advantage == _ADVANTAGES.index('optimal_baseline')).any()),
     )
 
 
@@ -109,9 +124,11 @@ def _of_arm(arm: Arm) -> Constants:
     settings, seed, schedule = build_learner_settings(config), config.run.seed, build_schedule(config)
     choices = build_choices(config)
     assert schedule is not None, 'require_one_program has passed the arm'
+    period = schedule.longest + 1 if config.staleness.schedule.startswith('every(') else 0
     return Constants(
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        delay=np.int32(schedule.longest),
+        delay=np.int32(0 if period else schedule.longest),
+        period=np.int32(period),
         learning_rate=np.float32(config.optimizer.learning_rate),
         temperature=np.float32(settings.temperature),
         numbers=_numbers(choices),

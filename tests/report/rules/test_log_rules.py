@@ -52,7 +52,7 @@ def test_a_good_log_keeps_every_rule(fields):
     assert find_violation(log_of(ToyRun(**fields).run()), limits) is None
 
 
-@pytest.mark.parametrize(('schedule', 'delay'), [('fixed(2)', 2), ('uniform(0,3)', 3)])
+@pytest.mark.parametrize(('schedule', 'delay'), [('fixed(2)', 2), ('every(3)', 2), ('uniform(0,3)', 3)])
 def test_a_good_log_in_lock_step_keeps_every_rule(schedule, delay):
     config = {
         'staleness': {'schedule': schedule, 'eta': 4}, 'learner': {'groups_per_update': 3}, 'run': {'steps': 6},

@@ -20,6 +20,10 @@ CASES = {
     'a-3po': {**DECOUPLED, 'loss__proximal': 'loglinear', 'loss__behavior_weight_cap': 1.5},
     'weighted': {'staleness__schedule': 'fixed(2)', 'loss__clip_epsilon': 1.0, 'loss__clip_epsilon_high': 1e9},
     'epochs': {**DECOUPLED, 'learner__epochs': 2, 'loss__advantage': 'rloo', 'loss__denominator': 'all'},
+    'vcpo': {'staleness__schedule': 'fixed(1)', 'loss__objective': 'vcpo', 'optimizer__brake': 'ess'},
+    'oapl every 3 updates': {'staleness__schedule': 'every(3)', 'loss__objective': 'oapl'},
+    'brake by lag': {**DECOUPLED, 'optimizer__brake': 'lag', 'optimizer__brake_lag': 2.0},
+    'projection': {**DECOUPLED, 'optimizer__brake': 'projection'},
     'two symbols': {**DECOUPLED, 'model__family': 'plain', 'model__outputs': 'symbols'},
     'one token': {
         **{'staleness__schedule': 'fixed(1)', 'task__length': 1, 'rollout__max_new_tokens': 1},
@@ -87,11 +91,12 @@ def test_an_arm_comes_to_the_conclusions_of_the_run(tmp_path):
 
 @pytest.mark.whole
 def test_one_program_leaves_a_directory_for_each_arm(tmp_path):
-    arms = [Arm(f'lag{lag}', arm_config(run__steps=3, staleness__schedule=f'fixed({lag})')) for lag in (0, 2)]
+    schedules = {'lag0': 'fixed(0)', 'lag2': 'fixed(2)', 'every2': 'every(2)'}
+    arms = [Arm(name, arm_config(run__steps=3, staleness__schedule=of)) for name, of in schedules.items()]
     seen = []
     results = train_arms(arms, tmp_path, updates_per_call=2, announce=lambda done, total: seen.append((done, total)))
     assert seen == [(0, 3), (2, 3), (3, 3)]
-    for arm, result, ages in zip(arms, results, ([0, 0, 0], [0, 1, 2]), strict=True):
+    for arm, result, ages in zip(arms, results, ([0, 0, 0], [0, 1, 2], [0, 1, 0]), strict=True):
         lines = read_metrics(tmp_path / arm.name / 'metrics.jsonl')
         assert [line['staleness/token_age_mean'] for line in lines] == ages
         assert [line['step'] for line in lines] == [1, 2, 3]

@@ -1,0 +1,131 @@
+"""Brakes: an optimizer step is smaller, or left out, where its data say little about the policy that it changes.
+
+`optimizer.brake` chooses one. 'ess' and 'lag' multiply the learning rate of a step, which is an argument of its
+program: Adam would divide a smaller gradient back. 'projection' changes the gradient. docs/staleness_methods.md has the
+sources, and says what is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from areal_jax.config.declarations import require_allowed
+from areal_jax.learning.objective.ratios import namespace
+from areal_jax.learning.objective.sums import sequence_sums
+from areal_jax.types import PackedBatch, Tree
+
+Array = Any  # of numpy or jax
+COSINE_LOW, COSINE_HIGH = 0.05, 0.3  # of 'projection'
+_LARGEST = 1e30  # of a log-weight: the difference of two infinities is no number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BrakeSettings:
+    """Raises ConfigError, naming the config fields, for values that they may not hold."""
+
+    kind: str  # 'none' | 'ess' | 'lag' | 'projection'
+    base: float  # effective sample size from which on 'ess' does not brake
+    lag: float  # optimizer steps up to which 'lag' does not
+    shown: bool  # diagnostics.brakes: what the others read is measured too
+
+    def __post_init__(self) -> None:
+        require_allowed(
+            {
+                'optimizer.brake': self.kind,
+                'optimizer.brake_base': self.base,
+                'optimizer.brake_lag': self.lag,
+                'diagnostics.brakes': self.shown,
+            }
+        )
+
+    def lag_factor(self, lag: float) -> float:
+        """Of the learning rate of a step on data of this mean lag: min(1, S₀ / S), 1 with another brake.
+
+        It holds the product of lag and learning rate, which bounds the bias of stale gradients (arXiv 2607.01083).
+        """
+        return self.lag / max(self.lag, lag) if self.kind == 'lag' else 1.0
+
+    def ess_factor(self, size: Array) -> Array:
+        """√min(1, ESS / base), as VCPO scales the rate of AdamW (arXiv 2602.17616); 0 where ESS is no number."""
+        xp = namespace(size)
+        return xp.where(xp.isnan(size), 0.0, xp.sqrt(xp.minimum(1.0, size / self.base)))
+
+
+def sequence_effective_sample_size(policy: Array, behavior: Array, loss_mask: Array, sequence_starts: Array) -> Array:
+    """(Σ w)² / (B Σ w²) in (0, 1] over the B answers with a loss token: w = Π π_θ / π_behav, whatever its size.
+
+    1 without any answer. VCPO, arXiv 2602.17616; weights are divided by the largest, which changes nothing. For arrays
+    [..., R, N] of numpy, in float64, and of jax alike.
+
+    Args:
+      sequence_starts: int, the place in the row of the first loss token of the same answer.
+    """
+    xp = namespace(policy)
+    dtype = np.float64 if xp is np else jnp.float32
+    by_row = lambda x: x.reshape(-1, x.shape[-1])
+    mask, starts = by_row(loss_mask), by_row(sequence_starts)
+    policy, behavior = (xp.where(mask, by_row(x), 0.0).astype(dtype) for x in (policy, behavior))
+    logs = sequence_sums(policy - behavior, mask, starts)
+    trained = sequence_sums(xp.where(mask, 1.0, 0.0), mask, starts) > 0
+    return effective_sample_size(logs, trained & (starts == np.arange(starts.shape[-1])))  # each at its first place
+
+
+def effective_sample_size(log_weights: Array, answers: Array) -> Array:
+    """The same of log w [...] at the places of `answers`, bool [...]."""
+    xp, logs = namespace(log_weights), log_weights
+    logs = xp.where(answers, xp.clip(logs, -_LARGEST, _LARGEST), -xp.inf)
+    top = xp.where(answers.any(), logs.max(), 0.0)
+    weights, count = xp.exp(logs - top), answers.sum()
+    return xp.where(count > 0, weights.sum() ** 2 / xp.maximum(count * (weights**2).sum(), 1.0), 1.0)
+
+
+def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:
+    """S: optimizer steps between the policy that drew a loss token and this step, the mean; 0 without any token.
+
+    Args:
+      steps: optimizer steps of an update.
+      step: number of this one in its update, from 0.
+    """
+    versions = batch.policy_versions[batch.loss_mask]
+    return float((version - versions).mean()) * steps + step if len(versions) else 0.0
+
+
+class Compared(NamedTuple):
+    """A gradient beside the one before it; float32 scalars."""
+
+    cosine: jax.Array  # 0 where one of them is 0
+    factor: jax.Array  # norm of the projected gradient / norm of the gradient; 0: the step is left out
+    along: jax.Array  # of the gradient before, to be taken from this one
+
+
+def compare_gradients(gradients: Tree, before: Tree, norm: jax.Array) -> Compared:
+    """GAC (arXiv 2603.01501): the part of a gradient along the one before is cut where their cosine is above `low`.
+
+    g = g∥ + g⊥ with g∥ along the gradient before: g∥ becomes so short that the new cosine is `low`, |g∥| = low /
+    √(1 - low²) |g⊥|. Above `high` the step is left out.
+
+    Args:
+      norm: of `gradients`.
+    """
+    norm_before = optax.tree.norm(before)
+    product = norm * norm_before
+    cosine = jnp.where(product > 0, optax.tree.vdot(gradients, before) / jnp.where(product > 0, product, 1.0), 0.0)
+    across = norm * jnp.sqrt(jnp.maximum(1.0 - cosine**2, 0.0))
+    shortened = COSINE_LOW / math.sqrt(1 - COSINE_LOW**2) * across
+    cuts = cosine > COSINE_LOW
+    along = jnp.where(cuts, (cosine * norm - shortened) / jnp.where(cuts, norm_before, 1.0), 0.0)
+    length = across / math.sqrt(1 - COSINE_LOW**2) / jnp.where(cuts, norm, 1.0)
+    factor = jnp.where(cosine > COSINE_HIGH, 0.0, jnp.where(cuts, length, 1.0))
+    return Compared(cosine, factor, along)
+
+
+def take_along(gradients: Tree, before: Tree, along: jax.Array) -> Tree:
+    """gradients - along * before."""
+    return jax.tree.map(lambda g, b: g - along.astype(g.dtype) * b, gradients, before)

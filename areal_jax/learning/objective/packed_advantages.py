@@ -1,0 +1,130 @@
+"""Advantages that need a pass before the first step: an optimal baseline, and a divergence in the reward. numpy only.
+
+They are made of packed loss tokens, of which `trajectory_ids` tells the answer; advantages.py has the estimators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.advantages import WHITEN_FLOOR, Estimator, Passed
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE
+from areal_jax.learning.objective.penalties import estimate_kl
+from areal_jax.learning.objective.rewards import shape_rewards
+from areal_jax.learning.objective.sums import find_starts, sequence_sums
+from areal_jax.types import PackedBatch, TrajectoryGroup, concatenate
+
+Known = Mapping[str, np.ndarray]  # of a minibatch, see Objective.token_advantages
+
+
+def packed_advantages(
+    choices: PolicyChoices,
+    estimate: Estimator,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    known: Sequence[Known],
+) -> list[np.ndarray]:
+    """Per minibatch float32 [M, R, N], 0 outside the loss.
+
+    With kl_in='reward' an answer has the reward R - β Σ kₜ before its group is compared; with the advantage 'reward' a
+    token has R - β Σ kₛ over s >= t, its return without discount (REINFORCE++, arXiv 2501.03262). k estimates
+    KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens.
+    """
+    divergences = [_divergences(choices, *of) for of in zip(batches, known, strict=True)]
+    if is_kl_in_reward(choices) and choices.advantage == 'reward':
+        advantages = _returns(choices, groups, batches, divergences)
+    else:
+        values = estimate(groups, _measure_answers(choices, groups, batches, known, divergences))
+        advantages = _spread(batches, concatenate(values, np.float64))
+    return [np.where(b.loss_mask, a, 0.0).astype(np.float32) for b, a in zip(batches, advantages, strict=True)]
+
+
+def is_kl_in_reward(choices: PolicyChoices) -> bool:
+    return bool(choices.kl_coefficient) and choices.kl_in == 'reward'
+
+
+def squared_norms(logprobs: np.ndarray, collisions: np.ndarray) -> np.ndarray:
+    """1 - 2 π + Σ_v π_v², at least 0: the squared norm of ∂ log π / ∂ logits of a token, from one forward pass.
+
+    Args:
+      logprobs: log π of the token.
+      collisions: log Σ_v π_v².
+    """
+    return np.maximum(1 - 2 * np.exp(logprobs) + np.exp(collisions), 0.0)
+
+
+def _measure_answers(
+    choices: PolicyChoices,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    known: Sequence[Known],
+    divergences: Sequence[np.ndarray],
+) -> list[Passed]:
+    """By group what `estimate` reads, from sums over the loss tokens of each answer."""
+    sizes = [len(group.trajectories) for group in groups]
+    by_group = lambda arrays: np.split(_sum_answers(batches, arrays, sum(sizes)), np.cumsum(sizes)[:-1])
+    zeros = [np.zeros(batch.loss_mask.shape) for batch in batches]
+    logs = norms = zeros
+    if choices.advantage == 'optimal_baseline':
+        logs = [of[POLICY] - batch.behavior_logprobs for batch, of in zip(batches, known, strict=True)]
+        norms = [squared_norms(of[POLICY].astype(np.float64), of[COLLISION].astype(np.float64)) for of in known]
+    penalties = [choices.kl_coefficient * values for values in divergences]
+    return [Passed(*of) for of in zip(*map(by_group, (penalties, logs, norms)), strict=True)]
+
+
+def _divergences(choices: PolicyChoices, batch: PackedBatch, known: Known) -> np.ndarray:
+    """float64 [M, R, N]: k of each loss token; 0 without a divergence in the reward."""
+    if not is_kl_in_reward(choices):
+        return np.zeros(batch.loss_mask.shape)
+    behavior, reference = (
+        np.where(batch.loss_mask, x, 0.0).astype(np.float64) for x in (batch.behavior_logprobs, known[REFERENCE])
+    )
+    return np.asarray(estimate_kl(behavior - reference, choices.kl_estimator))
+
+
+def _returns(
+    choices: PolicyChoices,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    divergences: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+    """Of each loss token R - β Σ kₛ over the loss tokens from it to the end of its answer; whitened if asked for."""
+    rewards = _spread(batches, concatenate([shape_rewards(group, choices) for group in groups], np.float64))
+    later = [_sum_later(*of) for of in zip(batches, divergences, strict=True)]
+    returns = [r - choices.kl_coefficient * k for r, k in zip(rewards, later, strict=True)]
+    return returns if choices.whiten == 'none' else _whiten(batches, returns)
+
+
+def _sum_answers(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], answers: int) -> np.ndarray:
+    """float64 [answers]: sums over the loss tokens of each."""
+    add = lambda batch, values: np.bincount(
+        batch.trajectory_ids[batch.loss_mask], values[batch.loss_mask].astype(np.float64), minlength=answers
+    )
+    return sum((add(*of) for of in zip(batches, arrays, strict=True)), np.zeros(answers))
+
+
+def _spread(batches: Sequence[PackedBatch], values: np.ndarray) -> list[np.ndarray]:
+    """At each loss token the value of its answer."""
+    return [np.where(b.loss_mask, values[np.where(b.loss_mask, b.trajectory_ids, 0)], 0.0) for b in batches]
+
+
+def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
+    """At each loss token the sum over it and the later ones of its answer, which stand side by side in a row."""
+    by_row = lambda x: x.reshape(-1, x.shape[-1])
+    mask, starts = by_row(batch.loss_mask), by_row(find_starts(batch.trajectory_ids))
+    kept = np.where(mask, by_row(values), 0.0)
+    before = np.cumsum(kept, axis=-1) - kept  # in the row
+    of_answer = sequence_sums(kept, mask, starts)
+    return (of_answer - before + np.take_along_axis(before, starts, axis=-1)).reshape(values.shape)
+
+
+def _whiten(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(A - mean) / sqrt(var + 1e-8) over the loss tokens, the variance with ddof 1, as advantages.whiten."""
+    trained = concatenate([v[b.loss_mask] for b, v in zip(batches, values, strict=True)], np.float64)
+    if len(trained) < 2:
+        return [np.zeros_like(v) for v in values]
+    deviation = np.sqrt(trained.var(ddof=1) + WHITEN_FLOOR)
+    return [(v - trained.mean()) / deviation for v in values]
