@@ -14,8 +14,8 @@ Weights are SmolLM2-135M in bfloat16. carriers.py lists the channels. Rows:
   pause   An engine of 8 slots that swaps --swaps deltas, one after the other: the gap between two dispatches at a swap
           less the median gap, its 99 % quantile, in seconds and in decode dispatches; KV kept, and computed again (a
           prefill is a dispatch, and in no gap)
-  rate    The same engine with a new version every --interval_s: tokens a second divided by those without new versions;
-          versions were sent before, so that the learner's work is not in it
+  rate    The same engine with a new version every --interval_s: tokens a second divided by those without new versions,
+          KV kept, and computed again; versions were sent before, so that the learner's work is not in it
   soak    With --soak alone: publication_soak.py
 
 Without a checkout at --before the row of 1ad9c82 is left out.
@@ -146,11 +146,14 @@ def measure_rate(options: argparse.Namespace) -> Iterator[Row]:
             'turns': 1 if options.small else options.turns,
         }  # fmt: skip
         found = ask('side_published', arguments)
-        turns = [new / old for old, new in zip(found['rates']['none'], found['rates']['recompute'], strict=True)]
-        yield {
-            'row': 'rate', 'channel': name, 'interval_s': options.interval_s, 'rate': statistics.median(turns),
-            'quartile': float(np.quantile(turns, 0.25)), 'turns': turns, 'calls': found,
-        }  # fmt: skip
+        without = found['rates'].pop('none')
+        for policy, rates in found['rates'].items():
+            turns = [new / old for old, new in zip(without, rates, strict=True)]
+            yield {
+                'row': 'rate', 'channel': name, 'policy': policy, 'interval_s': options.interval_s,
+                'rate': statistics.median(turns), 'quartile': float(np.quantile(turns, 0.25)), 'turns': turns,
+                'tokens_s': {'none': without, policy: rates}, 'bytes': found['bytes'],
+            }  # fmt: skip
 
 
 ROWS: Mapping[str, Callable[[argparse.Namespace], Iterator[Row]]] = {

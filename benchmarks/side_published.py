@@ -114,8 +114,7 @@ def measure_rates(
     config, params, _ = load_gguf(find_package_file(GGUF))
     device, backend, load = jax.devices()[0], make_backend(config), make_load(seed, updates)
     rng, sent = np.random.default_rng(seed), []
-    rates: dict[Policy, list[float]] = {'none': [], 'recompute': []}
-    gaps: list[dict[str, Any]] = []
+    rates: dict[Policy, list[float]] = {'none': [], 'keep': [], 'recompute': []}
     with tempfile.TemporaryDirectory() as folder:
         carried = open_channel(channel, pathlib.Path(folder), config, delta=delta)
         for version in range(2 + updates):
@@ -134,9 +133,7 @@ def measure_rates(
             )  # fmt: skip
             counts = engine.measure()
             rates[policy].append(counts['tokens'] / counts['clock_s'])
-            if policy != 'none':
-                gaps.append(find_swap_gaps(log.events))
-    return {'rates': rates, 'gaps': gaps, 'bytes': [one.size and one.size.nbytes for one in sent]}
+    return {'rates': rates, 'bytes': [one.size and one.size.nbytes for one in sent]}
 
 
 def measure(what: Literal['rates', 'swaps'], **arguments: Any) -> dict[str, Any]:

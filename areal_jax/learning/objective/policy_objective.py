@@ -17,6 +17,7 @@ from areal_jax.learning.objective.penalties import kl_penalty
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, policy_loss, prepared_names
 from areal_jax.learning.objective.prepared import keep_second_moment, keep_share, uniform_numbers
 from areal_jax.learning.objective.proximal import proximal_logprobs
+from areal_jax.plugins import is_own
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -33,40 +34,8 @@ class PolicyObjective(Objective):
     def __post_init__(self) -> None:
         values = {f'loss.{name}': value for name, value in dataclasses.asdict(self.choices).items()}
         require_allowed({path: value for path, value in values.items() if path in FIELDS})
-        object.__setattr__(self, 'estimate', make_estimator(self.choices))
-
-    @property
-    def reads(self) -> frozenset[str]:  # type: ignore[override]
-        choices, found = self.choices, set()
-        if choices.uses_proximal and choices.proximal == 'recompute':
-            found.add(PROXIMAL)
-        if choices.kl_coefficient:
-            found.add(REFERENCE)
-        if 'gate' in self.prepares:
-            found.add(POLICY)
-        return frozenset(found)
-
-    @property
-    def prepares(self) -> tuple[str, ...]:  # type: ignore[override]
-        return prepared_names(self.choices)
-
-    @property
-    def aggregation(self) -> str:  # type: ignore[override]
-        return self.choices.aggregation
-
-    @property
-    def length_constant(self) -> int:  # type: ignore[override]
-        return self.choices.length_constant
-
-    @property
-    def masks_truncated(self) -> bool:  # type: ignore[override]
-        return self.choices.truncated_answers == 'masked'
-
-    @property
-    def contrasts(self) -> bool:  # type: ignore[override]
-        choices = self.choices
-        alone = choices.whiten == 'none' and not choices.overlong_tokens
-        return alone and (choices.advantage in CONTRASTS or ':' in choices.advantage)
+        for name, value in _derive(self.choices).items():
+            object.__setattr__(self, name, value)
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         return self.estimate(groups)
@@ -110,3 +79,23 @@ class PolicyObjective(Objective):
     def describe(self) -> str:
         used = select_used(lambda name: getattr(self.choices, name))
         return describe(used | ({'proximal': self.choices.proximal} if self.choices.uses_proximal else {}))
+
+
+def _derive(choices: PolicyChoices) -> dict[str, object]:
+    """The attributes of an Objective that the combination decides."""
+    prepares = prepared_names(choices)
+    reads = {
+        PROXIMAL: choices.uses_proximal and choices.proximal == 'recompute',
+        REFERENCE: bool(choices.kl_coefficient),
+        POLICY: 'gate' in prepares,
+    }
+    alone = choices.whiten == 'none' and not choices.overlong_tokens
+    return {
+        'reads': frozenset(name for name, is_read in reads.items() if is_read),
+        'prepares': prepares,
+        'aggregation': choices.aggregation,
+        'length_constant': choices.length_constant,
+        'masks_truncated': choices.truncated_answers == 'masked',
+        'contrasts': alone and (choices.advantage in CONTRASTS or is_own(choices.advantage)),
+        'estimate': make_estimator(choices),
+    }

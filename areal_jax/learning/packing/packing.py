@@ -50,9 +50,8 @@ def pack(
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
     A group is never split, so fewer groups than `n_minibatches` give fewer batches, and nothing to train none. Tokens
-    generated before `oldest_version` are left out of `loss_mask` but keep their place and trajectory id. Denominators
-    count trajectory ids (aggregation.py), so they include these tokens.
-    `fill`, `data_shards` and `cost` decide only where a token is placed; they do not change what is trained.
+    generated before `oldest_version` are left out of `loss_mask` but keep their place and trajectory id, which is what
+    denominators count (aggregation.py). `fill`, `data_shards` and `cost` decide only where a token is placed.
 
     Args:
       advantages: per group float32 [trajectories of the group].
@@ -64,8 +63,7 @@ def pack(
       data_shards: groups of devices that share the rows of a micro-batch, an equal slice each.
       cost: the measure by which the shards are balanced (balance.place_rows).
       buckets: the row shapes to which the caller trims micro-batches, ascending, the full shape last; () = no trimming.
-        With 'first_fit', the rows of an incomplete last micro-batch are repacked into more rows of a smaller shape if
-        their items fit one.
+        'first_fit' repacks an incomplete last micro-batch into more rows of a smaller shape if its items fit one.
       vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
 
     Raises BatchError for what must not be learned from or fits no row, ValueError for what `require_known` refuses.

@@ -140,7 +140,7 @@ def make_rows(
 
 
 def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) -> jax.Array:
-    """denominators.denominator_scale of groups with equally many tokens."""
+    """aggregation.denominator_scale of groups with equally many tokens."""
     return jnp.where(constants.counts_all, setting.groups / jnp.maximum(kept.sum(), 1), 1.0)
 
 
