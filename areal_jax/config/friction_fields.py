@@ -41,6 +41,12 @@ def find_friction_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'defined on log-probs of the whole softmax; set rollout.top_k=0 and rollout.top_p=1, or '
             'friction.actor_share=0'
         )
+    is_small = c.model.source == 'random' and c.model.outputs == 'symbols'
+    if friction.actor == 'constant' and is_small and friction.actor_token >= c.task.symbols:
+        yield (
+            f"{setting} and friction.actor_token={friction.actor_token}: a model with model.outputs='symbols' answers "
+            f'with the first task.symbols={c.task.symbols} tokens only; use a smaller id'
+        )
     if friction.actor == 'temperature' and not find_server(rollout.server).in_process:
         yield (
             f'{setting} and rollout.server={rollout.server!r}: these servers report log-probs at the temperature that '

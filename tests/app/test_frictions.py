@@ -102,6 +102,13 @@ def test_evaluation_has_no_friction(tmp_path: pathlib.Path):
             },
             "these servers report log-probs at the temperature that they draw at; use rollout.server='in_process'",
         ),
+        (
+            {
+                'friction__actor_token': 2, 'model__family': 'plain', 'model__outputs': 'symbols',
+                'rollout__ignore_eos': True,
+            },
+            r"friction\.actor_token=2: a model with model\.outputs='symbols' answers with the first task\.symbols=2",
+        ),
         ({'friction__actor_share': 1.5}, r'friction\.actor_share=1\.5 must lie in \[0, 1\]'),
     ],
 )  # fmt: skip
