@@ -24,7 +24,8 @@ OBJECTIVES = {
         'loss.clip_epsilon_high': 1e9,
     },
     'dg': {'loss.objective': 'dg'},
-    'cispo': {'loss.objective': 'cispo'},
+    # around the policy before the update it would be REINFORCE, as every ratio is 1 with one minibatch
+    'cispo': {'loss.objective': 'cispo', 'loss.proximal': 'behavior'},
     'reinforce': {
         'loss.objective': 'decoupled_ppo', 'loss.ratio': 'none', 'loss.surrogate': 'reinforce',
         'loss.correction': 'none',
