@@ -87,6 +87,7 @@ setup(
             *DOCS,
             *JOBSET,
             'jsonschema>=4.20',
+            'scikit-learn>=1.5',  # benchmarks/digits.py
             'pytest>=8',
             'pytest-xdist>=3.6',
             'hypothesis>=6',

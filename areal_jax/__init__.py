@@ -17,9 +17,9 @@ or `areal_jax.train(config, workdir)` from Python. `areal_jax.evaluate` and `are
 
 plugins.py loads the user's own functions; config/ declares the fields, and kinds of servers and channels; text/ has
 tokenizers and chat templates, workers/ the processes that run other people's code; columns.py says what a token carries
-beside its id; models/ and formats/ have the decoder and the files of its weights; sharding/ and distributed/ place
-arrays on devices and join processes; checkpoint/ saves and resumes; evaluation/ scores held-out problems; telemetry/
-measures a run while it runs, report/ afterwards.
+beside its id, frictions.py what goes wrong on purpose; models/ and formats/ have the decoder and the files of its
+weights; sharding/ and distributed/ place arrays on devices and join processes; checkpoint/ saves and resumes;
+evaluation/ scores held-out problems; telemetry/ measures a run while it runs, report/ afterwards.
 commands/ has the help of every command, and the completion of shells.
 
 Shapes. The letters of learning/ and models/; rollout/decode/ says which others it uses:

@@ -2,7 +2,8 @@
 
 FILE has get_config() and, beside it, get_sweep(), which returns {name of an arm: {'section.field': value}}. The same
 command goes on after whatever ended it, and makes the table of a sweep that has finished again. A FILE with get_study()
-in place of get_sweep() is a study, docs/study.md; --quick runs its short form.
+in place of get_sweep() is a study, docs/study.md; --quick runs its short form. One with get_programs() trains its arms
+as programs of many arms, docs/frictions.md; it has a short form too.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     workdir = pathlib.Path(values.workdir)
     if defines(command.source, 'get_study'):
         return _run_study(command, values, workdir, interrupts)
+    if defines(command.source, 'get_programs'):
+        return _run_programs(command, values, workdir, interrupts)
     if values.quick:
         raise ConfigError(f'--quick is for a study, and {command.source} has no get_study(): leave it out')
     arms = read_arms(command, workdir)
@@ -88,6 +91,24 @@ def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.
     lock = DirectoryLock(workdir)
     try:
         return study.run(interrupts)
+    finally:
+        lock.release()
+
+
+def _run_programs(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
+    """Checks all arms, trains what has not finished, writes the scores; returns the exit code."""
+    from areal_jax.files import DirectoryLock
+    from areal_jax.studies.program_sweep import ProgramSweep
+
+    if values.only:
+        raise ConfigError(f'--only={values.only}: arms of a program are trained together; leave it out')
+    sweep = ProgramSweep(command, 'quick' if values.quick else 'full', workdir, values.jobs or 1)
+    if values.dry_run:
+        sweep.print_commands()
+        return ExitCode.FINISHED
+    lock = DirectoryLock(workdir)
+    try:
+        return sweep.run(interrupts)
     finally:
         lock.release()
 
@@ -168,8 +189,8 @@ COMMAND = Command(
     ),
     fields=FIELDS_OF_TRAINING,
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal: the same command goes on'},
-    notes='FILE has get_sweep() or get_study() beside get_config(). Fields that the command line sets hold for all '
-    'arms.',
+    notes='FILE has get_sweep(), get_study() or get_programs() beside get_config(). Fields that the command line sets '
+    'hold for all arms.',
 )
 
 

@@ -43,7 +43,7 @@ class SamplingParams:
     """How answers are sampled. Temperature is part of the policy: log-probs are taken after it.
 
     A token is drawn from the logits, in this order: `logit_bias`, `min_new_tokens`, `repetition_penalty`,
-    `frequency_penalty` and `presence_penalty`, `temperature`, `min_p`, `top_k`, `top_p`.
+    `frequency_penalty` and `presence_penalty`, `logit_scale`, `temperature`, `min_p`, `top_k`, `top_p`.
     """
 
     max_new_tokens: int  # >= 1
@@ -58,6 +58,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken from the logits of tokens in the answer
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
     stop_strings: tuple[str, ...] = ()  # the token that completes one in the text of the answer ends it, and is kept
+    logit_scale: float = 1.0  # tokens are drawn at temperature / this, log-probs stay those at the temperature
 
     @property
     def cuts(self) -> bool:
@@ -72,7 +73,8 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before they are tempered, which changes greedy answers too."""
-        return self.penalizes or bool(self.logit_bias) or (self.min_new_tokens > 0 and bool(self.stop_tokens))
+        is_held = self.min_new_tokens > 0 and bool(self.stop_tokens)
+        return self.penalizes or bool(self.logit_bias) or is_held or self.logit_scale != 1
 
     @property
     def changes_softmax(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'columns', 'errors', 'installation', 'lanes', 'types'},
-    {'addresses', 'code_version', 'files', 'plugins', 'protocols', 'records'},
+    {'addresses', 'code_version', 'files', 'frictions', 'plugins', 'protocols', 'records'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -35,6 +35,7 @@ JAX_FREE = [
     'installation',
     'plugins',
     'columns',
+    'frictions',
     'types',
     'protocols',
     'code_version',

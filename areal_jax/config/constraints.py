@@ -14,6 +14,7 @@ from ml_collections import config_dict
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.declarations import FIELDS
+from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
 from areal_jax.config.objectives import find_objective, is_policy, resolve
@@ -38,6 +39,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from find_record_problems(c)
         yield from _quantization_problems(c)
         yield from find_delta_problems(c)
+        yield from find_friction_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)
     yield from _task_and_model_problems(c)
@@ -50,6 +52,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """The same for a model that is only evaluated: rules of training do not hold."""
     parse_engines(c.cluster.engines)
+    yield from find_evaluation_problem(c)
     yield from _engine_problems(c)
     yield from _quantization_problems(c)
     yield from _task_and_model_problems(c)

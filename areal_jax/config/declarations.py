@@ -26,6 +26,7 @@ from areal_jax.config.fields import (
     Texts,
     Value,
 )
+from areal_jax.config.friction_fields import FRICTION_FIELDS
 from areal_jax.config.kinds import CHANNELS, SERVERS
 from areal_jax.config.loss_fields import LOSS_FIELDS
 from areal_jax.config.ranges import (
@@ -200,6 +201,7 @@ SECTIONS: Mapping[str, Section] = {
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
+    'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': Section(
         'How gradients become weights',
         name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer/optimizer.py'),

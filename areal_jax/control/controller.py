@@ -16,6 +16,7 @@ from areal_jax import lanes
 from areal_jax.control.admission import Admission
 from areal_jax.control.buffer import TrajectoryBuffer
 from areal_jax.control.checkpoint_writer import CheckpointWriter
+from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount
@@ -59,6 +60,7 @@ class StepRecord:
     idle_slots_s: Mapping[str, float]  # seconds of decoding slots that were idle meanwhile, likewise
     dropped: Mapping[str, int]  # by reason, since the start
     filtered_rate: float | None  # see GroupFilter.take_rate; None: no filter
+    frictions: Mapping[str, float]  # metrics of the batch, see Disturbances; empty without frictions
 
 
 class HostState(TypedDict):
@@ -110,13 +112,14 @@ class Controller:
         observer_state: Callable[[], Mapping[str, Any]],
         on_published: Callable[[PublishedWeights], None] = lambda _: None,
         group_filter: GroupFilter | None = None,
+        disturbances: Disturbances | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
         self._on_published = on_published
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
-        self._buffer, self._filter = TrajectoryBuffer(), group_filter
+        self._buffer, self._filter, self._disturbances = TrajectoryBuffer(), group_filter, disturbances
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
@@ -128,7 +131,7 @@ class Controller:
         self._groups = RunningGroups(
             clock, log, supervisor, workflow=workflow, verifier=verifier,
             most_episodes=int(min(gate.max_running, gate.buffer_capacity)) * settings.group_size,
-            on_complete=self._finish_group,
+            on_complete=self._finish_group, disturbances=disturbances,
         )  # fmt: skip
         demand = SlotDemand(
             pool, lambda: self._groups.not_begun, slots=settings.slots, group_size=settings.group_size
@@ -209,7 +212,7 @@ class Controller:
             if groups is None:
                 await self.save_for_good()
                 return False
-            await self._update(groups)
+            await self._update(*self._disturb(groups))
             if self._is_checkpoint_due():
                 await self._publication_of(self._trained_version)
                 await self._checkpoint()
@@ -241,6 +244,9 @@ class Controller:
             self._filled.clear()
             await self._clock.wait(self._filled)
 
+    def _disturb(self, groups: list[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], Mapping[str, float]]:
+        return self._disturbances.disturb_batch(groups) if self._disturbances else (groups, {})
+
     def _take_batch(self) -> list[TrajectoryGroup]:
         now = self._clock.now()
         groups = [_stamp_consumed(group, now) for group in self._buffer.take(self._settings.groups_per_update)]
@@ -249,14 +255,14 @@ class Controller:
         self._admission.note_change()
         return groups
 
-    async def _update(self, groups: list[TrajectoryGroup]) -> None:
+    async def _update(self, groups: list[TrajectoryGroup], frictions: Mapping[str, float]) -> None:
         version, learner, run = self._trained_version, self._learner, self._clock.run
         detail = {'update': version + 1}
         work = Work('train', self._update_tokens(groups), detail)
         metrics = await run(lanes.LEARNER, lambda: learner.update(groups, version), work)
         copy = await run(lanes.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
-        await self._publisher.put(Update(version + 1, groups, metrics, copy))
+        await self._publisher.put(Update(version + 1, groups, metrics, copy, frictions))
 
     # Publication; the learner goes on meanwhile.
 
@@ -284,6 +290,7 @@ class Controller:
             idle_slots_s=self._admission.idle.take(now),
             dropped=dict(self._dropped),
             filtered_rate=self._filter.take_rate() if self._filter else None,
+            frictions=update.frictions,
         )
         self._on_step(step)
         self._admission.note_change()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
@@ -24,6 +25,7 @@ class RunningGroups:
     Args:
       most_episodes: bound on the episodes that wait to be recorded in their groups.
       on_complete: called with each group whose episodes have all ended.
+      disturbances: what happens to answers that have ended, before they are verified; None = nothing.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class RunningGroups:
         verifier: Verifier,
         most_episodes: int,
         on_complete: Callable[[RunningGroup], None],
+        disturbances: Disturbances | None = None,
     ):
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._workflow, self._verifier, self._on_complete = workflow, verifier, on_complete
+        self._disturbances = disturbances
         self._groups: dict[int, RunningGroup] = {}  # by draw
         self._order: list[tuple[int, int]] = []  # (draw, sample) of restored episodes that were open
         self.not_begun = 0  # episodes whose coroutine has not run yet
@@ -108,6 +112,8 @@ class RunningGroups:
             await self._workflow.run(group.prompt, episode)
         except RequestLostError:
             lost = Verdict(0.0, attempts=0, label=LOST)
+        if self._disturbances and lost is None and episode.finish_reason is not None:
+            self._disturbances.disturb_answer(group.prompt.draw, episode)
         versions = [segment.policy_version for segment in episode.segments]
         lengths = [len(segment.tokens) for segment in episode.segments]
         self._log.write(

@@ -24,6 +24,7 @@ class Update:
     groups: list[TrajectoryGroup]
     metrics: Mapping[str, float]
     copy: Weights  # None once the channel has it
+    frictions: Mapping[str, float] = dataclasses.field(default_factory=dict)  # see StepRecord
 
 
 class Publisher:

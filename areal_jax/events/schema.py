@@ -1,8 +1,7 @@
 """The schema of the event log: its file, its lanes, and the kinds of events with their fields.
 
-The log is one JSON object a line. control/event_writer.py writes it, report/event_log.py reads it, and both refuse an
-event that is not declared here; docs/events.md is this table as a page. Kinds and optional fields may be added, which
-raises VERSION; what is declared is never changed, so that a program reads the logs of all earlier ones.
+The log is one JSON object a line. control/event_writer.py and report/event_log.py refuse an event that is not declared
+here; docs/events.md is this table as a page. An addition raises VERSION. What is declared is never changed.
 """
 
 import types
@@ -25,6 +24,7 @@ from areal_jax.events.event_fields import (
     Update,
     WorkKind,
 )
+from areal_jax.events.friction_events import FrictionEvent
 from areal_jax.events.server_events import (
     EngineStateEvent,
     EvaluationReceiveEvent,
@@ -37,10 +37,10 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 8: no size of a version; 7: no rewards of a buffered group, a prefill does not tell prompts and answers; 6: no servers
-# set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no
-# `preempt`, no rebuilt positions of a dispatch; 2: neither evaluation beside training nor `audit`; 1: no event `log`
-VERSION = 9
+# 9: no frictions; 8: no size of a version; 7: no rewards of a buffered group, a prefill does not tell prompts and
+# answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in
+# other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside training, no `audit`; 1: no `log`
+VERSION = 10
 
 
 class LogEvent(Header):
@@ -368,7 +368,7 @@ Event = (
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
     | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ReceiveEvent
-    | EvaluationReceiveEvent | ErrorEvent
+    | EvaluationReceiveEvent | FrictionEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -34,6 +34,7 @@ def find_caveats(events: Sequence[Event], metrics: Metrics, report: Report, fact
     """One sentence per caveat, the gravest first."""
     checks = (
         _unfinished(events, report, facts),
+        _frictions(metrics),
         _broken_conservation(events),
         _open_ledger(report),
         warn_of_wrong_versions(report['ratio_split']),
@@ -138,6 +139,19 @@ def _unfinished(events: Sequence[Event], report: Report, facts: RunFacts) -> str
     last = [event for event in events if event['kind'] in ('signal', 'error', 'restore')][-1:]
     ends = {'signal': 'it was stopped by a signal', 'error': 'it ended with an error'}
     return describe_unfinished(report['steps'], facts, ends.get(last[0]['kind'] if last else '', 'it was killed'))
+
+
+def _frictions(metrics: Metrics) -> str:
+    """Of a run whose data were disturbed on purpose: how many answers of its batches, by friction."""
+    known = (names.FRICTION_ACTOR, names.FRICTION_REWARD, names.FRICTION_UNREWARDED)
+    if not any(name in line for line in metrics for name in known):
+        return ''
+    sums = {name: sum(number(line, name) or 0 for line in metrics) for name in known}
+    said = ', '.join(f'{name.removeprefix(names.FRICTION)} {count:g}' for name, count in sums.items())
+    return (
+        f'Friction is on (section `friction`): answers that were disturbed on purpose, by friction: {said}. Rewards '
+        'and log-probs of this page are those that the learner got; evaluations have no friction.'
+    )
 
 
 def _unparsed(metrics: Metrics) -> str:

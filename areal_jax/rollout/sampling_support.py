@@ -15,6 +15,7 @@ _RANGES = {
     'repetition_penalty': (0.01, 100.0),
     'frequency_penalty': (-2.0, 2.0),
     'presence_penalty': (-2.0, 2.0),
+    'logit_scale': (1e-5, 1e5),
 }
 _MOST_BIAS = 100.0
 
@@ -89,6 +90,13 @@ def _out_of_range(params: SamplingParams) -> str:
 def _name_adjustments(params: SamplingParams) -> str:
     """'min_new_tokens=3, presence_penalty=0.5': those that differ from their defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(params)}
-    names = ('min_new_tokens', 'repetition_penalty', 'frequency_penalty', 'presence_penalty', 'logit_bias')
+    names = (
+        'min_new_tokens',
+        'repetition_penalty',
+        'frequency_penalty',
+        'presence_penalty',
+        'logit_bias',
+        'logit_scale',
+    )
     changed = [f'{name}={getattr(params, name)}' for name in names if getattr(params, name) != fields[name]]
     return ', '.join(changed)

@@ -35,6 +35,7 @@ def make_scorer(arm: Arm) -> Callable[[Tree], float]:
     config.run.seed = SEED
     config.rollout.temperature = 1.0
     config.rollout.max_new_tokens = config.task.length + ends
+    config.friction = default_config().friction  # a score has none
     config.loss.advantage = default_config().loss.advantage  # a score has none, and the arm's may be the user's own
     config.staleness.schedule, config.staleness.eta = 'fixed(0)', default_config().staleness.eta
     prompts, truths = _problems(TrackedConfig(config), ends)

@@ -35,6 +35,16 @@ AUDIT_DISAGREEMENTS = Metric(
     'whose second comparison contradicts the reward; absent where none was compared',
 )
 
+FRICTION = 'friction/'  # prefix of what follows; with frictions only (section `friction`), of the batch
+FRICTION_ACTOR = Metric('friction/actor', 'answers', 'that a friction of the actor met')
+FRICTION_REWARD = Metric('friction/reward', 'answers', 'whose reward was drawn from the range of the batch')
+FRICTION_UNREWARDED = Metric('friction/unrewarded', 'answers', 'to prompts that never pay')
+FRICTION_POLICY_REWARD = Metric(
+    'friction/policy_reward',
+    'reward',
+    'mean reward of the verifier, over answers without friction of the actor to prompts that pay; absent without any',
+)
+
 FILTERED_RATE = Metric(
     'reward/filtered_rate', 'share', 'finished groups that task.filter dropped and refilled; absent without a filter'
 )

@@ -14,6 +14,7 @@ WRONG = {
     'repetition_penalty': (0.0, r'repetition_penalty=0\.0 must lie between 0\.01 and 100'),
     'frequency_penalty': (3.0, r'frequency_penalty=3\.0 must lie between -2 and 2'),
     'presence_penalty': (np.inf, 'presence_penalty=inf must lie between -2 and 2'),
+    'logit_scale': (0.0, r'logit_scale=0\.0 must lie between 1e-05 and 100000'),
     'min_new_tokens': (8, 'min_new_tokens=8 must lie between 0 and max_new_tokens=7'),
     'logit_bias': (((64, 1.0),), 'logit_bias has token 64; use tokens from 0 to 63'),
     'logit_bias ': (((1, np.nan),), 'logit_bias of token 1 is nan; use values from -100 to 100'),

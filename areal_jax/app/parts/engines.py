@@ -15,6 +15,7 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
+from areal_jax.frictions import TEMPERATURE
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.record_channel import RecordChannel
@@ -48,9 +49,9 @@ def build_backends(
 def build_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:
     """The decode programs of training on `devices`."""
     slots = config.rollout.slots
-    return _build_backend(
-        config, decoder, devices, slots, count_cache_blocks(config, slots), filtered=cuts_softmax(config)
-    )
+    tempered = config.friction.actor_share > 0 and config.friction.actor == TEMPERATURE
+    blocks, cuts = count_cache_blocks(config, slots), cuts_softmax(config)
+    return _build_backend(config, decoder, devices, slots, blocks, filtered=cuts, adjusted=tempered)
 
 
 def build_serving_backend(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> JaxDecodeBackend:

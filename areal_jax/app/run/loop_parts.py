@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import build_clock
+from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.parts.task_builder import build_stream, build_task, build_verifier
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, build_workflow
@@ -23,6 +24,7 @@ from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.controller import Controller
+from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.event_writer import EventLog, truncate_events
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
@@ -238,6 +240,9 @@ def _build_controller(
     sampling: SamplingParams,
 ) -> Controller:
     config, beside = host.config, evaluations.beside
+    frictions = build_frictions(config, host.model.vocab_size)
+    if frictions:
+        announce(frictions)
 
     def save_checkpoint(step: int, arrays: Tree, earlier: Mapping[int, Tree], snapshot: State) -> None:
         host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
@@ -256,12 +261,15 @@ def _build_controller(
         supervisor=host.supervisor,
         stream=build_stream(config, host.task),
         pool=generation.pool,
-        workflow=host.make_workflow(generation.pool, sampling, build.build_sampling_seed(config)),
+        workflow=build_training_workflow(
+            host.make_workflow, frictions, generation.pool, sampling, build.build_sampling_seed(config)
+        ),
         verifier=host.verifier,
         learner=site.trace(),
         channel=generation.channel,
         gate=build.build_gate(config),
         group_filter=build.build_group_filter(config),
+        disturbances=Disturbances(frictions, host.log) if frictions else None,
         ring=generation.ring,
         update_tokens=learner.update_tokens,
         on_step=observer.on_step,

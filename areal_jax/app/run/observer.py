@@ -110,6 +110,7 @@ class StepObserver:
                 **{f'{names.ADMISSION_HELD}{bound}': seconds for bound, seconds in record.held_s.items()},
                 **{f'{names.IDLE_SLOTS}{bound}': seconds for bound, seconds in record.idle_slots_s.items()},
             },
+            frictions={f'{names.FRICTION}{name}': value for name, value in record.frictions.items()},
             loop={name: value for name, value in optional.items() if value is not None},
             process={names.COMPILATIONS: compiled - self._compiled},
             evaluation=self._evaluations.pop(0) if self._evaluations else {},

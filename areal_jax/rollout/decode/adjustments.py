@@ -33,9 +33,10 @@ class Adjustments:
     penalized: Array  # bool [B], SamplingParams.penalizes
     prompt_tokens: Array  # int32 [B], number of them; the answer begins behind
     least: Array  # int32 [B], min_new_tokens
-    repetition: Array  # float32 [B], as the next two
+    repetition: Array  # float32 [B], as the next three
     frequency: Array
     presence: Array
+    scale: Array  # logit_scale
     biased: Array  # int32 [B, MOST_BIASED_TOKENS], _NONE where unused
     bias: Array  # float32 [B, MOST_BIASED_TOKENS]
     tokens: Array  # int32 [B, C], of sequences with penalties, _NONE behind them and everywhere else
@@ -48,6 +49,7 @@ class Adjustments:
         self.least[place] = params.min_new_tokens
         self.repetition[place] = params.repetition_penalty
         self.frequency[place], self.presence[place] = params.frequency_penalty, params.presence_penalty
+        self.scale[place] = params.logit_scale
         if params.logit_bias:
             n = len(params.logit_bias)
             self.biased[place, :n], self.bias[place, :n] = zip(*params.logit_bias, strict=True)
@@ -66,6 +68,7 @@ def empty_adjustments(rows: int, context_tokens: int, *, penalized: bool) -> Adj
         repetition=np.ones(rows, np.float32),
         frequency=np.zeros(rows, np.float32),
         presence=np.zeros(rows, np.float32),
+        scale=np.ones(rows, np.float32),
         biased=np.full((rows, MOST_BIASED_TOKENS), _NONE, np.int32),
         bias=np.zeros((rows, MOST_BIASED_TOKENS), np.float32),
         tokens=np.full(shape, _NONE, np.int32) if penalized else _no_tokens(shape),
@@ -117,7 +120,7 @@ def adjust_logits(
     generated: jax.Array,
     step: jax.Array,
 ) -> jax.Array:
-    """Logits float32 [B, V]: first biased, then -inf at stop tokens where an answer is too short, then penalized.
+    """Logits float32 [B, V]: biased, -inf at stop tokens where an answer is too short, penalized, and then scaled.
 
     Args:
       logits: float32 [B, V]. stop_tokens: int32 [B, any], -1 where unused.
@@ -137,4 +140,5 @@ def adjust_logits(
         z = jnp.where(counts.in_prompt | (in_answer > 0), repeated, z)
         return z - rows.frequency[:, None] * in_answer - rows.presence[:, None] * (in_answer > 0)
 
-    return lax.cond(jnp.any(rows.penalized), penalize, lambda z: z, z)
+    z = lax.cond(jnp.any(rows.penalized), penalize, lambda z: z, z)
+    return z * rows.scale[:, None]

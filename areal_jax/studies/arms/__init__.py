@@ -4,6 +4,7 @@
     setting.py            what they share, and the constants that each has of its own
     problems.py           the prompts of every update, from the task's stream
     answer_generation.py  answers to the prompts of a batch
+    faults.py             frictions: which answers and rewards are disturbed, and how
     group_forward.py      log-probs of the answers of a batch
     arm_update.py         a batch becomes rewards, advantages, minibatches and optimizer steps
     program.py            updates in a loop on the device, arms side by side

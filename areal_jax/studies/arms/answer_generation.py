@@ -45,15 +45,27 @@ class _Cache(NamedTuple):
         return jnp.concatenate([self.prompts, flat], axis=1)
 
 
-def generate(setting: Setting, constants: Constants, params: Tree, prompts: jax.Array, draws: jax.Array) -> Answers:
-    """Answers to prompts int32 [B, P] with the draw numbers int32 [B]."""
+def generate(
+    setting: Setting,
+    constants: Constants,
+    params: Tree,
+    prompts: jax.Array,
+    draws: jax.Array,
+    scale: jax.Array | None = None,
+) -> Answers:
+    """Answers to prompts int32 [B, P] with the draw numbers int32 [B].
+
+    `scale`: float32 [B, G], SamplingParams.logit_scale of each answer; None = 1.
+    """
     groups, length = prompts.shape
     size, steps, decoder = setting.group_size, setting.answer_tokens - 1, setting.decoder
     keys = _request_keys(constants.seed, draws, size)  # [N, 2]
     temperature = jnp.full(groups * size, constants.temperature)
 
     def sample(logits: jax.Array, index: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        tokens, logprobs, _ = sampling.sample_tokens(logits, keys, jnp.full(groups * size, index), temperature)
+        changed = None if scale is None else logits * scale.reshape(-1, 1)
+        index = jnp.full(groups * size, index)
+        tokens, logprobs, _ = sampling.sample_tokens(logits, keys, index, temperature, changed)
         return tokens, logprobs
 
     positions = jnp.tile(jnp.arange(length), groups)

@@ -30,6 +30,8 @@ VARIES = (
     *('loss.delight_temperature', 'loss.delight_mix', 'loss.correction_low', 'loss.correction_high'),
     *('loss.gate_threshold', 'loss.advantage', 'loss.aggregation', 'loss.length_constant', 'loss.entropy_coefficient'),
     *('loss.denominator', 'learner.filter_equal_rewards'),
+    *('friction.actor', 'friction.actor_share', 'friction.actor_token', 'friction.actor_nats'),
+    *('friction.actor_temperature', 'friction.reward_share', 'friction.unrewarded_share'),
 )  # an array over the arms each
 # how a single run is computed, shown and saved; weights differ by rounding at most
 _IDLE = (

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.model.model import build_model
+from areal_jax.app.parts.friction_builder import build_frictions
 from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.config import TrackedConfig
+from areal_jax.frictions import Frictions
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.studies.arms.arm import Arm, require_one_program
+from areal_jax.studies.arms.faults import draw_faults
 from areal_jax.studies.arms.problems import Problems, draw_problems
 from areal_jax.studies.arms.program import State, Steps, initial_state, make_program, plan
 from areal_jax.studies.arms.series import make_lines, open_writer
@@ -131,18 +134,30 @@ def train_arms(
 def _prepare(arms: Sequence[Arm]) -> tuple[Tree, Problems]:
     """The initial weights and the problems of all arms, stacked; arms with one seed share what it draws."""
     weights: dict[tuple[int, float, float], Tree] = {}
+    model_sizes: dict[tuple[int, float, float], int] = {}  # tokens of the vocabulary
     problems: dict[int, Problems] = {}
     keys = []
+    frictions: list[Frictions | None] = []
     for arm in arms:
         config = TrackedConfig(arm.config)
         key = config.run.seed, config.model.init_scale, config.model.embedding_scale
         if key not in weights:
             model = build_model(config)
-            weights[key] = model.params
+            weights[key], model_sizes[key] = model.params, model.vocab_size
             if key[0] not in problems:
                 problems[key[0]] = draw_problems(config, model.tokenizer)
         keys.append(key)
-    return _stack([weights[key] for key in keys]), _stack([problems[seed] for seed, *_ in keys])
+        frictions.append(build_frictions(config, model_sizes[key]))
+    own = _with_faults(arms, [problems[seed] for seed, *_ in keys], frictions)
+    return _stack([weights[key] for key in keys]), _stack(own)
+
+
+def _with_faults(
+    arms: Sequence[Arm], problems: Sequence[Problems], frictions: Sequence[Frictions | None]
+) -> list[Problems]:
+    sizes = arms[0].config.rollout.group_size, arms[0].config.rollout.max_new_tokens
+    faults = draw_faults(frictions, [np.asarray(own.prompts) for own in problems], *sizes)
+    return [own if faults is None else own._replace(faults=faults[at]) for at, own in enumerate(problems)]
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:

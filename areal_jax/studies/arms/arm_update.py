@@ -25,6 +25,7 @@ from areal_jax.learning.objective.sums import masked_sum
 from areal_jax.learning.optimizer.optimizer import BRAKES
 from areal_jax.models.logprobs import token_collisions
 from areal_jax.studies.arms.answer_generation import Answers
+from areal_jax.studies.arms.faults import Faults, count_faults, disturb_answers, disturb_right
 from areal_jax.studies.arms.group_forward import answer_logprobs
 from areal_jax.studies.arms.setting import Constants, Setting, generating_version
 from areal_jax.types import Tree
@@ -39,6 +40,7 @@ class Batch(NamedTuple):
     prompts: jax.Array  # int32 [B, P]
     truths: jax.Array  # int32 [B, A]
     answers: Answers
+    faults: Faults | None = None
 
 
 class _Minibatches(NamedTuple):
@@ -58,7 +60,9 @@ def update(
     setting: Setting, constants: Constants, params: Tree, state: Tree, batch: Batch, version: jax.Array
 ) -> tuple[Tree, Tree, Sums]:
     """(weights, optimizer state, sums) after the update of the weights of `version`."""
-    right = jnp.sum(batch.answers.tokens == batch.truths[:, None], axis=-1)  # int32 [B, G]
+    batch = batch._replace(answers=disturb_answers(batch.faults, batch.answers))
+    verified = jnp.sum(batch.answers.tokens == batch.truths[:, None], axis=-1)  # int32 [B, G]
+    right = disturb_right(batch.faults, verified)
     kept = ~constants.filters | (right.max(axis=1) != right.min(axis=1))  # [B]
     minibatches = split_groups(setting, kept)
     policy_version = generating_version(constants, version)
@@ -80,13 +84,14 @@ def update(
     sums = {name: values.max() if name.endswith('_max') else values.sum() for name, values in steps.items()}
     sums |= {'kept': kept.sum(), 'right': right.sum(), 'right_squares': (right**2).sum(), 'learning_rate': carry.rate}
     sums |= _mismatch(setting, constants, rows, logprobs[0], policy_version == version)
+    sums |= count_faults(batch.faults, verified)
     return carry.params, carry.state, {name: value.astype(jnp.float32) for name, value in sums.items()}
 
 
 def advantages(
     setting: Setting, constants: Constants, right: jax.Array, passed: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-    """float32 [B, G] of answers with so many right symbols, int32 [B, G]: advantages.group_advantages.
+    """float32 [B, G] of answers with so many right symbols, int32 or float32 [B, G]: advantages.group_advantages.
 
     A reward is right / (A + 1), as the end of an answer counts, which no answer has. Differences of rewards are taken
     between integers: equal rewards have the advantage 0, whatever their mean is. `passed`: log-weights and norms [B, G]
@@ -108,7 +113,7 @@ def advantages(
         'group_mean': centred,
         'rloo': centred * (size / max(size - 1, 1)),
         'reward': rewards,
-        'max_rl': jnp.where(total > 0, above / jnp.maximum(total, 1), 0.0),
+        'max_rl': jnp.where(total > 0, above / jnp.where(total > 0, total, 1), 0.0),
         'length_baseline': centred,  # answers have equal lengths
         'optimal_value': rewards - value,
         'optimal_baseline': _above_optimal(setting, right, passed) / (spread + SAMPLE_FLOOR),

@@ -9,6 +9,7 @@ import numpy as np
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.rollout.decode.decode_rows import Array
+from areal_jax.studies.arms.faults import Faults
 from areal_jax.text.tokenizer import Tokenizer
 
 
@@ -17,6 +18,7 @@ class Problems(NamedTuple):
 
     prompts: Array  # int32 [U, B, P]
     truths: Array  # int32 [U, B, A]
+    faults: Faults | None = None  # frictions, where an arm of the program has some
 
 
 def draw_problems(config: TrackedConfig, tokenizer: Tokenizer) -> Problems:

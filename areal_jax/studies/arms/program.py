@@ -20,6 +20,7 @@ import numpy as np
 from areal_jax.rollout.decode.decode_rows import Array
 from areal_jax.studies.arms.answer_generation import Answers, generate
 from areal_jax.studies.arms.arm_update import Batch, Sums, update
+from areal_jax.studies.arms.faults import take
 from areal_jax.studies.arms.problems import Problems
 from areal_jax.studies.arms.setting import Constants, Setting
 from areal_jax.types import Tree
@@ -117,7 +118,9 @@ def _generate(setting: Setting, constants: Constants, problems: Problems, state:
     at = jnp.minimum(batch, setting.updates - 1)
     draws = at * setting.groups + jnp.arange(setting.groups)
     weights = state.held if setting.holds_version else state.params
-    answers = generate(setting, constants, weights, jnp.asarray(problems.prompts)[at], draws)
+    faults = take(problems.faults, at)
+    scale = None if faults is None else faults.scale
+    answers = generate(setting, constants, weights, jnp.asarray(problems.prompts)[at], draws, scale)
     place = batch % setting.ring
     put = lambda waiting, new: waiting.at[place].set(jnp.where(due, new, waiting[place]))
     return jax.tree.map(put, state.waiting, answers)
@@ -127,7 +130,7 @@ def _train(
     setting: Setting, constants: Constants, problems: Problems, state: State, number: jax.Array
 ) -> tuple[State, Sums]:
     answers = jax.tree.map(lambda waiting: waiting[number % setting.ring], state.waiting)
-    prompts, truths = (jnp.asarray(side)[number] for side in problems)
-    batch = Batch(prompts, truths, answers)
+    prompts, truths = (jnp.asarray(side)[number] for side in (problems.prompts, problems.truths))
+    batch = Batch(prompts, truths, answers, take(problems.faults, number))
     params, optimizer, sums = update(setting, constants, state.params, state.optimizer, batch, number)
     return State(params, optimizer, state.waiting, state.held), sums

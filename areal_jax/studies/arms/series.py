@@ -42,6 +42,7 @@ def make_line(setting: Setting, age: int, sums: _Sums) -> Line:
         loss=finalize_policy_metrics(sums),
         steps=_step_metrics(sums),
         mismatch=_mismatch_metrics(sums),
+        frictions=_friction_metrics(setting, sums),
     )
 
 
@@ -109,6 +110,17 @@ def _step_metrics(sums: _Sums) -> dict[str, Value]:
         }
         loss |= {f'update/{name}': sums[name] / made for name in BRAKES if name in sums}
     return {**mean_step_metrics(made, skipped, sums['grad_norm'], sums['learning_rate']), **loss}
+
+
+def _friction_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
+    """As control/disturbances.py counts; nothing in a program without frictions."""
+    counted = (names.FRICTION_ACTOR, names.FRICTION_REWARD, names.FRICTION_UNREWARDED)
+    if 'friction_actor' not in sums:
+        return {}
+    found: dict[str, Value] = {name: sums[name.replace('/', '_')] for name in counted}
+    if count := sums['friction_policy_count']:
+        found[names.FRICTION_POLICY_REWARD] = sums['friction_policy_right'] / count / (setting.answer_tokens + 1)
+    return found
 
 
 def _mismatch_metrics(sums: _Sums) -> dict[str, Value]:

@@ -34,6 +34,7 @@ CASES = {
     'repetition below 1': {'repetition_penalty': 0.6},
     'frequency': {'frequency_penalty': 1.9},
     'presence': {'presence_penalty': -1.5},
+    'scale': {'temperature': 0.7, 'logit_scale': 1.6},
     'greedy': {'temperature': 0.0, 'repetition_penalty': 1.3, 'presence_penalty': 0.7},
     'all': {
         'temperature': 0.7, 'logit_bias': TO_1, 'min_new_tokens': 3, 'stop': (2, 9, 11, 30, 17), 'min_p': 0.02,
@@ -75,7 +76,7 @@ def sampled_logprobs(tokens, wanted):
             z[list(params.stop_tokens)] = -np.inf
         repeated = np.where(z > 0, z / params.repetition_penalty, z * params.repetition_penalty)
         z = np.where(seen, repeated, z) - params.frequency_penalty * answer - params.presence_penalty * (answer > 0)
-        found.append(cut_by_sorting(z, params)[tokens[t]])
+        found.append(cut_by_sorting(z * params.logit_scale, params)[tokens[t]])
     return np.array(found)
 
 
