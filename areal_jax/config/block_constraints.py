@@ -27,6 +27,10 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'the leaves of other blocks are kept once, in float32',
         ),
         (
+            *('loss.objective', c.loss.objective, 'decoupled_ppo', not find_objective(c.loss.objective).reference),
+            'the reference model would need the frozen leaves as they were at the start',
+        ),
+        (
             *('loss.kl_coefficient', find_kl(c), 0.0, not find_kl(c)),
             'the reference model would need the frozen leaves as they were at the start',
         ),

@@ -16,6 +16,7 @@ from areal_jax.config.declarations import FIELDS
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
+from areal_jax.config.reference_constraints import find_reference_problems
 from areal_jax.plugins import is_own
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
@@ -35,6 +36,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from find_record_problems(c)
         yield from _quantization_problems(c)
         yield from find_delta_problems(c)
+    yield from find_reference_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)
     yield from _task_and_model_problems(c)

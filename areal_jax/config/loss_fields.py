@@ -102,5 +102,6 @@ LOSS_FIELDS: Mapping[str, Field] = {
     'kl_coefficient': Real(None, NOT_NEGATIVE, 'above 0 keeps the policy near loss.reference'),
     'kl_estimator': Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
     'kl_in': Choice('loss', ('loss', 'reward'), 'where that divergence counts'),
+    'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
     'reference': Text('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip

@@ -16,9 +16,8 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
-from areal_jax.config.block_constraints import find_kl
 from areal_jax.config.kinds import find_channel
-from areal_jax.config.objectives import find_objective
+from areal_jax.config.objectives import find_objective, is_policy, reads_reference
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -154,7 +153,7 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     }
     if dtype != 'float32':
         sizes['working copy'] = count(trained, cut(trained), dtype)
-    if not supervised and find_kl(config):
+    if reads_reference(config.loss):
         sizes['reference model'] = count(trained, cut(trained), dtype)
     return sizes
 
@@ -284,7 +283,7 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'versions for deltas':
         return 'set publication.delta=False'
     if name == 'reference model':
-        return 'set loss.kl_coefficient=0'
+        return 'set loss.kl_coefficient=0' if is_policy(c.loss.objective) else 'use a smaller model'
     if name == 'publication' and c.staleness.schedule != 'natural':
         return 'lower the longest delay of staleness.schedule'
     halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32

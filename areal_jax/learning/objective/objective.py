@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.learning.objective.held_out import held_out_likelihood
 from areal_jax.learning.objective.sums import masked_sum, sequence_sums
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
@@ -79,6 +80,7 @@ class Objective(abc.ABC):
     aggregation: str = 'token_mean'  # see aggregation.py
     length_constant: int = 1  # of aggregation 'constant'
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
+    keeps_groups: bool = False  # all answers of a group lie in one row
     masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
 
@@ -101,6 +103,18 @@ class Objective(abc.ABC):
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
         """Names and values for metrics.jsonl, from the sums and maxima of all micro-batches of an update."""
         return {}
+
+    def measure_held_out(
+        self, batch: PackedBatch, policy_logprobs: np.ndarray, reference_logprobs: np.ndarray | None
+    ) -> dict[str, float]:
+        """What supervised training measures on data that it does not train on; by default the likelihood.
+
+        Args:
+          policy_logprobs, reference_logprobs: float32 [M, R, N]; the second None where `reads` lacks REFERENCE.
+
+        Raises NonFiniteError where it is no number.
+        """
+        return held_out_likelihood(policy_logprobs[batch.loss_mask])
 
     def describe(self) -> str:
         """The combination, for the report and the card of an exported model."""
