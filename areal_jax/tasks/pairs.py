@@ -64,8 +64,8 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
     for (source, messages, chosen, rejected), prompt_tokens in zip(rows, prompts, strict=True):
         question = next(str(m['content']) for m in messages if m['role'] == 'user')
         side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
-        answers = (encode_answer(tokenizer, answer, source) for answer in (chosen, rejected))
-        sides[side].append(Pair(prompt_tokens, *answers, source))
+        first, second = (encode_answer(tokenizer, answer, source) for answer in (chosen, rejected))
+        sides[side].append(Pair(prompt_tokens, first, second, source))
     return Demonstrations(tuple(sides['train']), tuple(sides['held_out']), noun=_NOUN)
 
 

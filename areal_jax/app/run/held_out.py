@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areal_jax.telemetry import names
+from areal_jax.telemetry.values import Line, number
+
+_OF_BATCH = ('loss/pair_accuracy', 'loss/margin', 'loss/value')
 
 
 def describe_held_out(step: int, measured: Mapping[str, float]) -> str:
@@ -24,7 +27,7 @@ def describe_update(values: Mapping[str, float]) -> str:
     return f'nll {values.get("loss/nll", float("nan")):.4f}'
 
 
-def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequence[Mapping[str, float]]) -> list[str]:
+def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequence[Line]) -> list[str]:
     """Lines of Markdown: accuracy, margin and loss of held-out pairs by update, and of the first and the last batch."""
     rows = [
         (f'held-out, after {step} updates', values['pair_accuracy'], values['margin'], values['preference_loss'])
@@ -32,7 +35,8 @@ def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequenc
     ]
     batches = [line for line in metrics if 'loss/pair_accuracy' in line]
     for place, line in zip(('first', 'last'), batches[:1] + batches[-1:], strict=False):
-        rows.append((f'train, {place} batch', line['loss/pair_accuracy'], line['loss/margin'], line['loss/value']))
+        accuracy, margin, loss = (number(line, name) or 0.0 for name in _OF_BATCH)
+        rows.append((f'train, {place} batch', accuracy, margin, loss))
     return [
         '| pairs | chosen above rejected | margin | loss |',
         '|---|---|---|---|',
@@ -40,11 +44,12 @@ def tabulate_pairs(held_out: Mapping[str, Mapping[str, float]], metrics: Sequenc
     ]
 
 
-def read_pairs_measured(metrics: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
+def read_pairs_measured(metrics: Sequence[Line]) -> dict[int, dict[str, float]]:
     """By update what metrics.jsonl has of held-out pairs."""
+    found = (names.HELD_OUT_ACCURACY, names.HELD_OUT_MARGIN, names.HELD_OUT_LOSS, names.HELD_OUT_PAIRS)
     return {
-        int(line[names.STEP]): {
-            name.removeprefix(names.HELD_OUT): value for name, value in line.items() if name.startswith(names.HELD_OUT)
+        int(number(line, names.STEP) or 0): {
+            name.removeprefix(names.HELD_OUT): number(line, name) or 0.0 for name in found
         }
         for line in metrics
         if names.HELD_OUT_ACCURACY in line

@@ -20,6 +20,7 @@ from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
 from areal_jax.telemetry.row_thread import warn_of_rows
 from areal_jax.telemetry.tracking import FIELD as TRACKER
+from areal_jax.telemetry.values import Line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _warn_of_end(facts: SftFacts) -> str:
     return describe_unfinished(facts.steps, facts, 'it was stopped or killed')
 
 
-def _render(report: files.JsonObject, metrics: Sequence[Mapping[str, float]]) -> str:
+def _render(report: files.JsonObject, metrics: Sequence[Line]) -> str:
     weights, pairs = report['weights_sha256'], _are_pairs(report, metrics)
     table = tabulate_pairs(report['held_out_pairs'], metrics) if pairs else _tabulate_likelihood(report)
     kind = 'Preference' if pairs else 'Supervised'
@@ -125,7 +126,7 @@ def _render(report: files.JsonObject, metrics: Sequence[Mapping[str, float]]) ->
     return '\n'.join(lines)
 
 
-def _are_pairs(report: files.JsonObject, metrics: Sequence[Mapping[str, float]]) -> bool:
+def _are_pairs(report: files.JsonObject, metrics: Sequence[Line]) -> bool:
     return bool(report['held_out_pairs']) or any('loss/pair_accuracy' in line for line in metrics)
 
 

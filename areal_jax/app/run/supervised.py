@@ -38,7 +38,7 @@ class SftTraining:
         self._context, self._site, self._config = context, site, config
         self.stop_requested = threading.Event()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
-        self._measured: dict[int, Mapping[str, float]] = {}  # by update, see Objective.measure_held_out
+        self._measured: Mapping[int, Mapping[str, float]] = {}  # by update, see Objective.measure_held_out
         model = site.load_model()
         self._noun = find_objective(config.loss.objective).given
         context.start.begin(f'preparing {self._noun} of task {config.task.name}')
@@ -63,7 +63,7 @@ class SftTraining:
             self.stream.restore(state['stream'])
             self._seconds, self._trained_tokens = float(state['seconds']), float(state['trained_tokens'])
             measured = {int(step): {'nll': float(nll)} for step, nll in state['held_out_nll'].items()}
-            measured |= {int(step): values for step, values in state.get('held_out_pairs', {}).items()}
+            measured |= {int(step): dict(values) for step, values in state.get('held_out_pairs', {}).items()}
             measured_on = int(state['held_out'])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f'{workdir / CHECKPOINTS} is not of supervised training: {error}') from error
@@ -150,7 +150,7 @@ class SftTraining:
         if not self._held_out:
             return {}
         measured = self.learner.evaluate(self._held_out)
-        self._measured[self.step] = measured
+        self._measured = {**self._measured, self.step: measured}
         print(describe_held_out(self.step, measured), flush=True)
         return {names.HELD_OUT + name: value for name, value in measured.items()}
 
