@@ -212,7 +212,9 @@ def require_conversation(messages: object, source: str, name: str = 'messages') 
             )
     roles = [message['role'] for message in messages]
     if 'user' not in roles[:-1] or roles[-1] != 'assistant':
-        raise TaskError(f'{source}: the roles of {name} are {roles[:8]}; they must end with assistant, after a user')
+        raise TaskError(
+            f'{source}: {name} has turns of the roles {roles[:8]}; they must end with assistant, after a user'
+        )
     needed = {roles.index('user'), len(roles) - 1}
     for index, message in enumerate(messages):
         require_text(message['content'], f'{name}[{index}].content', source, may_be_blank=index not in needed)

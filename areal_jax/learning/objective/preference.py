@@ -89,7 +89,8 @@ class DirectPreference(Objective):
         log_ratio = policy_logprobs[mask].astype(np.float64) - reference_logprobs[mask]
         pairs = batch.trajectory_ids[mask] // 2
         margins = self.beta * np.bincount(pairs, batch.advantages[mask] * log_ratio)
-        loss = float(np.logaddexp(0.0, -margins).mean())
+        with np.errstate(invalid='ignore'):
+            loss = float(np.logaddexp(0.0, -margins).mean())
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"the held-out preference loss is {loss}: lower optimizer.learning_rate, or use learner.dtype='float32'"
