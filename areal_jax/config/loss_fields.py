@@ -103,5 +103,6 @@ LOSS_FIELDS: Mapping[str, Field] = {
     'kl_estimator': Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
     'kl_in': Choice('loss', ('loss', 'reward'), 'where that divergence counts'),
     'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
+    'teacher': Text('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
     'reference': Text('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip

@@ -58,6 +58,7 @@ class ObjectiveKind:
     generates: bool = True  # it learns from answers of engines; else from given ones
     given: str = DEMONSTRATIONS  # what those are: | PAIRS
     combines: bool = True  # of those that generate: it is a combination of choices
+    teacher: bool = False  # it reads log-probs of loss.teacher
     reference: bool = False  # it reads log-probs of loss.reference; combinations do with a KL penalty
     method: str = 'reinforcement-learning'  # tag of an exported model
     title: str = 'asynchronous reinforcement learning'  # of an exported model
@@ -70,6 +71,10 @@ SFT = ObjectiveKind(
 DPO = ObjectiveKind(
     'dpo', generates=False, given=PAIRS, reference=True, method='direct-preference-optimization',
     title='preference training', source='DPO, arXiv 2305.18290',
+)  # fmt: skip
+DISTILLATION = ObjectiveKind(
+    'distillation', combines=False, teacher=True, method='distillation', title='on-policy distillation',
+    source='arXiv 2306.13649',
 )  # fmt: skip
 _GROUP = {'advantage': 'group', 'deviation': 'sample'}
 _NO_CORRECTION = {'correction': 'none'}
@@ -145,6 +150,7 @@ _OBJECTIVES = (
         | {'aggregation': 'sequence_mean'},
         'arXiv 2602.19362',
     ),
+    DISTILLATION,
     ObjectiveKind(
         'dg',
         _NO_CORRECTION | {'ratio': 'none', 'surrogate': 'delight', 'advantage': 'group_mean'},

@@ -26,6 +26,7 @@ from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.teacher import place_teacher
 from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
 from areal_jax.learning.update import train
 from areal_jax.learning.update_price import UpdatePrice
@@ -67,11 +68,13 @@ class SpmdLearner:
         settings: LearnerSettings,
         compile_ahead: bool = False,
         reference: Params | None = None,
+        teacher: tuple[Decoder, Params] | None = None,
     ):
         """Places a copy of `params`, a nested dict of arrays in list form that fits the decoder, on the mesh.
 
         An objective that reads the reference compares with `reference`, weights of the same form and shapes that the
-        caller does not change, or with `params` where it is None; `restore` changes neither.
+        caller does not change, or with `params` where it is None; `restore` changes neither. One that reads a teacher
+        needs `teacher`, its decoder and weights in list form.
 
         If the decoder has adapters (lora), only they are trained; all other weights are kept in `settings.dtype`.
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
@@ -90,6 +93,7 @@ class SpmdLearner:
         make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate)
         self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
+        self._teacher = place_teacher(teacher, mesh, settings, optimizer, self.packing)
         self._declared = self._declare()
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes
@@ -190,7 +194,8 @@ class SpmdLearner:
         if self._ratio:
             self._ratio.require(version, self.state)
         with preferred():
-            trained = train(self._passes, self.state, settings, batches, version, scale, number_prompts(kept))
+            prompts = number_prompts(kept)
+            trained = train(self._passes, self.state, settings, batches, version, scale, prompts, self._teacher)
         metrics = measure(Update(groups, kept, batches, report, version, oldest, trained), settings)
         work = work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs)
         ratio: Metrics = {}
@@ -329,7 +334,8 @@ class SpmdLearner:
 
     def _declare(self) -> list[Declared]:
         exports = self._host_copies is None
-        return [one for part in self.parts for one in part.declared_programs(exports=exports)]
+        declared = [one for part in self.parts for one in part.declared_programs(exports=exports)]
+        return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
 
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""

@@ -11,6 +11,7 @@ from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.objective.objective import POLICY
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.teacher import Teacher
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
 from areal_jax.types import PackedBatch
 
@@ -45,6 +46,7 @@ def train(
     version: int,
     scale: float,
     prompts: np.ndarray,
+    teacher: Teacher | None = None,
 ) -> Trained:
     """Trains on every minibatch, `settings.epochs` times.
 
@@ -53,7 +55,7 @@ def train(
       scale: multiplies every denominator, see aggregation.denominator_scale.
       prompts: int [trajectories], the number of each one's group.
     """
-    known = _known_logprobs(passes, state, settings, batches, version)
+    known = _known_logprobs(passes, state, settings, batches, version, teacher)
     results: list[StepResult] = []
     for number in range(settings.epochs * len(batches)):
         index, first = number % len(batches), number == 0
@@ -79,19 +81,32 @@ def _prepare(
 
 
 def _known_logprobs(
-    passes: Passes, state: LearnerState, settings: LearnerSettings, batches: Sequence[PackedBatch], version: int
+    passes: Passes,
+    state: LearnerState,
+    settings: LearnerSettings,
+    batches: Sequence[PackedBatch],
+    version: int,
+    teacher: Teacher | None,
 ) -> list[KnownLogprobs]:
     """Per batch the log-probs of the weights before the update, where a later step needs them, and of the reference.
+
+    Those of a teacher stand in the place of the reference.
 
     The first batch needs no pass of its own: its first step computes the same log-probs.
     """
     recompute = settings.recomputes
     working = passes.working(state) if recompute and len(batches) > 1 else None
     logprobs = lambda weights, batch: passes.logprobs(weights, state.frozen, batch, version)
+
+    def compare(batch: PackedBatch) -> np.ndarray | None:
+        if teacher is not None:
+            return teacher.logprobs(batch, version)
+        return None if state.reference is None else logprobs(state.reference, batch)
+
     return [
         KnownLogprobs(
             proximal=logprobs(working, batch) if recompute and index else None,
-            reference=None if state.reference is None else logprobs(state.reference, batch),
+            reference=compare(batch),
         )
         for index, batch in enumerate(batches)
     ]

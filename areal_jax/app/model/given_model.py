@@ -38,18 +38,22 @@ class GivenModel:
 
 def read_given_model(config: TrackedConfig, field: str, model: Model) -> GivenModel:
     """The model that `field` names; raises ConfigError for a directory that holds none, or one of other tokens."""
+    given = describe_given_model(config, field)
+    _require_same_tokens(given, model)
+    return given
+
+
+def describe_given_model(config: TrackedConfig, field: str) -> GivenModel:
+    """The same before the trained model is known; raises ConfigError for a directory that holds none."""
     section, _, name = field.partition('.')
     value: str = getattr(getattr(config, section), name)
     directory = pathlib.Path(value)
     if not directory.is_dir():
         raise ConfigError(f'{field}={value!r} is no directory: name one of Hugging Face, with config.json and weights')
     try:
-        shape = read_hf_config(directory)
+        return GivenModel(field, directory, read_hf_config(directory))
     except HfError as error:
         raise ConfigError(f'{field}={value!r}: {error}') from error
-    given = GivenModel(field, directory, shape)
-    _require_same_tokens(given, model)
-    return given
 
 
 def require_same_shape(given: GivenModel, field: str, shape: ModelConfig) -> None:

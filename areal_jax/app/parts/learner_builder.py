@@ -22,7 +22,7 @@ from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import REFERENCE
+from areal_jax.learning.objective.objective import REFERENCE, TEACHER
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
@@ -35,11 +35,11 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
     optimizer = build_optimizer(config)
     settings, rate = build_learner_settings(config), config.optimizer.learning_rate
     if (blocks := build_blocks(config)) is None:
-        reference = build_reference(config, model, settings)
+        reference, teacher = build_reference(config, model, settings), build_teacher(config, model, settings)
         return SpmdLearner(
             decoder, params, mesh,
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
-            reference=reference,
+            reference=reference, teacher=teacher,
         )  # fmt: skip
     form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
     if config.distributed.clients == 1:
@@ -56,6 +56,14 @@ def build_reference(config: TrackedConfig, model: Model, settings: LearnerSettin
     given = read_given_model(config, 'loss.reference', model)
     require_same_shape(given, 'loss.reference', model.decoder.config)
     return given.load(config, settings.dtype)
+
+
+def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings) -> tuple[Decoder, Params] | None:
+    """Decoder and weights of loss.teacher, whose architecture may be another one; None where nothing reads it."""
+    if TEACHER not in settings.objective.reads or not config.loss.teacher:
+        return None
+    given = read_given_model(config, 'loss.teacher', model)
+    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.dtype)
 
 
 def build_averages(config: TrackedConfig) -> Averages:

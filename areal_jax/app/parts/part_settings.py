@@ -148,6 +148,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
 
 def build_objective(config: TrackedConfig) -> Objective:
     """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
+    from areal_jax.learning.objective.distillation import SampledDistillation
     from areal_jax.learning.objective.likelihood import Likelihood
     from areal_jax.learning.objective.own_objective import load_objective
     from areal_jax.learning.objective.policy_objective import PolicyObjective
@@ -159,6 +160,9 @@ def build_objective(config: TrackedConfig) -> Objective:
     kind = find_objective(loss.objective)
     if kind.given == PAIRS:
         return DirectPreference(loss.dpo_beta)
+    if kind.teacher:
+        length = (loss.length_constant or config.rollout.max_new_tokens) if loss.aggregation == 'constant' else 1
+        return SampledDistillation(loss.behavior_weight_cap, loss.aggregation or 'token_mean', length)
     if not kind.generates:
         return Likelihood(loss.aggregation or 'token_mean')
     return PolicyObjective(build_choices(config))

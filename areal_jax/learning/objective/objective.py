@@ -24,8 +24,9 @@ Metrics = dict[str, jax.Array]  # sums `*_sum`, `*_count`, and maxima `*_max`
 
 PROXIMAL = 'proximal'  # log-probs of the weights before the update
 REFERENCE = 'reference'  # log-probs of loss.reference
+TEACHER = 'teacher'  # log-probs of loss.teacher; not together with REFERENCE
 POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
-INPUTS = frozenset({PROXIMAL, REFERENCE, POLICY})
+INPUTS = frozenset({PROXIMAL, REFERENCE, TEACHER, POLICY})
 
 
 class UndeclaredInputError(UserError):
@@ -49,7 +50,7 @@ class LossTokens:
     known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
 
     def read(self, name: str) -> jax.Array:
-        """Constant [R, N]: PROXIMAL, REFERENCE, or an array of `prepare`."""
+        """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, or an array of `prepare`."""
         if name not in self.known:
             raise UndeclaredInputError(
                 f'the objective reads {name!r}, which it did not declare: name it in its `reads`, or in `prepares`'

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from areal_jax.config.objectives import FIELD
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.aggregation import Counts, count_denominator
-from areal_jax.learning.objective.objective import INPUTS, LossTokens, Metrics, Objective
+from areal_jax.learning.objective.objective import INPUTS, REFERENCE, TEACHER, LossTokens, Metrics, Objective
 from areal_jax.plugins import load_function, raising_user_error
 
 
@@ -32,6 +32,8 @@ def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
             f'{FIELD}={spec}: its `reads` has {sorted(unknown)[0]!r}, which no pass computes; use '
             f'{", ".join(sorted(INPUTS))}'
         )
+    if {REFERENCE, TEACHER} <= objective.reads:
+        raise UserError(f'{FIELD}={spec}: its `reads` has reference and teacher, of which an update computes one')
     try:
         hash(objective)
         count_denominator(objective.aggregation, Counts(1, 1, 1))
