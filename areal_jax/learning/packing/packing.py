@@ -38,9 +38,9 @@ def pack(
     rows_per_microbatch: int,
     n_minibatches: int,
     oldest_version: int | None = None,
-    round_microbatches: bool = False,
-    masks_truncated: bool = False,
-    keeps_groups: bool = False,
+    round_microbatches: bool = False,  # add empty ones up to a power of two
+    masks_truncated: bool = False,  # leave answers that ended at their limit out of `loss_mask` too
+    keeps_groups: bool = False,  # put all answers of a group into one row
     data_shards: int = 1,
     cost: CostCoefficients = _TOKENS_ONLY,
     buckets: Sequence[RowShape] = (),
@@ -58,9 +58,6 @@ def pack(
     Args:
       advantages: per group float32 [trajectories of the group].
       mode: 'shared_prompt' | 'ordinary'.
-      masks_truncated: leave answers that ended at their limit out of `loss_mask` too.
-      keeps_groups: put all answers of a group into one row.
-      round_microbatches: add empty micro-batches up to a power of two.
       fill: 'first_fit' (decreasing) | 'algorithm_1' (bins.pack_fewest_first) | 'padded' (one trajectory per row, rows
         in the order given; to compare with).
       data_shards: groups of devices that share the rows of a micro-batch, an equal slice each.
