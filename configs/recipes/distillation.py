@@ -1,12 +1,12 @@
 """On-policy distillation: the policy samples, and comes nearer to a teacher on its own tokens; rewards are not read.
 
-    areal-train --config=configs/recipes/distillation.py --config.loss.teacher=TEACHER --workdir=runs/student
+    areal-train --config=recipes/distillation --config.loss.teacher=TEACHER --workdir=runs/student
 
 TEACHER is a Hugging Face directory with the vocabulary of the model, here SmolLM2-135M-Instruct, and of any size.
 `:tiny`, in a minute: the teacher is the export of configs/sft_tiny.py, and a drawn model of the same size the student.
 
     areal-train --config=configs/sft_tiny.py --workdir=runs/sft_tiny
-    areal-train --config=configs/recipes/distillation.py:tiny --config.loss.teacher=runs/sft_tiny/export --workdir=...
+    areal-train --config=recipes/distillation:tiny --config.loss.teacher=runs/sft_tiny/export --workdir=...
 """
 
 from ml_collections import config_dict
@@ -15,6 +15,8 @@ from areal_jax import config as schema
 
 
 def get_config(size: str = '') -> config_dict.ConfigDict:
+    if size not in ('', 'tiny'):
+        raise ValueError(f"{size!r} is no size of a recipe: use ':tiny', or nothing for the full size")
     config = schema.default_config()
     config.loss.objective = 'distillation'
     config.loss.behavior_weight_cap = 5.0

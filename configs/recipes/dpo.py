@@ -1,7 +1,7 @@
 """Direct preference optimization: of two given answers to a prompt the chosen one becomes likelier.
 
-    areal-train --config=configs/recipes/dpo.py --config.task.path=pairs.jsonl --workdir=runs/dpo
-    areal-train --config=configs/recipes/dpo.py:tiny --workdir=runs/dpo_tiny
+    areal-train --config=recipes/dpo --config.task.path=pairs.jsonl --workdir=runs/dpo
+    areal-train --config=recipes/dpo:tiny --workdir=runs/dpo_tiny
 
 pairs.jsonl has {prompt, chosen, rejected} a line (docs/preferences.md); the model is SmolLM2-135M-Instruct. `:tiny`: a
 drawn two-layer model tells the reversal of five letters from that of others, in seconds.
@@ -13,6 +13,8 @@ from areal_jax import config as schema
 
 
 def get_config(size: str = '') -> config_dict.ConfigDict:
+    if size not in ('', 'tiny'):
+        raise ValueError(f"{size!r} is no size of a recipe: use ':tiny', or nothing for the full size")
     config = schema.default_config()
     config.loss.objective = 'dpo'
     if size == 'tiny':
