@@ -27,6 +27,10 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             'the leaves of other blocks are kept once, in float32',
         ),
         (
+            *('loss.objective', c.loss.objective, 'decoupled_ppo', not _is_compared(c.loss.objective)),
+            'a model beside the trained one is compared with all of its leaves',
+        ),
+        (
             *('loss.kl_coefficient', find_kl(c), 0.0, not find_kl(c)),
             'the reference model would need the frozen leaves as they were at the start',
         ),
@@ -49,6 +53,12 @@ def find_block_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     ):
         if not fits:
             yield f'optimizer.blocks={c.optimizer.blocks} with {path}={value!r}: {why}; use {path}={fix!r}, or blocks=1'
+
+
+def _is_compared(objective: str) -> bool:
+    """Whether every update reads a model beside the trained one."""
+    kind = find_objective(objective)
+    return kind.reference or kind.teacher
 
 
 def find_kl(c: config_dict.ConfigDict) -> float:

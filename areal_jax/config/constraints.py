@@ -19,6 +19,7 @@ from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
 from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
+from areal_jax.config.reference_constraints import find_reference_problems
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 
@@ -40,6 +41,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _quantization_problems(c)
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
+    yield from find_reference_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)
     yield from _task_and_model_problems(c)

@@ -97,7 +97,9 @@ SECTIONS: Mapping[str, Section] = {
         dataset_size=Integer(
             500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
         ),
-        path=Text('', 'jsonl: a file with one JSON object {question, answer} a line; sft: also {messages}'),
+        path=Text(
+            '', 'jsonl: a JSON object {question, answer} a line; sft: or {messages}; dpo: {prompt, chosen, rejected}'
+        ),
         answer=Choice(
             'integer',
             ('integer', 'number', 'exact', 'normalised', 'math'),
@@ -174,7 +176,7 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'learner': Section(
         'How an update is computed',
-        groups_per_update=Integer(8, COUNT, 'B of Eq. 3; sft: demonstrations'),
+        groups_per_update=Integer(8, COUNT, 'B of Eq. 3; sft: demonstrations, dpo: pairs'),
         n_minibatches=Integer(1, COUNT, 'parts of a batch, each an optimizer step'),
         epochs=Integer(1, COUNT, 'passes over the batch'),
         packing=Choice('shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row"),
@@ -280,12 +282,12 @@ SECTIONS: Mapping[str, Section] = {
         keep=Integer(2, COUNT, 'newest ones kept, 1 where the disk is nearly full; fixed(k) adds k versions to each'),
     ),
     'sft': Section(
-        'Supervised training, read with loss.objective=sft only',
-        evaluate_every=Integer(0, COUNT_OR_OFF, 'updates between held-out likelihoods; 0 = only at start and end'),
+        'Training on given data, read with loss.objective=sft and dpo only',
+        evaluate_every=Integer(0, COUNT_OR_OFF, 'updates between held-out measures; 0 = only at start and end'),
     ),
     'evaluation': Section(
         'Held-out problems: before, after and beside training',
-        problems=Integer(64, COUNT_OR_OFF, 'problems (sft: demonstrations); 0 = no evaluation'),
+        problems=Integer(64, COUNT_OR_OFF, 'problems (sft: demonstrations, dpo: pairs); 0 = no evaluation'),
         samples=Integer(4, COUNT_OR_OFF, 'answers sampled per problem at rollout.temperature, beside one greedy'),
         every=Integer(0, COUNT_OR_OFF, 'updates between two evaluations beside training; 0 = only before and after'),
         every_problems=Integer(16, COUNT, 'problems that are answered there, the first of evaluation.problems'),

@@ -15,7 +15,7 @@ OF_METHOD = ''  # a choice that loss.objective makes
 
 LOSS_FIELDS: Mapping[str, Field] = {
     'objective': ChoiceOrOwn(
-        'decoupled_ppo', tuple(OBJECTIVES), "a method, see docs/objectives.md; 'sft': imitate given answers"
+        'decoupled_ppo', tuple(OBJECTIVES), "a method, see docs/objectives.md; 'sft', 'dpo': learn from given answers"
     ),
     'options': Options('FILE.py:FUNCTION: its parameters by name, any keys'),
     'ratio': Choice(
@@ -103,5 +103,7 @@ LOSS_FIELDS: Mapping[str, Field] = {
     'kl_coefficient': Real(None, NOT_NEGATIVE, 'above 0 keeps the policy near loss.reference'),
     'kl_estimator': Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
     'kl_in': Choice('loss', ('loss', 'reward'), 'where it counts; reward: that of the policy that drew the answers'),
+    'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
+    'teacher': Text('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
     'reference': Text('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.plugins import is_own
 
 FIELD = 'loss.objective'
+DEMONSTRATIONS, PAIRS = 'demonstrations', 'pairs'
 Choices: TypeAlias = Mapping[str, Any]  # fields of the section `loss`, by name
 
 # what decoupled PPO (AReaL, arXiv 2505.24298, equation 5) is
@@ -55,6 +56,10 @@ class ObjectiveKind:
     choices: Choices = dataclasses.field(default_factory=dict)  # in which a method differs from BASE
     source: str = ''  # where the method is described
     generates: bool = True  # it learns from answers of engines; else from given ones
+    given: str = DEMONSTRATIONS  # what those are: | PAIRS
+    combines: bool = True  # of those that generate: it is a combination of choices
+    teacher: bool = False  # it reads log-probs of loss.teacher
+    reference: bool = False  # it reads log-probs of loss.reference; combinations do with a KL penalty
     method: str = 'reinforcement-learning'  # tag of an exported model
     title: str = 'asynchronous reinforcement learning'  # of an exported model
 
@@ -63,11 +68,20 @@ DECOUPLED_PPO = ObjectiveKind('decoupled_ppo', source='AReaL, arXiv 2505.24298, 
 SFT = ObjectiveKind(
     'sft', generates=False, method='supervised-fine-tuning', title='supervised training', source='docs/sft.md'
 )
+DPO = ObjectiveKind(
+    'dpo', generates=False, given=PAIRS, reference=True, method='direct-preference-optimization',
+    title='preference training', source='DPO, arXiv 2305.18290',
+)  # fmt: skip
+DISTILLATION = ObjectiveKind(
+    'distillation', combines=False, teacher=True, method='distillation', title='on-policy distillation',
+    source='arXiv 2306.13649',
+)  # fmt: skip
 _GROUP = {'advantage': 'group', 'deviation': 'sample'}
 _NO_CORRECTION = {'correction': 'none'}
 _OBJECTIVES = (
     DECOUPLED_PPO,
     SFT,
+    DPO,
     ObjectiveKind('ppo', _NO_CORRECTION | {'advantage': 'reward', 'whiten': 'batch'}, 'arXiv 1707.06347'),
     ObjectiveKind(
         'grpo',
@@ -136,6 +150,7 @@ _OBJECTIVES = (
         | {'aggregation': 'sequence_mean'},
         'arXiv 2602.19362',
     ),
+    DISTILLATION,
     ObjectiveKind(
         'vcpo',
         {'ratio': 'none', 'surrogate': 'reinforce', 'correction_level': 'sequence', 'behavior_weight_cap': 8.0}
@@ -162,7 +177,15 @@ def find_objective(name: str) -> ObjectiveKind:
 
 def is_policy(name: str) -> bool:
     """Whether the objective is a combination of choices, so that it reads their fields."""
-    return not is_own(name) and find_objective(name).generates
+    kind = find_objective(name)
+    return not is_own(name) and kind.generates and kind.combines
+
+
+def reads_reference(loss: Any) -> bool:
+    """Whether an update reads log-probs of loss.reference, for the section `loss` of a config."""
+    if is_policy(loss.objective):
+        return bool(resolve(loss)['kl_coefficient'])
+    return find_objective(loss.objective).reference
 
 
 def resolve(loss: Any) -> dict[str, Any]:

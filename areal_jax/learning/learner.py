@@ -21,13 +21,13 @@ from areal_jax.learning.learner_state import describe_cast, place_state
 from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.aggregation import denominator_scale
-from areal_jax.learning.objective.likelihood import held_out_likelihood
 from areal_jax.learning.objective.own_objective import require_advantages
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.teacher import place_teacher
 from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
 from areal_jax.learning.update import train
 from areal_jax.learning.update_price import UpdatePrice
@@ -68,8 +68,14 @@ class SpmdLearner:
         learning_rate: float,
         settings: LearnerSettings,
         compile_ahead: bool = False,
+        reference: Params | None = None,
+        teacher: tuple[Decoder, Params] | None = None,
     ):
         """Places a copy of `params`, a nested dict of arrays in list form that fits the decoder, on the mesh.
+
+        An objective that reads the reference compares with `reference`, weights of the same form and shapes that the
+        caller does not change, or with `params` where it is None; `restore` changes neither. One that reads a teacher
+        needs `teacher`, its decoder and weights in list form.
 
         If the decoder has adapters (lora), only they are trained; all other weights are kept in `settings.dtype`.
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
@@ -84,10 +90,11 @@ class SpmdLearner:
         self.packing = self._layout.packing
         self._price = UpdatePrice(self.packing, settings.epochs, settings.filters)
         if decoder.layers == 'stacked':
-            params = stack_layers(params)
+            params, reference = stack_layers(params), reference and stack_layers(reference)
         make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate)
         self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
+        self._teacher = place_teacher(teacher, mesh, settings, optimizer, self.packing)
         self._declared = self._declare()
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes
@@ -101,7 +108,7 @@ class SpmdLearner:
             self._ahead = threading.Thread(target=self._compile_ahead, name=AHEAD, daemon=True)
             self._ahead.start()
         try:
-            self.state = place_state(*trees.split(params, first.trains), settings, self.programs)
+            self.state = place_state(*trees.split(params, first.trains), settings, self.programs, reference)
         except BaseException:
             self.close()
             raise
@@ -181,13 +188,14 @@ class SpmdLearner:
             oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
             masks_truncated=settings.objective.masks_truncated,
+            keeps_groups=settings.objective.keeps_groups,
         )
         require_published(batches, version)
         self._copy = self._version = None
         if self._ratio:
             self._ratio.require(version, self.state)
         with preferred():
-            trained = train(self._passes, self.state, settings, batches, kept, version, scale)
+            trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
         metrics = measure(Update(groups, kept, trained.batches, report, version, oldest, trained), settings)
         work = work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs)
         ratio: Metrics = {}
@@ -198,15 +206,24 @@ class SpmdLearner:
         return merge(measured=metrics, work=work, ratio=ratio)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Negative log-likelihood of the generated tokens, at the temperature of training; changes nothing.
+        """What the objective measures on data that is not trained on, at the temperature of training; changes nothing.
 
         Returns:
-          {'nll': nats per token, absent if there are no tokens, 'tokens': their number}; independent of the packing.
+          For the likelihood {'nll': nats per token, 'tokens': their number}, see Objective.measure_held_out; {'tokens':
+          0} if there are none. Independent of the packing.
 
-        Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a likelihood that is no number.
+        Raises ValueError for a trajectory that does not fit a row, NonFiniteError for what is no number.
         """
-        logprobs = self._logprobs(groups)
-        return held_out_likelihood(logprobs) if len(logprobs) else {'tokens': 0.0}
+        objective, state = self._settings.objective, self.state
+        advantages = objective.advantages(groups)
+        batches, _ = self._layout.pack(groups, advantages, n_minibatches=1, keeps_groups=objective.keeps_groups)
+        if not batches:
+            return {'tokens': 0.0}
+        (batch,) = batches  # one minibatch, all of whose tokens are in the loss
+        logprobs = lambda weights: self._passes.logprobs(weights, state.frozen, batch, version=0)  # [M, R, N]
+        policy = logprobs(self._passes.working(state))
+        reference = None if state.reference is None else logprobs(state.reference)
+        return objective.measure_held_out(batch, policy, reference)
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
         """float32 [A]: log-probs of an answer under the weights of `version`, at the temperature of training.
@@ -317,7 +334,8 @@ class SpmdLearner:
 
     def _declare(self) -> list[Declared]:
         exports = self._host_copies is None
-        return [one for part in self.parts for one in part.declared_programs(exports=exports)]
+        declared = [one for part in self.parts for one in part.declared_programs(exports=exports)]
+        return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
 
     def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""

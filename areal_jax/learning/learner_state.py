@@ -28,7 +28,7 @@ class LearnerState:
     frozen: Tree  # all other weights, in settings.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
     gradients: Tree = None  # float32 sums over micro-batches; None with accumulate='scan', and between updates
-    reference: Tree = None  # the trained weights at the start, in settings.dtype; None without a KL penalty
+    reference: Tree = None  # trained weights of the reference, in settings.dtype; None where no objective reads it
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
@@ -36,17 +36,26 @@ class LearnerState:
         return trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}
 
 
-def place_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: CompiledPrograms) -> LearnerState:
-    """Copies weights to the mesh and makes the state of an optimizer that has done no step."""
+def place_state(
+    trained: Params,
+    frozen: Params,
+    settings: LearnerSettings,
+    programs: CompiledPrograms,
+    reference: Params | None = None,
+) -> LearnerState:
+    """Copies weights to the mesh and makes the state of an optimizer that has done no step.
+
+    Args:
+      reference: where the objective reads it, weights of the shapes of `trained`; None = those.
+    """
     shardings = programs.definitions
     params = _copy(trees.cast(trained, 'float32'), programs)
-    copy = 'copy' if settings.dtype == 'float32' else 'cast'
     return LearnerState(
         params=params,
         frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
         optimizer=programs.run('initial_state', params),
         gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
-        reference=programs.run(copy, params) if REFERENCE in settings.objective.reads else None,
+        reference=_place_reference(params, reference, settings, programs),
     )
 
 
@@ -65,6 +74,16 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
 def describe_cast(tree: Tree, dtype: str) -> Tree:
     """Arrays, or descriptions of arrays, as they would be in `dtype`."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
+
+
+def _place_reference(
+    params: Tree, reference: Params | None, settings: LearnerSettings, programs: CompiledPrograms
+) -> Tree:
+    if REFERENCE not in settings.objective.reads:
+        return None
+    if reference is None:
+        return programs.run('copy' if settings.dtype == 'float32' else 'cast', params)
+    return place(trees.cast(reference, settings.dtype), programs.definitions.params)
 
 
 def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:

@@ -118,6 +118,13 @@ class Passes:
         if settings.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())
 
+    def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
+        """What `logprobs` of such weights runs."""
+        for batch in self._layout.empty_batches():
+            rows, denominator = training_rows(batch, self._settings.objective)
+            one = self._layout.place({name: array[0] for name, array in rows.items()})
+            yield 'logprobs', (weights, frozen, one, self._scalars(denominator, version=0, first=True))
+
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
         """One program for the whole minibatch."""
         whole = self._layout.place(rows)

@@ -60,6 +60,7 @@ class RowLayout:
         oldest_version: int | None = None,
         round_microbatches: bool = False,
         masks_truncated: bool = False,
+        keeps_groups: bool = False,
     ) -> tuple[list[PackedBatch], PackingReport]:
         """See packing.pack."""
         settings = self._settings
@@ -79,6 +80,7 @@ class RowLayout:
             oldest_version=oldest_version,
             round_microbatches=round_microbatches,
             masks_truncated=masks_truncated,
+            keeps_groups=keeps_groups,
             row_trajectories=self._row_trajectories,
             columns=self._columns,
         )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.forward import Rows, forward
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, LossTokens, Objective
+from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, TEACHER, LossTokens, Objective
 from areal_jax.learning.objective.own_objective import require_loss
 from areal_jax.learning.objective.proximal import recomputed_logprobs
 from areal_jax.learning.objective.sums import find_starts, masked_sum
@@ -46,7 +46,7 @@ class KnownLogprobs:
     """Log-probs of a batch taken before its step, float32 [M, R, N]; None = not needed."""
 
     proximal: np.ndarray | None = None
-    reference: np.ndarray | None = None
+    reference: np.ndarray | None = None  # or of the teacher
 
 
 def training_rows(
@@ -258,8 +258,8 @@ class Programs:
             known[PROXIMAL] = recomputed_logprobs(
                 policy_logprobs, rows['recomputed_logprobs'], scalars['weights_are_proximal']
             )
-        if REFERENCE in objective.reads:
-            known[REFERENCE] = rows['reference_logprobs']
+        for name in {REFERENCE, TEACHER} & objective.reads:
+            known[name] = rows['reference_logprobs']
         return LossTokens(
             policy_logprobs=policy_logprobs,
             entropy=entropy,

@@ -13,6 +13,7 @@ from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE,
 from areal_jax.learning.objective.own_objective import require_prepared
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.teacher import Teacher
 from areal_jax.learning.train_step import KnownLogprobs, training_rows
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
@@ -48,6 +49,7 @@ def train(
     groups: Sequence[TrajectoryGroup],
     version: int,
     scale: float,
+    teacher: Teacher | None = None,
 ) -> Trained:
     """Trains on every minibatch, `settings.epochs` times.
 
@@ -56,7 +58,7 @@ def train(
       version: of the weights before the update.
       scale: multiplies every denominator, see aggregation.denominator_scale.
     """
-    known = _known_logprobs(passes, state, settings, batches, version)
+    known = _known_logprobs(passes, state, settings, batches, version, teacher)
     batches = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
     prompts = number_prompts(groups)
     results: list[StepResult] = []
@@ -112,19 +114,32 @@ def _prepare(
 
 
 def _known_logprobs(
-    passes: Passes, state: LearnerState, settings: LearnerSettings, batches: Sequence[PackedBatch], version: int
+    passes: Passes,
+    state: LearnerState,
+    settings: LearnerSettings,
+    batches: Sequence[PackedBatch],
+    version: int,
+    teacher: Teacher | None,
 ) -> list[KnownLogprobs]:
     """Per batch the log-probs of the weights before the update, where a later step needs them, and of the reference.
+
+    Those of a teacher stand in the place of the reference.
 
     The first batch needs no pass of its own: its first step computes the same log-probs.
     """
     recompute = settings.recomputes
     working = passes.working(state) if recompute and len(batches) > 1 else None
     logprobs = lambda weights, batch: passes.logprobs(weights, state.frozen, batch, version)
+
+    def compare(batch: PackedBatch) -> np.ndarray | None:
+        if teacher is not None:
+            return teacher.logprobs(batch, version)
+        return None if state.reference is None else logprobs(state.reference, batch)
+
     return [
         KnownLogprobs(
             proximal=logprobs(working, batch) if recompute and index else None,
-            reference=None if state.reference is None else logprobs(state.reference, batch),
+            reference=compare(batch),
         )
         for index, batch in enumerate(batches)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -28,18 +29,37 @@ class Demonstration:
     source: str  # 'FILE:LINE', or the question of a task: names it in errors
 
     @property
+    def answers(self) -> tuple[np.ndarray, ...]:
+        """Of which each becomes a trajectory."""
+        return (self.answer_tokens,)
+
+    @property
     def size(self) -> tuple[int, int]:
         """Places it takes in a row: tokens that are read, tokens in the loss. The last token is never read."""
         return len(self.prompt_tokens) + len(self.answer_tokens) - 1, len(self.answer_tokens)
 
 
+class Given(Protocol):
+    """What supervised training draws: a Demonstration, or a pair of answers (pairs.py)."""
+
+    @property
+    def prompt_tokens(self) -> np.ndarray: ...
+    @property
+    def answers(self) -> tuple[np.ndarray, ...]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
-    """All that is to be imitated, tokenized and split."""
+    """All that is to be imitated, or all pairs, tokenized and split."""
 
-    train: tuple[Demonstration, ...]
-    held_out: tuple[Demonstration, ...]
+    train: tuple[Given, ...]
+    held_out: tuple[Given, ...]
     dropped: int = 0  # left out because they fit no row
+    noun: str = 'demonstration'  # what errors call one
 
     def stream(self, seed: int) -> DemonstrationStream:
         """An endless stream over the training side. Raises TaskError when that is empty."""
@@ -66,15 +86,15 @@ class Demonstrations:
         train, held_out = (tuple(d for d in side if _fits(d, capacity)) for side in (self.train, self.held_out))
         dropped = len(everything) - len(train) - len(held_out)
         if dropped and over_length == 'refuse':
-            raise TaskError(_describe_too_long(everything, capacity))
-        return Demonstrations(train, held_out, self.dropped + dropped)
+            raise TaskError(_describe_too_long(everything, capacity, self.noun))
+        return dataclasses.replace(self, train=train, held_out=held_out, dropped=self.dropped + dropped)
 
-    def _side(self, split: Split) -> tuple[Demonstration, ...]:
+    def _side(self, split: Split) -> tuple[Given, ...]:
         side = self.train if split == 'train' else self.held_out
         if not side:
             left_out = f' ({self.dropped} fit no row and were dropped)' if self.dropped else ''
             raise TaskError(
-                f'there is no demonstration on the side {split!r}{left_out}; change task.held_out_fraction'
+                f'there is no {self.noun} on the side {split!r}{left_out}; change task.held_out_fraction'
                 f'{", set evaluation.problems=0" if split == "held_out" else ""}'
                 f'{" or raise learner.row_tokens and learner.row_loss_tokens" if self.dropped else ""}'
             )
@@ -84,7 +104,7 @@ class Demonstrations:
 class DemonstrationStream:
     """Every demonstration once per epoch, in an order that is a function of (seed, epoch): the position is a number."""
 
-    def __init__(self, demonstrations: Sequence[Demonstration], seed: int):
+    def __init__(self, demonstrations: Sequence[Given], seed: int):
         self._demonstrations = demonstrations
         problems = [{'index': index, 'source': d.source} for index, d in enumerate(demonstrations)]
         self._prompts = ShuffledStream(problems, self._make_prompt, seed)
@@ -95,11 +115,17 @@ class DemonstrationStream:
         return self._prompts.size
 
     def draw(self) -> TrajectoryGroup:
-        """The next demonstration, a group of one trajectory: what the learner takes."""
+        """The next demonstration, a group of one trajectory, or the next pair, one of two: what the learner takes."""
         prompt = self._prompts.draw()
-        tokens = self._demonstrations[prompt.problem['index']].answer_tokens
-        answer = Segment(tokens, np.zeros(len(tokens), np.float32), _TRAINED_VERSION)
-        return TrajectoryGroup(prompt.draw, (Trajectory(prompt, 0, (answer,), 0.0, 'stop', '', 0.0, 0.0),))
+        answers = self._demonstrations[prompt.problem['index']].answers
+        segments = [Segment(tokens, np.zeros(len(tokens), np.float32), _TRAINED_VERSION) for tokens in answers]
+        return TrajectoryGroup(
+            prompt.draw,
+            tuple(
+                Trajectory(prompt, sample, (segment,), 0.0, 'stop', '', 0.0, 0.0)
+                for sample, segment in enumerate(segments)
+            ),
+        )
 
     def state(self) -> JsonObject:
         """The number of the next draw, with the digest that determines which demonstration it is."""
@@ -132,7 +158,7 @@ def read_demonstrations(
     """
     rows = [(source, *_read_conversation(row, source, system_prompt)) for source, row in read_objects(path)]
     sources = [source for source, _, _ in rows]
-    prompts = _encode_prompts(tokenizer, [messages for _, messages, _ in rows], sources)
+    prompts = encode_prompts(tokenizer, [messages for _, messages, _ in rows], sources)
     sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
     for (source, messages, answer), prompt_tokens in zip(rows, prompts, strict=True):
         question = next(str(m['content']) for m in messages if m['role'] == 'user')
@@ -169,33 +195,34 @@ def _read_conversation(row: JsonObject, source: str, system_prompt: str) -> tupl
         messages = chat_messages(require_text(row['question'], 'question', source))
         messages.append({'role': 'assistant', 'content': require_text(row['answer'], 'answer', source)})
     else:
-        messages = _require_conversation(row['messages'], source)
+        messages = require_conversation(row['messages'], source)
     if system_prompt and messages[0]['role'] != 'system':
         messages = [{'role': 'system', 'content': system_prompt}, *messages]
     return messages[:-1], messages[-1]['content']
 
 
-def _require_conversation(messages: object, source: str) -> list[dict[str, str]]:
+def require_conversation(messages: object, source: str, name: str = 'messages') -> list[dict[str, str]]:
     """Role and content of every turn; raises TaskError for what is no list of turns that ends in an answer."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise TaskError(f'{source}: messages must be a list of objects with role and content')
+        raise TaskError(f'{source}: {name} must be a list of objects with role and content')
     for index, message in enumerate(messages):
-        if missing := [name for name in ('role', 'content') if not isinstance(message.get(name), str)]:
+        if missing := [key for key in ('role', 'content') if not isinstance(message.get(key), str)]:
             raise TaskError(
-                f'{source}: messages[{index}] needs {" and ".join(missing)}, each a text; it has {sorted(message)[:8]}'
+                f'{source}: {name}[{index}] needs {" and ".join(missing)}, each a text; it has {sorted(message)[:8]}'
             )
     roles = [message['role'] for message in messages]
     if 'user' not in roles[:-1] or roles[-1] != 'assistant':
-        raise TaskError(f'{source}: messages have the roles {roles[:8]}; they must end with assistant, after a user')
+        raise TaskError(
+            f'{source}: {name} has turns of the roles {roles[:8]}; they must end with assistant, after a user'
+        )
     needed = {roles.index('user'), len(roles) - 1}
     for index, message in enumerate(messages):
-        require_text(message['content'], f'messages[{index}].content', source, may_be_blank=index not in needed)
+        require_text(message['content'], f'{name}[{index}].content', source, may_be_blank=index not in needed)
     return messages
 
 
-def _encode_prompts(
-    tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str]
-) -> list[np.ndarray]:
+def encode_prompts(tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str]) -> list[np.ndarray]:
+    """int32 [P] of each conversation; raises TaskError that names the source of one that no template renders."""
     try:
         return tokenizer.encode_chats(conversations)
     except ConversationError as error:
@@ -203,6 +230,11 @@ def _encode_prompts(
 
 
 def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source: str) -> Demonstration:
+    return Demonstration(prompt_tokens, encode_answer(tokenizer, answer, source), source)
+
+
+def encode_answer(tokenizer: Tokenizer, answer: str, source: str) -> np.ndarray:
+    """int32 [A], the end token last; raises TaskError where the answer cannot be encoded or holds the end token."""
     try:
         answer_tokens = tokenizer.encode(answer)
     except TokenizerError as error:
@@ -212,29 +244,30 @@ def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source
             f'{source}: the answer {answer[-80:]!r} contains the text of the end token, which would end it there; '
             'remove it: the end token is added'
         )
-    return Demonstration(prompt_tokens, np.append(answer_tokens, np.int32(tokenizer.eos_id)), source)
+    return np.append(answer_tokens, np.int32(tokenizer.eos_id))
 
 
-def _fits(demonstration: Demonstration, capacity: Mapping[str, int]) -> bool:
+def _fits(demonstration: Given, capacity: Mapping[str, int]) -> bool:
     return all(needed <= room for needed, room in zip(demonstration.size, capacity.values(), strict=True))
 
 
-def _describe_too_long(demonstrations: Sequence[Demonstration], capacity: Mapping[str, int]) -> str:
+def _describe_too_long(demonstrations: Sequence[Given], capacity: Mapping[str, int], noun: str) -> str:
     too_long = [d for d in demonstrations if not _fits(d, capacity)]
     needed = dict(zip(capacity, np.max([d.size for d in too_long], axis=0).tolist(), strict=True))
     lacking = [f'{field} to {needed[field]} (it is {room})' for field, room in capacity.items() if needed[field] > room]
     read, answered = too_long[0].size
     return (
         f'{too_long[0].source} takes {read} places of a row, {answered} of them in the loss, and no row has as many; '
-        f'{len(too_long)} of {len(demonstrations)} demonstrations are too long: raise {" and ".join(lacking)}, or '
+        f'{len(too_long)} of {len(demonstrations)} {noun}s are too long: raise {" and ".join(lacking)}, or '
         'leave them out with task.over_length=drop'
     )
 
 
-def _digest(demonstrations: Sequence[Demonstration]) -> str:
+def _digest(demonstrations: Sequence[Given]) -> str:
     """sha256, in hex, of all tokens and of the lengths of prompts and answers."""
     digest = hashlib.sha256()
     for d in demonstrations:
-        digest.update(np.array([len(d.prompt_tokens), len(d.answer_tokens)], '<i4').tobytes())
-        digest.update(np.concatenate([d.prompt_tokens, d.answer_tokens]).astype('<i4').tobytes())
+        parts = [d.prompt_tokens, *d.answers]
+        digest.update(np.array([len(part) for part in parts], '<i4').tobytes())
+        digest.update(np.concatenate(parts).astype('<i4').tobytes())
     return digest.hexdigest()

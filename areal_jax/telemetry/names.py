@@ -146,8 +146,15 @@ AVERAGED_CLIENTS = Metric('average/clients', 'clients', 'clients in that mean')
 AVERAGE_SECONDS = Metric('average/seconds', 's', 'from sending that block to its mean, on the wall clock')
 
 EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, the one under way as a fraction')
+HELD_OUT = 'held_out/'  # prefix of what follows; see learning/objective: Objective.measure_held_out
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
+HELD_OUT_ACCURACY = Metric(
+    'held_out/pair_accuracy', 'share', 'pairs not trained on with the chosen answer above the rejected; equal ones half'
+)
+HELD_OUT_MARGIN = Metric('held_out/margin', 'nats', 'beta times by how much it is above, against the reference; mean')
+HELD_OUT_LOSS = Metric('held_out/preference_loss', 'nats', 'preference loss of these pairs')
+HELD_OUT_PAIRS = Metric('held_out/pairs', 'pairs', 'over which these are means')
 
 # of the evaluation beside training that ended last, in the row of the next update; TensorBoard has them at that version
 EVALUATION = 'evaluation/'  # prefix

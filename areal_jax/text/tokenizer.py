@@ -104,6 +104,11 @@ class _BpeTokenizer(_SizedTokenizer):
         """Whether it has a chat template."""
         return self._template is not None
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special ones among them."""
+        found: dict[str, int] = self._bpe.get_vocab(with_added_tokens=True)
+        return found
+
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the text of a special token becomes that token."""
         with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):

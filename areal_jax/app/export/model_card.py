@@ -100,7 +100,7 @@ def _run_rows(workdir: pathlib.Path, model: ExportedModel) -> list[_Row]:
         ('seed', f'{v["run.seed"]}'),
     ]
     if not objective.generates:
-        rows += [('demonstrations an update', f'{v["learner.groups_per_update"]}'), ('loss', objective.name)]
+        rows += [(f'{objective.given} an update', f'{v["learner.groups_per_update"]}'), ('loss', objective.name)]
     else:
         rows += [
             ('groups an update, answers a group', f'{v["learner.groups_per_update"]}, {v["rollout.group_size"]}'),
@@ -149,7 +149,12 @@ def _fields(values: Values, section: str, names: Sequence[str]) -> str:
 
 def _score_rows(workdir: pathlib.Path, model: ExportedModel, facts: files.JsonObject) -> list[_Row]:
     if not _objective(model).generates:
-        measured = facts.get('held_out_nll') or {}
+        measured, pairs = facts.get('held_out_nll') or {}, facts.get('held_out_pairs') or {}
+        if pairs:
+            return [
+                (f'chosen above rejected after {step} updates', f'{values["pair_accuracy"]:.4f}')
+                for step, values in pairs.items()
+            ]
         return [(f'nats per answer token after {step} updates', f'{nll:.4f}') for step, nll in measured.items() if nll]
     scores = read_scores(workdir / EVALUATIONS)
     if model.step != model.values['run.steps']:

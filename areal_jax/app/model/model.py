@@ -64,7 +64,7 @@ def build_model(config: TrackedConfig, announce: Announce = announce_nothing) ->
 def _load_hf_model(config: TrackedConfig, directory: pathlib.Path, announce: Announce) -> Model:
     """Loads each weight onto the learner's devices directly, in the learner's sharding."""
     decoder = Decoder(read_hf_config(directory))
-    shardings = _cut_params(config, decoder.config)(decoder.abstract())
+    shardings = cut_params(config, decoder.config)(decoder.abstract())
     params = load_hf_weights(directory, decoder.config, shardings=shardings, announce=announce)
     return Model(decoder, params, HfTokenizer(directory), directory, companions=directory)
 
@@ -74,7 +74,7 @@ def _load_run_model(config: TrackedConfig, announce: Announce) -> Model:
     run = EarlierRun(config.model.path)
     model = describe_model(run.config)
     run.require_shape(config, model.decoder.config)
-    model.params = run.read_weights(model.decoder, _cut_params(config, model.decoder.config), announce)
+    model.params = run.read_weights(model.decoder, cut_params(config, model.decoder.config), announce)
     model.source = run.checkpoint
     return model
 
@@ -85,6 +85,6 @@ def describe_model(config: TrackedConfig) -> Model:
     return Model(Decoder(text.shape), None, text.tokenizer, companions=text.companions)
 
 
-def _cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
+def cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
     """A function from a tree in list form to the learner's sharding of each leaf."""
     return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.cluster.strategy)

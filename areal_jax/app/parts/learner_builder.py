@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from areal_jax.app.model.given_model import read_given_model, require_same_shape
 from areal_jax.app.model.model import Model
 from areal_jax.app.model.text_model import describe_source
 from areal_jax.app.parts.part_settings import (
@@ -21,6 +22,8 @@ from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.objective import REFERENCE, TEACHER
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 
@@ -32,9 +35,11 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
     optimizer = build_optimizer(config)
     settings, rate = build_learner_settings(config), config.optimizer.learning_rate
     if (blocks := build_blocks(config)) is None:
+        reference, teacher = build_reference(config, model, settings), build_teacher(config, model, settings)
         return SpmdLearner(
             decoder, params, mesh,
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
+            reference=reference, teacher=teacher,
         )  # fmt: skip
     form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
     if config.distributed.clients == 1:
@@ -42,6 +47,23 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
     client = ClientSettings(config.distributed.overlap, config.run.steps)
     averages = build_averages(config)
     return AveragedLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead, averages=averages, client=client)
+
+
+def build_reference(config: TrackedConfig, model: Model, settings: LearnerSettings) -> Params | None:
+    """The weights of loss.reference; None = those at the start, or that the objective does not read it."""
+    if REFERENCE not in settings.objective.reads or not config.loss.reference:
+        return None
+    given = read_given_model(config, 'loss.reference', model)
+    require_same_shape(given, 'loss.reference', model.decoder.config)
+    return given.load(config, settings.dtype)
+
+
+def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings) -> tuple[Decoder, Params] | None:
+    """Decoder and weights of loss.teacher, whose architecture may be another one; None where nothing reads it."""
+    if TEACHER not in settings.objective.reads or not config.loss.teacher:
+        return None
+    given = read_given_model(config, 'loss.teacher', model)
+    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.dtype)
 
 
 def build_averages(config: TrackedConfig) -> Averages:

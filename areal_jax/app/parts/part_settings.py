@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.kinds import find_channel, find_server
-from areal_jax.config.objectives import find_objective, resolve
+from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.controller import LoopSettings
@@ -162,14 +162,22 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
 
 def build_objective(config: TrackedConfig) -> Objective:
     """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
+    from areal_jax.learning.objective.distillation import SampledDistillation
     from areal_jax.learning.objective.likelihood import Likelihood
     from areal_jax.learning.objective.own_objective import load_objective
     from areal_jax.learning.objective.policy_objective import PolicyObjective
+    from areal_jax.learning.objective.preference import DirectPreference
 
     loss = config.loss
     if is_own(loss.objective):
         return load_objective(loss.objective, dict(loss.options))
-    if not find_objective(loss.objective).generates:
+    kind = find_objective(loss.objective)
+    if kind.given == PAIRS:
+        return DirectPreference(loss.dpo_beta)
+    if kind.teacher:
+        length = (loss.length_constant or config.rollout.max_new_tokens) if loss.aggregation == 'constant' else 1
+        return SampledDistillation(loss.behavior_weight_cap, loss.aggregation or 'token_mean', length)
+    if not kind.generates:
         return Likelihood(loss.aggregation or 'token_mean')
     return PolicyObjective(build_choices(config))
 

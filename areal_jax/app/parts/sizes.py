@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
+from areal_jax.app.model.given_model import describe_given_model
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
-from areal_jax.config.block_constraints import find_kl
 from areal_jax.config.kinds import find_channel
-from areal_jax.config.objectives import find_objective
+from areal_jax.config.objectives import find_objective, is_policy, reads_reference
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -34,8 +34,17 @@ from areal_jax.types import Tree
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
-    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'publication', 'transposed weights'),
-    *('weights in 8 bits', 'moments of other blocks', 'KV cache', 'prefill', 'logits', 'rows', 'answers'),
+    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'teacher', 'publication'),
+    *(
+        'transposed weights',
+        'weights in 8 bits',
+        'moments of other blocks',
+        'KV cache',
+        'prefill',
+        'logits',
+        'rows',
+        'answers',
+    ),
     *('earlier versions', 'versions for deltas'),
 )
 
@@ -154,9 +163,18 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
     }
     if dtype != 'float32':
         sizes['working copy'] = count(trained, cut(trained), dtype)
-    if not supervised and find_kl(config):
+    if reads_reference(config.loss):
         sizes['reference model'] = count(trained, cut(trained), dtype)
+    if find_objective(config.loss.objective).teacher:
+        sizes['teacher'] = _teacher_bytes(config, mesh)
     return sizes
+
+
+def _teacher_bytes(config: TrackedConfig, mesh: Mesh) -> int:
+    shape = describe_given_model(config, 'loss.teacher').shape
+    weights = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0)).abstract()
+    shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
+    return _bytes(weights, shardings, shape.n_layers, config.learner.dtype)
 
 
 def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, shardings: Tree, dtype: str | None) -> int:
@@ -284,7 +302,9 @@ def _fix(name: str, c: config_dict.ConfigDict) -> str:
     if name == 'versions for deltas':
         return 'set publication.delta=False'
     if name == 'reference model':
-        return 'set loss.kl_coefficient=0'
+        return 'set loss.kl_coefficient=0' if is_policy(c.loss.objective) else 'use a smaller model'
+    if name == 'teacher':
+        return 'name a smaller model in loss.teacher'
     if name == 'publication' and c.staleness.schedule != 'natural':
         return 'lower the longest delay of staleness.schedule'
     halves = c.publication.dtype == 'float32' and c.rollout.weights != 'int8'  # which only takes float32

@@ -13,12 +13,14 @@ import numpy as np
 
 from areal_jax import lanes
 from areal_jax.config import TrackedConfig
+from areal_jax.config.objectives import PAIRS, find_objective
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, is_own, load_function
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.client_stream import ClientStream
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
+from areal_jax.tasks.pairs import contrast_task, read_pairs
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
@@ -57,12 +59,16 @@ def build_stream(config: TrackedConfig, task: Task) -> PromptStream:
 
 
 def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonstrations:
-    """Demonstrations from the file task.path if task.name='jsonl', else another task's problems with their answers."""
+    """What loss.objective learns from, demonstrations or pairs of answers.
+
+    From the file task.path if task.name='jsonl', else another task's problems with their answers.
+    """
+    pairs = find_objective(config.loss.objective).given == PAIRS
     if config.task.name == 'jsonl':
-        task = config.task
-        found = read_demonstrations(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
+        task, read = config.task, read_pairs if pairs else read_demonstrations
+        found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
     else:
-        found = solve_task(_make_task(config, tokenizer), tokenizer)
+        found = (contrast_task if pairs else solve_task)(_make_task(config, tokenizer), tokenizer)
     return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
 
 

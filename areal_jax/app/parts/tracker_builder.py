@@ -66,5 +66,8 @@ def headline(report: Report) -> dict[str, float]:
         if isinstance(value, (int, float)):
             found[f'summary/{path.replace(".", "/")}'] = float(value)
     held_out = report.get('held_out_nll') or {}
+    if pairs := report.get('held_out_pairs'):
+        last = pairs[max(pairs, key=int)]
+        found['summary/held_out_pair_accuracy/last'] = last['pair_accuracy']
     measured: Sequence[float] = [nll for nll in held_out.values() if nll is not None]
     return found | ({'summary/held_out_nll/last': measured[-1]} if measured else {})

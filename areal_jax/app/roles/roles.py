@@ -63,8 +63,8 @@ def require_roles(config: config_dict.ConfigDict) -> None:
     validate(config)
     if not find_objective(config.loss.objective).generates:
         raise ConfigError(
-            "loss.objective='sft' has neither engines nor a controller: start python -m areal_jax.main_train in each "
-            'process'
+            f'loss.objective={config.loss.objective!r} has neither engines nor a controller: start '
+            'python -m areal_jax.main_train in each process'
         )
     if find_server(config.rollout.server).in_process:
         raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict, TypeVar, cast
 
 from areal_jax import files
+from areal_jax.app.run.held_out import read_pairs_measured
 from areal_jax.app.run.overlap import alone_seconds
 from areal_jax.app.run.sft_report import SftFacts, write_sft_report
 from areal_jax.app.run.start_records import FILE as STARTS
@@ -145,6 +146,7 @@ def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:
         steps=int(number(last, names.STEP) or 0),
         epochs=number(last, names.EPOCH) or 0.0,
         held_out_nll={int(number(line, names.STEP) or 0): number(line, names.HELD_OUT_NLL) for line in measured},
+        held_out_pairs=read_pairs_measured(metrics),
         trained_tokens=_total(metrics, names.TOKENS_TRAINED),
         training_seconds=number(last, names.TIME) or 0.0,
         compilations=_total(metrics, names.COMPILATIONS),

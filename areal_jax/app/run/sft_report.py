@@ -1,4 +1,4 @@
-"""The report of supervised training: report.json and report.md, from facts and metrics."""
+"""The report of supervised and of preference training: report.json and report.md, from facts and metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
+from areal_jax.app.run.held_out import tabulate_pairs
 from areal_jax.report.aggregates import median
 from areal_jax.report.caveats import describe_unfinished, warn_of_skipped_steps
 from areal_jax.report.pages.report_texts import describe_idle_fields, describe_prolongation
@@ -19,6 +20,7 @@ from areal_jax.telemetry.json_lines import plain
 from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
 from areal_jax.telemetry.row_thread import warn_of_rows
 from areal_jax.telemetry.tracking import FIELD as TRACKER
+from areal_jax.telemetry.values import Line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,9 @@ class SftFacts:
     trained_tokens: int
     training_seconds: float  # of updates and measurements, all attempts together
     compilations: int  # after warm-up
-    demonstrations: Mapping[str, int] | None = None  # train, held_out, dropped
+    # of pairs, by update: pair_accuracy, margin, preference_loss, pairs
+    held_out_pairs: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    demonstrations: Mapping[str, int] | None = None  # or pairs: train, held_out, dropped
     wall_seconds: float | None = None  # of this attempt
     peak_memory_bytes: int | None = None
     weights_sha256: str | None = None
@@ -59,7 +63,8 @@ class SftFacts:
     def load(cls, workdir: pathlib.Path) -> SftFacts:
         """Read WORKDIR/facts.json; raises FileError for a file that is not whole."""
         values = fact_file.read_facts(workdir, cls)
-        values['held_out_nll'] = {int(step): nll for step, nll in values['held_out_nll'].items()}
+        for name in ('held_out_nll', 'held_out_pairs'):
+            values[name] = {int(step): measured for step, measured in values.get(name, {}).items()}
         values |= {name: tuple(values.get(name, ())) for name in ('idle_fields', 'prolonged', 'missing')}
         return cls(**values)
 
@@ -80,6 +85,7 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
             **dataclasses.asdict(facts),
             'running': bool(facts.running),
             'held_out_nll': {str(step): nll for step, nll in sorted(facts.held_out_nll.items())},
+            'held_out_pairs': {str(step): values for step, values in sorted(facts.held_out_pairs.items())},
             'train_nll': {'first': values[0] if values else None, 'last': values[-1] if values else None},
             'optimizer_steps': optimizer_steps,
             'throughput': {
@@ -90,7 +96,7 @@ def write_sft_report(workdir: pathlib.Path, facts: SftFacts) -> files.JsonObject
         }
     )
     files.write_json(workdir / FILE, report)
-    files.write_text(workdir / PAGE, _render(report))
+    files.write_text(workdir / PAGE, _render(report, metrics))
     return report
 
 
@@ -100,22 +106,19 @@ def _warn_of_end(facts: SftFacts) -> str:
     return describe_unfinished(facts.steps, facts, 'it was stopped or killed')
 
 
-def _render(report: files.JsonObject) -> str:
-    held_out, train = report['held_out_nll'], report['train_nll']
-    measured = [f'| held-out, after {step} updates | {_format_nll(nll)} |' for step, nll in held_out.items()]
-    weights = report['weights_sha256']
+def _render(report: files.JsonObject, metrics: Sequence[Line]) -> str:
+    weights, pairs = report['weights_sha256'], _are_pairs(report, metrics)
+    table = tabulate_pairs(report['held_out_pairs'], metrics) if pairs else _tabulate_likelihood(report)
+    kind = 'Preference' if pairs else 'Supervised'
     lines = [
-        f'# Supervised training: {report["config"] or "no config file"}, seed {report["seed"]}',
+        f'# {kind} training: {report["config"] or "no config file"}, seed {report["seed"]}',
         '',
         *(f'**Warning:** {warning}\n' for warning in report['warnings']),
-        _what_ran(report),
+        _what_ran(report, 'pairs' if pairs else 'demonstrations'),
         '',
         *(f'{describe_prolongation(prolongation)}\n' for prolongation in report['prolonged']),
         *([f'{describe_idle_fields(report["idle_fields"])}\n'] if report['idle_fields'] else []),
-        '| negative log-likelihood | nats per answer token |',
-        '|---|---|',
-        *measured,
-        *(f'| train, {place} batch | {_format_nll(nll)} |' for place, nll in train.items()),
+        *table,
         '',
         f'Weights: `export/`, a Hugging Face directory; sha256 {weights}.' if weights else 'No weights were exported.',
         '',
@@ -123,16 +126,31 @@ def _render(report: files.JsonObject) -> str:
     return '\n'.join(lines)
 
 
-def _what_ran(report: files.JsonObject) -> str:
+def _are_pairs(report: files.JsonObject, metrics: Sequence[Line]) -> bool:
+    return bool(report['held_out_pairs']) or any('loss/pair_accuracy' in line for line in metrics)
+
+
+def _tabulate_likelihood(report: files.JsonObject) -> list[str]:
+    measured = [(f'held-out, after {step} updates', nll) for step, nll in report['held_out_nll'].items()] + [
+        (f'train, {place} batch', nll) for place, nll in report['train_nll'].items()
+    ]
+    return [
+        '| negative log-likelihood | nats per answer token |',
+        '|---|---|',
+        *(f'| {name} | {_format_nll(nll)} |' for name, nll in measured),
+    ]
+
+
+def _what_ran(report: files.JsonObject, noun: str) -> str:
     steps, sizes, memory = report['optimizer_steps'], report['demonstrations'], report['peak_memory_bytes']
     rate, mfu = report['throughput']['learner_tokens_per_second_per_device'], report['throughput']['mfu']
     speed = '' if rate is None else f'{format_number(rate)} tokens a second and device read by an update, '
     utilisation = '' if mfu is None else f'{format_percent(mfu)} of the peak of the devices, '
     data = (
-        f'{sizes["train"]} demonstrations ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped '
+        f'{sizes["train"]} {noun} ({sizes["held_out"]} held out and measured, {sizes["dropped"]} dropped '
         'because they fit no row)'
         if sizes
-        else 'the demonstrations'
+        else f'the {noun}'
     )
     return (
         f'{report["steps"]} updates ({steps["applied"]} optimizer steps applied, {steps["skipped"]} skipped because '

@@ -1,4 +1,4 @@
-"""The run of supervised training: build, warm up, then draw, update, measure, save."""
+"""The run of supervised and of preference training: build, warm up, then draw, update, measure, save."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Mapping
 
 from areal_jax.app.parts.part_settings import build_device_rates, build_mesh
 from areal_jax.app.parts.task_builder import build_demonstrations
+from areal_jax.app.run.held_out import describe_held_out, describe_update
 from areal_jax.app.run.own_site import OwnSite
 from areal_jax.app.run.run_context import Checkpoint, RunContext
 from areal_jax.app.run.sft_report import SftFacts, write_sft_report
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.config.objectives import find_objective
 from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.sharding.allocation import Allocation
@@ -26,7 +28,7 @@ _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics 
 
 
 class SftTraining:
-    """Supervised training (loss.objective='sft'); see run.Program.
+    """Training on what is given, demonstrations or pairs of answers; see run.Program.
 
     It uses the learner, packed rows and programs of asynchronous training. Only the learner works: there is no clock.
     """
@@ -36,9 +38,10 @@ class SftTraining:
         self._context, self._site, self._config = context, site, config
         self.stop_requested = threading.Event()
         self.step, self._seconds, self._trained_tokens = 0, 0.0, 0.0
-        self._held_out_nll: dict[int, float] = {}  # by update
+        self._measured: Mapping[int, Mapping[str, float]] = {}  # by update, see Objective.measure_held_out
         model = site.load_model()
-        context.start.begin(f'preparing demonstrations of task {config.task.name}')
+        self._noun = find_objective(config.loss.objective).given
+        context.start.begin(f'preparing {self._noun} of task {config.task.name}')
         self.demonstrations = build_demonstrations(config, model.tokenizer)
         self.stream = self.demonstrations.stream(config.run.seed)
         self._held_out = self.demonstrations.held_out_groups(config.evaluation.problems, config.run.seed)
@@ -59,13 +62,14 @@ class SftTraining:
         try:
             self.stream.restore(state['stream'])
             self._seconds, self._trained_tokens = float(state['seconds']), float(state['trained_tokens'])
-            measured = {int(step): float(nll) for step, nll in state['held_out_nll'].items()}
+            measured = {int(step): {'nll': float(nll)} for step, nll in state['held_out_nll'].items()}
+            measured |= {int(step): dict(values) for step, values in state.get('held_out_pairs', {}).items()}
             measured_on = int(state['held_out'])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f'{workdir / CHECKPOINTS} is not of supervised training: {error}') from error
         self.step = checkpoint.step
         if measured_on == len(self._held_out):
-            self._held_out_nll = measured
+            self._measured = measured
         else:
             print('evaluation.problems was changed: the report leaves out what was measured before', flush=True)
         self._context.go_on(self.step)
@@ -95,11 +99,11 @@ class SftTraining:
         all_of_them = ' (all)' if 0 < len(self._held_out) < self._config.evaluation.problems else ''
         sizes = f'{self.stream.size} to train on, {len(self._held_out)} held out to measure{all_of_them}'
         dropped = f', {self.demonstrations.dropped} dropped: they fit no row' if self.demonstrations.dropped else ''
-        print(f'demonstrations: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
+        print(f'{self._noun}: {sizes}{dropped}; {self._epochs(self._steps):.3g} epochs', flush=True)
 
     def _make_updates(self) -> bool:
         """Updates up to the last (True) or to a requested stop, saved (False)."""
-        if self.step == 0 and not self._held_out_nll:
+        if self.step == 0 and not self._measured:
             self._evaluate()
         self._first_step = self.step
         self._first_seconds, self._resumed_at = self._seconds, time.monotonic()
@@ -112,7 +116,7 @@ class SftTraining:
             if saved != self.step:
                 self._save_checkpoint()
             return False
-        if self.step not in self._held_out_nll:  # a finished run that is resumed with other problems
+        if self.step not in self._measured:  # a finished run that is resumed with other problems
             self._evaluate()
         return True
 
@@ -142,13 +146,13 @@ class SftTraining:
             print(self._progress(values), flush=True)
 
     def _evaluate(self) -> dict[str, float]:
-        """Held-out likelihood under the weights as they are."""
+        """What is measured under the weights as they are."""
         if not self._held_out:
             return {}
         measured = self.learner.evaluate(self._held_out)
-        self._held_out_nll[self.step] = measured['nll']
-        print(f'held-out nll after {self.step} updates: {measured["nll"]:.4f} nats a token', flush=True)
-        return {names.HELD_OUT_NLL: measured['nll'], names.HELD_OUT_TOKENS: measured['tokens']}
+        self._measured = {**self._measured, self.step: measured}
+        print(describe_held_out(self.step, measured), flush=True)
+        return {names.HELD_OUT + name: value for name, value in measured.items()}
 
     def _epochs(self, step: int) -> float:
         return step * self._per_update / self.stream.size
@@ -158,7 +162,7 @@ class SftTraining:
         left = seconds / (self.step - self._first_step) * (self._steps - self.step)
         parts = (
             f'step {self.step:>{len(str(self._steps))}}/{self._steps}',
-            f'nll {values.get("loss/nll", float("nan")):.4f}',
+            describe_update(values),
             f'epoch {values[names.EPOCH]:.2f}',
             f'train {values[names.TRAIN_RATE]:.0f} tok/s',
             describe_skipped_steps(values),
@@ -174,7 +178,8 @@ class SftTraining:
             'seconds': self._seconds,
             'trained_tokens': self._trained_tokens,
             'held_out': len(self._held_out),
-            'held_out_nll': {str(step): nll for step, nll in self._held_out_nll.items()},
+            'held_out_nll': {str(step): values['nll'] for step, values in self._measured.items() if 'nll' in values},
+            'held_out_pairs': {str(step): dict(values) for step, values in self._measured.items() if 'pairs' in values},
         }
         self.metrics.sync()  # a resumed run needs all lines up to here, also after a loss of power
         self._context.save(self.step, self.learner.save(), state, self.learner.followers)
@@ -193,7 +198,8 @@ class SftTraining:
                 'held_out': len(self._held_out),
                 'dropped': self.demonstrations.dropped,
             },
-            held_out_nll=self._held_out_nll,
+            held_out_nll={step: values['nll'] for step, values in self._measured.items() if 'nll' in values},
+            held_out_pairs={step: values for step, values in self._measured.items() if 'pairs' in values},
             trained_tokens=int(self._trained_tokens),
             training_seconds=self._seconds,
             weights_sha256=weights_sha256(params),

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
-import numpy as np
 
 from areal_jax.learning.objective.objective import LossTokens, Metrics, Objective
-from areal_jax.learning.weights.finiteness import NonFiniteError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +32,3 @@ class Likelihood(Objective):
         nll = merged['nll_sum'] / n
         perplexity = math.exp(nll) if nll < 700 else math.inf
         return {'loss/nll': nll, 'loss/perplexity': perplexity, 'loss/entropy': merged['entropy_sum'] / n}
-
-
-def held_out_likelihood(logprobs: np.ndarray) -> dict[str, float]:
-    """{'nll': nats per token, 'tokens': their number} from log-probs float32 [tokens].
-
-    Raises NonFiniteError if the likelihood is NaN or infinite.
-    """
-    nll = -float(logprobs.mean(dtype=np.float64))
-    if not math.isfinite(nll):
-        raise NonFiniteError(
-            f'the held-out likelihood is {nll} nats a token: lower optimizer.learning_rate, or use '
-            "learner.dtype='float32'"
-        )
-    return {'nll': nll, 'tokens': float(logprobs.size)}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.learning.objective.held_out import held_out_likelihood
 from areal_jax.learning.objective.sums import masked_sum, sequence_sums
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
@@ -23,9 +24,10 @@ Metrics = dict[str, jax.Array]  # sums `*_sum`, `*_count`, and maxima `*_max`
 
 PROXIMAL = 'proximal'  # log-probs of the weights before the update
 REFERENCE = 'reference'  # log-probs of loss.reference
+TEACHER = 'teacher'  # log-probs of loss.teacher; not together with REFERENCE
 POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
 COLLISION = 'collision'  # log Σ π² and log-probs of the weights before the update, for `token_advantages`
-INPUTS = frozenset({PROXIMAL, REFERENCE, POLICY, COLLISION})
+INPUTS = frozenset({PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION})
 
 
 class UndeclaredInputError(UserError):
@@ -49,7 +51,7 @@ class LossTokens:
     known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
 
     def read(self, name: str) -> jax.Array:
-        """Constant [R, N]: PROXIMAL, REFERENCE, or an array of `prepare`."""
+        """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, or an array of `prepare`."""
         if name not in self.known:
             raise UndeclaredInputError(
                 f'the objective reads {name!r}, which it did not declare: name it in its `reads`, or in `prepares`'
@@ -81,6 +83,7 @@ class Objective(abc.ABC):
     length_constant: int = 1  # of aggregation 'constant'
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
     replaces_advantages: bool = False  # `token_advantages` makes them, after passes before the first step
+    keeps_groups: bool = False  # all answers of a group lie in one row
     masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
     source: str = ''  # FILE.py:FUNCTION of an own one, which errors name; set where it is loaded
@@ -118,6 +121,18 @@ class Objective(abc.ABC):
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
         """Names and values for metrics.jsonl, from the sums and maxima of all micro-batches of an update."""
         return {}
+
+    def measure_held_out(
+        self, batch: PackedBatch, policy_logprobs: np.ndarray, reference_logprobs: np.ndarray | None
+    ) -> dict[str, float]:
+        """What supervised training measures on data that it does not train on; by default the likelihood.
+
+        Args:
+          policy_logprobs, reference_logprobs: float32 [M, R, N]; the second None where `reads` lacks REFERENCE.
+
+        Raises NonFiniteError where it is no number.
+        """
+        return held_out_likelihood(policy_logprobs[batch.loss_mask])
 
     def describe(self) -> str:
         """The combination, for the report and the card of an exported model."""

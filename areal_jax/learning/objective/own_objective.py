@@ -12,7 +12,15 @@ import numpy as np
 from areal_jax.config.objectives import FIELD
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.aggregation import Counts, count_denominator
-from areal_jax.learning.objective.objective import INPUTS, LossTokens, Metrics, Objective, UndeclaredInputError
+from areal_jax.learning.objective.objective import (
+    INPUTS,
+    REFERENCE,
+    TEACHER,
+    LossTokens,
+    Metrics,
+    Objective,
+    UndeclaredInputError,
+)
 from areal_jax.plugins import load_function, raising_user_error
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
@@ -35,6 +43,8 @@ def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
             f'{FIELD}={spec}: its `reads` has {sorted(unknown)[0]!r}, which no pass computes; use '
             f'{", ".join(sorted(INPUTS))}'
         )
+    if {REFERENCE, TEACHER} <= objective.reads:
+        raise UserError(f'{FIELD}={spec}: its `reads` has reference and teacher, of which an update computes one')
     try:
         hash(objective)
         count_denominator(objective.aggregation, Counts(1, 1, 1))

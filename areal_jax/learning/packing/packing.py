@@ -20,7 +20,7 @@ from areal_jax.learning.packing.bins import pack_fewest_first, pack_first_fit, s
 from areal_jax.learning.packing.buckets import RowShape
 from areal_jax.learning.packing.examples import make_examples
 from areal_jax.learning.packing.packing_report import PackingReport, report_batch, total_report
-from areal_jax.learning.packing.rows import PADDING, Example, Row, Unit, write_rows
+from areal_jax.learning.packing.rows import PADDING, BatchError, Example, Row, Unit, write_rows
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 MODES, FILLS = choices('learner.packing'), choices('learner.fill')
@@ -38,8 +38,9 @@ def pack(
     rows_per_microbatch: int,
     n_minibatches: int,
     oldest_version: int | None = None,
-    round_microbatches: bool = False,
-    masks_truncated: bool = False,
+    round_microbatches: bool = False,  # add empty ones up to a power of two
+    masks_truncated: bool = False,  # leave answers that ended at their limit out of `loss_mask` too
+    keeps_groups: bool = False,  # put all answers of a group into one row
     data_shards: int = 1,
     cost: CostCoefficients = _TOKENS_ONLY,
     buckets: Sequence[RowShape] = (),
@@ -56,8 +57,6 @@ def pack(
     Args:
       advantages: per group float32 [trajectories of the group].
       mode: 'shared_prompt' | 'ordinary'.
-      masks_truncated: leave answers that ended at their limit out of `loss_mask` too.
-      round_microbatches: add empty micro-batches up to a power of two.
       fill: 'first_fit' (decreasing) | 'algorithm_1' (bins.pack_fewest_first) | 'padded' (one trajectory per row, rows
         in the order given; to compare with).
       data_shards: groups of devices that share the rows of a micro-batch, an equal slice each.
@@ -73,7 +72,7 @@ def pack(
     examples_of = make_examples(groups, advantages, capacity, vocab_size, columns, masks_truncated)
     batches, reports = [], []
     for members in split_minibatches([sum(e.size[1] for e in group) for group in examples_of], n_minibatches):
-        units = [unit for g in members for unit in _units(examples_of[g], mode, capacity)]
+        units = [unit for g in members for unit in _units(examples_of[g], mode, capacity, keeps_groups)]
         rows = _rows(units, fill, rows_per_microbatch, buckets or [RowShape(*capacity)], row_trajectories)
         costs = np.array([row.cost(cost) for row in rows])  # [rows]
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
@@ -155,8 +154,10 @@ def _round_up(placement: np.ndarray) -> np.ndarray:
     return np.pad(placement, ((0, missing), (0, 0)), constant_values=EMPTY)
 
 
-def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> list[Unit]:
+def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], keeps_groups: bool = False) -> list[Unit]:
     """In shared-prompt packing, bins of as many answers as fit one row together with their prompt."""
+    if keeps_groups and examples:
+        return [_whole_group(examples, mode, capacity)]
     if mode == 'ordinary' or not examples:
         return [Unit((e,)) for e in examples]
     row_tokens, row_loss_tokens = capacity
@@ -165,10 +166,22 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) ->
     return [Unit(tuple(examples[i] for i in sorted(b))) for b in bins]
 
 
+def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> Unit:
+    """All answers of a group; raises BatchError where no row has room for them."""
+    unit = Unit(tuple(examples), shares_prompt=mode == 'shared_prompt')
+    for field, needed, room in zip(('learner.row_tokens', 'learner.row_loss_tokens'), unit.size, capacity, strict=True):
+        if needed > room:
+            raise BatchError(
+                f'the {len(examples)} answers of a group must lie in one row and need {needed} places of it, but '
+                f'{field}={room}: raise {field} to at least {needed}'
+            )
+    return unit
+
+
 def _rows(
     units: Sequence[Unit], fill: str, rows_per_microbatch: int, shapes: Sequence[RowShape], most: int | None
 ) -> list[Row]:
-    """Rows of at most `most` units each; a fuller one is cut, because few rows ever are."""
+    """Rows of at most `most` prompts each; a fuller one is cut, because few rows ever are."""
     sizes = [u.size for u in units]
     if fill == 'padded':
         bins = [[u] for u in range(len(units))]
@@ -177,5 +190,6 @@ def _rows(
     else:
         bins = spread_remainder(pack_first_fit(sizes, shapes[-1]), sizes, rows_per_microbatch, shapes)
     if most is not None:
+        most = max(most // max((u.prompts for u in units), default=1), 1)
         bins = [b[start : start + most] for b in bins for start in range(0, len(b), most)]
     return [Row(tuple(units[u] for u in members)) for members in bins]

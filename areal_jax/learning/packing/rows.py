@@ -1,7 +1,7 @@
 """Rows: what they are made of, and how they are written into the arrays of a batch. numpy only.
 
-A row holds units. A unit holds one answer with its prompt, or several answers that share one prompt; each answer is an
-example.
+A row holds units. A unit holds one answer with its prompt, or several answers, which share one prompt or have it each;
+each answer is an example.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What must be in one row: a prompt and the answers that share it; in ordinary packing, one answer."""
+    """What must be in one row: a prompt and the answers that share it, or answers with a prompt each."""
 
     examples: tuple[Example, ...]
+    shares_prompt: bool = True
 
     @property
     def prompt(self) -> np.ndarray:
@@ -63,15 +64,20 @@ class Unit:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(row tokens, loss tokens) with the prompt once."""
+        """(row tokens, loss tokens), prompts included."""
         tokens, loss_tokens = (sum(s) for s in zip(*(e.size for e in self.examples), strict=True))
-        return len(self.prompt) + tokens, loss_tokens
+        return len(self.prompt) * self.prompts + tokens, loss_tokens
 
     @property
     def pairs(self) -> int:
         """Visible pairs of tokens: an answer sees itself and the prompt, never another answer."""
         prompt = len(self.prompt)
-        return visible_pairs(prompt) + sum(visible_pairs(e.size[0], prompt) for e in self.examples)
+        return visible_pairs(prompt) * self.prompts + sum(visible_pairs(e.size[0], prompt) for e in self.examples)
+
+    @property
+    def prompts(self) -> int:
+        """How often the prompt is written."""
+        return 1 if self.shares_prompt else len(self.examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +121,10 @@ class _RowWriter:
         self._token = self._loss_token = self._segment = 0
 
     def write(self, unit: Unit) -> None:
-        if len(unit.examples) == 1:  # one segment: prompt and answer
-            start = self._append(unit.examples[0].form.inputs, first_position=0, parent=None)
-            self._append_loss(unit.examples[0], unit.examples[0].form.sources + start)
+        if len(unit.examples) == 1 or not unit.shares_prompt:  # one segment each: prompt and answer
+            for example in unit.examples:
+                start = self._append(example.form.inputs, first_position=0, parent=None)
+                self._append_loss(example, example.form.sources + start)
             return
         prompt_start = self._append(unit.prompt, first_position=0, parent=None)
         prompt_segment = self._segment

@@ -15,7 +15,9 @@ from areal_jax.app.process import memory
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
+from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
+from areal_jax.publication.version_directory import write_hf_directory
 from tests.app.small import small_config
 
 
@@ -167,6 +169,17 @@ def test_on_an_accelerator_the_limit_is_that_of_one_device(monkeypatch):
 def test_supervised_training_counts_no_engines():
     _, found = measured(loss__objective='sft')
     assert found.engines == found.host == {}
+
+
+def test_models_beside_the_trained_one_are_counted(tmp_path):
+    _, pairs = measured(loss__objective='dpo')
+    assert pairs.learner['reference model'] == pairs.learner['weights']
+    config = TrackedConfig(small_config(model__n_layers=5))
+    larger = build_model(config)
+    write_hf_directory(tmp_path / 'teacher', plan_hf_files(jax.device_get(larger.params), larger.decoder.config))
+    _, taught = measured(loss__objective='distillation', loss__teacher=str(tmp_path / 'teacher'))
+    assert taught.learner['teacher'] == nbytes(larger.params) > taught.learner['weights']
+    assert 'reference model' not in taught.learner
 
 
 def test_a_cgroup_lowers_the_limit(tmp_path):

@@ -432,3 +432,31 @@ def test_what_is_trained_does_not_depend_on_how_rows_are_filled(seed, mode):
         batches, _ = _pack(groups, mode=mode, fill=fill, n_minibatches=2, rows_per_microbatch=2, data_shards=2)
         found.append([_read_back(batch) for batch in batches])
     assert all(other == found[0] for other in found[1:])
+
+
+@pytest.mark.parametrize(('mode', 'fill'), _WAYS)
+def test_a_group_that_is_kept_together_lies_in_one_row(mode, fill):
+    groups = random_groups(3, 9, group_size=2)
+    (batch,), _ = _pack(
+        groups, mode=mode, fill=fill, row_tokens=48, row_loss_tokens=40, rows_per_microbatch=2, keeps_groups=True
+    )
+    places = {}
+    for m, r in np.ndindex(batch.loss_mask.shape[:2]):
+        ids = batch.trajectory_ids[m, r][batch.loss_mask[m, r]]
+        for trajectory_id in dict.fromkeys(ids.tolist()):
+            places.setdefault(trajectory_id // 2, []).append((m, r))
+    assert len(places) == 9
+    assert all(len(rows) == 2 and rows[0] == rows[1] for rows in places.values())
+    assert batch.loss_mask.sum() == sum(t.loss_mask.sum() for g in groups for t in g.trajectories)
+
+
+def test_a_group_that_fits_no_row_is_refused_with_the_field():
+    # 2 prompts of 3 and 2 answers of 4, the last token of each never read: 12 places
+    with pytest.raises(BatchError, match=r'2 answers .* need 12 places of it, but learner\.row_tokens=11: raise'):
+        _pack([group([1, 2, 3], [[4] * 4] * 2)], mode='ordinary', row_tokens=11, keeps_groups=True)
+    _pack([group([1, 2, 3], [[4] * 4] * 2)], mode='shared_prompt', row_tokens=11, keeps_groups=True)
+
+
+def test_attention_with_few_segments_gets_whole_groups():
+    (batch,), _ = _pack([group([1], [[2, 3]] * 2)] * 4, mode='ordinary', row_trajectories=3, keeps_groups=True)
+    assert sorted(batch.segment_ids.max(axis=(1, 2)).tolist()) == [2, 2, 2, 2]

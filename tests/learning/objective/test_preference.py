@@ -1,0 +1,151 @@
+"""DPO by hand: loss, gradient and metrics of two tiny pairs in float64; what an update learns wherever pairs lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.preference import DirectPreference
+from areal_jax.learning.objective.sums import find_starts
+from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.weights.finiteness import NonFiniteError
+from areal_jax.sharding.mesh import make_mesh
+from tests.learning.examples import group, learner_settings, make_optimizer, tiny_decoder
+from tests.learning.objective.tokens import make_tokens
+
+_BETA = 0.5
+# one row: the first pair has answers of 2 and 3 tokens, the second of 1 and 1, then padding
+_IDS = np.array([[0, 0, 1, 1, 1, 2, 3, -1]])
+_SIGNS = np.array([[1, 1, -1, -1, -1, 1, -1, 0]], np.float32)
+_POLICY = np.array([[-1.0, -0.5, -2.0, -0.3, -1.2, -0.7, -0.1, np.nan]], np.float32)
+_REFERENCE = np.array([[-1.5, -0.4, -1.0, -0.9, -1.3, -0.2, -0.6, np.inf]], np.float32)
+# β Δ: 0.5 ((0.5 - 0.1) - (-1.0 + 0.6 + 0.1)) = 0.35 and 0.5 (-0.5 - 0.5) = -0.5
+_MARGINS = np.array([0.35, -0.5])
+
+
+def make_batch():
+    batch = empty_batch(1, 1, 16, 8)
+    batch.trajectory_ids[0], batch.advantages[0], batch.loss_mask[0] = _IDS, _SIGNS, _IDS >= 0
+    return batch
+
+
+def tokens_of(policy):
+    objective, batch = DirectPreference(_BETA), make_batch()
+    weights, denominator = token_weights(batch, objective.aggregation)
+    (starts,) = objective.prepare(batch, None)['pair_starts']
+    known = {'reference': jnp.asarray(_REFERENCE), 'pair_starts': jnp.asarray(starts)}
+    return make_tokens(
+        policy, jnp.zeros((1, 8)), jnp.asarray(_SIGNS), jnp.asarray(_IDS >= 0), jnp.float32(denominator),
+        token_weights=jnp.asarray(weights[0]), starts=jnp.asarray(find_starts(_IDS)), known=known,
+    )  # fmt: skip
+
+
+def test_loss_and_gradient_are_those_of_equation_7():
+    objective = DirectPreference(_BETA)
+    (loss, metrics), gradient = jax.value_and_grad(lambda p: objective.loss(tokens_of(p)), has_aux=True)(
+        jnp.asarray(_POLICY)
+    )
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-_MARGINS)).mean(), rtol=1e-6)
+    # d/dℓ of a pair: -β σ(-βΔ) at each token of the chosen answer, the opposite at the rejected one; mean of 2 pairs
+    pull = _BETA / (1 + np.exp(_MARGINS)) / 2
+    expected = [*[-pull[0]] * 2, *[pull[0]] * 3, -pull[1], pull[1], 0]
+    np.testing.assert_allclose(gradient[0], expected, rtol=1e-6)
+    measured = objective.metrics({name: float(value) for name, value in metrics.items()} | {'entropy_sum': 14.0})
+    assert measured == pytest.approx(
+        {
+            'loss/margin': _MARGINS.mean(),
+            'loss/pair_accuracy': 0.5,
+            'loss/chosen_reward': _BETA * (0.4 - 0.5) / 2,
+            'loss/rejected_reward': _BETA * (-0.3 + 0.5) / 2,
+            'loss/entropy': 2.0,
+        }
+    )
+
+
+def test_held_out_pairs_are_measured_from_the_same_sums():
+    measured = DirectPreference(_BETA).measure_held_out(make_batch(), _POLICY[None], _REFERENCE[None])
+    expected = {'preference_loss': np.log1p(np.exp(-_MARGINS)).mean(), 'margin': _MARGINS.mean(), 'pairs': 2}
+    assert measured == pytest.approx({**expected, 'pair_accuracy': 0.5}, rel=1e-6)
+    equal = DirectPreference(_BETA).measure_held_out(make_batch(), _POLICY[None], _POLICY[None])
+    assert equal == pytest.approx({'preference_loss': np.log(2), 'margin': 0, 'pair_accuracy': 0.5, 'pairs': 2})
+    with pytest.raises(NonFiniteError, match='held-out preference loss is nan: lower'):
+        DirectPreference(_BETA).measure_held_out(make_batch(), np.full_like(_POLICY, np.nan)[None], _REFERENCE[None])
+
+
+def test_a_group_that_is_no_pair_and_a_beta_of_zero_are_refused():
+    with pytest.raises(ValueError, match='a group of 3 answers is no pair'):
+        DirectPreference(_BETA).advantages([group([1], [[2]] * 3)])
+    with pytest.raises(ConfigError, match=r'loss\.dpo_beta=0\.0 must be'):
+        DirectPreference(0.0)
+
+
+# An update: pairs of uneven lengths.
+
+_DECODER = tiny_decoder(n_layers=1)
+_PARAMS, _OTHER = _DECODER.init(seed=2, scale=2.0), _DECODER.init(seed=3, scale=2.0)
+_PAIRS = [
+    group([1 + i % 3, 2, 3][: 1 + i % 3], [[4 + i, 5, 6][: 1 + i % 3], [7, 8 - i, 9, 1][: 2 + i % 2]], draw=i)
+    for i in range(5)
+]
+
+
+def make_learner(reference=_OTHER, **settings):
+    settings = {'row_tokens': 32, 'row_loss_tokens': 24, 'packing': 'ordinary'} | settings
+    settings = learner_settings(**settings, objective=DirectPreference(_BETA))
+    sgd = make_optimizer('sgd', clip_norm=0)
+    return SpmdLearner(
+        _DECODER, _PARAMS, make_mesh(), optimizer=sgd, learning_rate=0.1, settings=settings, reference=reference
+    )
+
+
+@pytest.fixture(scope='module')
+def one_pair_in_a_row():
+    learner = make_learner(fill='padded')
+    return learner.update(_PAIRS, 0), learner.save()['params'], learner.evaluate(_PAIRS)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {},
+        {'packing': 'shared_prompt', 'rows_per_microbatch': 2},
+        {'accumulate': 'scan', 'max_microbatches': 8, 'row_tokens': 16, 'row_loss_tokens': 12},
+    ],
+    ids=['several', 'shared prompts', 'scan'],
+)
+def test_what_is_learned_does_not_depend_on_where_pairs_lie(one_pair_in_a_row, settings):
+    metrics, params, measured = one_pair_in_a_row
+    learner = make_learner(**settings)
+    found = learner.update(_PAIRS, 0)
+    for name in ('loss/value', 'loss/margin', 'loss/pair_accuracy', 'loss/chosen_reward'):
+        assert found[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-7), name
+    moved = jax.tree.map(lambda a, b: np.linalg.norm(a - b), params, _PARAMS)
+    apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b), params, learner.save()['params'])
+    for distance, difference in zip(jax.tree.leaves(moved), jax.tree.leaves(apart), strict=True):
+        assert difference <= 1e-4 * distance + 1e-7
+    assert learner.evaluate(_PAIRS) == pytest.approx(measured, rel=1e-4)
+
+
+def test_the_loss_of_an_update_is_that_of_the_measure_before_it():
+    learner = make_learner()
+    before = learner.evaluate(_PAIRS)
+    assert learner.update(_PAIRS, 0)['loss/value'] == pytest.approx(before['preference_loss'], rel=1e-5)
+    assert learner.evaluate(_PAIRS)['preference_loss'] < before['preference_loss']
+
+
+def test_the_reference_is_the_start_unless_another_is_given_and_stays_when_weights_are_restored():
+    learner = make_learner(reference=None)
+    assert learner.evaluate(_PAIRS)['margin'] == 0
+    learner.update(_PAIRS, 0)
+    moved, saved = learner.evaluate(_PAIRS), learner.save()
+    assert moved['margin'] != 0
+    resumed = make_learner(reference=None)
+    resumed.restore(saved)
+    assert resumed.evaluate(_PAIRS) == moved
+    assert make_learner(reference=_PARAMS).evaluate(_PAIRS)['margin'] == 0
+    assert make_learner(reference=_OTHER).evaluate(_PAIRS)['margin'] != 0
