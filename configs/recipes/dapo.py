@@ -23,7 +23,8 @@ def get_config(size: str = '') -> config_dict.ConfigDict:
     config.loss.reward_bias = 0.5
     config.loss.reward_scale = 2.0
     if size:
-        config.optimizer.learning_rate = 3e-4  # with 1e-3 the policy settles on one answer, and no group has a signal
+        config.run.steps = 50  # later, or at 1e-3 sooner, the policy settles on one answer and no group has a signal
+        config.optimizer.learning_rate = 3e-4
     else:
         config.rollout.max_new_tokens = 20480
         config.learner.n_minibatches = 16
