@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 
-from areal_jax.config.objectives import BASE, OBJECTIVES, ObjectiveKind
+from areal_jax.config.objectives import BASE, OBJECTIVES, ObjectiveKind, is_policy
 
 PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'objectives.md'
 BEGIN, END = '<!-- methods: python -m tests.objectives_page -->\n', '<!-- end of methods -->'
@@ -17,7 +17,7 @@ _COLUMNS = ('ratio', 'ratio_denominator', 'correction', 'surrogate', 'advantage'
 def render_table() -> str:
     head = ('`loss.objective`', 'ratio', 'over', 'correction', 'surrogate', 'advantage', 'aggregation', 'and', 'source')
     rows = [head, ('---',) * len(head)]
-    rows += [_row(kind) for kind in OBJECTIVES.values() if kind.generates]
+    rows += [_row(kind) for kind in OBJECTIVES.values() if is_policy(kind.name)]
     return ''.join(f'| {" | ".join(row)} |\n' for row in rows)
 
 

@@ -2,7 +2,7 @@
 
     areal-train --config=recipes/oapl:tiny --workdir=runs/oapl
 
-arXiv 2602.19362. A group has one version, so that the run is in lock-step.
+arXiv 2602.19362. Engines get new weights every fourth update, so that a group has one version.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ def get_config(size: str = '') -> config_dict.ConfigDict:
     config = load_config(f'{SIZES}:{size}')
     config.loss.objective = 'oapl'
     config.learner.n_minibatches = 1
-    config.staleness.schedule = 'uniform(0,3)'
+    config.staleness.schedule = 'every(4)'
     if size:
         config.loss.entropy_coefficient = 6e-5  # the gradient of a regression is about a five-hundredth of the others'
     return config

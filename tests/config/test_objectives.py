@@ -76,7 +76,7 @@ def test_an_own_objective_has_no_choices():
     assert [is_policy(name) for name in ('mine.py:build', 'sft', 'dg')] == [False, False, True]
 
 
-@pytest.mark.parametrize('name', [kind.name for kind in OBJECTIVES.values() if kind.generates])
+@pytest.mark.parametrize('name', [kind.name for kind in OBJECTIVES.values() if is_policy(kind.name)])
 def test_a_method_names_choices_that_it_uses(name):
     """A choice that its combination does not read would be dead."""
     choices = OBJECTIVES[name].choices
@@ -84,7 +84,7 @@ def test_a_method_names_choices_that_it_uses(name):
 
 
 def test_every_method_differs_from_every_other():
-    by_name = {kind.name: resolve(loss(objective=kind.name)) for kind in OBJECTIVES.values() if kind.generates}
+    by_name = {kind.name: resolve(loss(objective=kind.name)) for kind in OBJECTIVES.values() if is_policy(kind.name)}
     same = [(a, b) for a in by_name for b in by_name if a < b and by_name[a] == by_name[b]]
     assert same == [('ppo', 'reinforce_pp')]  # PPO without a critic; REINFORCE++ adds a divergence in the reward
 
