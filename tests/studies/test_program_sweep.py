@@ -30,9 +30,10 @@ def test_the_sweep_of_frictions_has_every_arm_once():
 
 
 @pytest.mark.whole
-def test_every_arm_of_the_short_form_can_be_trained_and_nothing_is_written(tmp_path):
-    sweep = ProgramSweep(command(FILE), 'quick', tmp_path / 'sweep', 1)
-    assert len(sweep.arms) == 36
+@pytest.mark.parametrize('file', [FILE, 'configs/sweeps/stale_methods.py'])
+def test_every_arm_of_the_short_form_can_be_trained_and_nothing_is_written(tmp_path, file):
+    sweep = ProgramSweep(command(file), 'quick', tmp_path / 'sweep', 1)
+    assert len(sweep.arms) == len(runpy.run_path(file)['get_programs']()['quick'])
     assert not (tmp_path / 'sweep').exists()
 
 

@@ -18,7 +18,6 @@ from areal_jax.config.objectives import FIELD as OBJECTIVE
 from areal_jax.config.objectives import find_objective, is_policy
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import own_advantages
-from areal_jax.learning.objective.own_objective import load_objective
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.types import Prompt, Trajectory, TrajectoryGroup
 
@@ -37,6 +36,8 @@ def load_own_code(config: config_dict.ConfigDict) -> Digests:
     for field, spec in _own_functions(config):
         function = load_function(spec, field)
         if field == OBJECTIVE:
+            from areal_jax.learning.objective.own_objective import load_objective  # imports jax
+
             load_objective(spec, dict(config.loss.options))
         if field == 'loss.advantage':
             own_advantages(_example(config), function, PolicyChoices(advantage=spec))

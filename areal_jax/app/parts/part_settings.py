@@ -20,8 +20,6 @@ from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.learning.blockwise.blocks import BlockSettings
-from areal_jax.learning.brakes import BrakeSettings
-from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
 from areal_jax.plugins import Function, is_own, load_function
 from areal_jax.rollout import requirements
 from areal_jax.rollout.requirements import Requirement
@@ -33,8 +31,10 @@ from areal_jax.types import SamplingParams
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from areal_jax.learning.brakes import BrakeSettings
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
+    from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
     from areal_jax.models.lora import Lora
     from areal_jax.sharding.allocation import Allocation
 
@@ -77,6 +77,7 @@ def build_optimizer(config: TrackedConfig) -> Optimizer:
 def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
     """Reads the fields that the chosen optimizer and schedule use; the others keep their declared defaults."""
     from areal_jax.learning.optimizer.directions import DIRECTIONS
+    from areal_jax.learning.settings import OptimizerSettings
 
     ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
     reads = DIRECTIONS[ours.name].reads
@@ -97,6 +98,8 @@ def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
 
 
 def _build_brake(config: TrackedConfig) -> BrakeSettings:
+    from areal_jax.learning.brakes import BrakeSettings
+
     ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
     return BrakeSettings(
         kind=ours.brake,
@@ -122,6 +125,8 @@ def build_blocks(config: TrackedConfig) -> BlockSettings | None:
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
+    from areal_jax.learning.settings import LearnerSettings
+
     learner, objective = config.learner, build_objective(config)
     idle = TrackedConfig(default_config())
     supervised = not objective.learns_from_answers
@@ -206,6 +211,8 @@ def build_choices(config: TrackedConfig) -> PolicyChoices:
 
 def _build_ratio_settings(config: TrackedConfig) -> RatioSettings | None:
     """None where the importance ratio is not split."""
+    from areal_jax.learning.settings import RatioSettings
+
     diagnostics = config.diagnostics
     if not diagnostics.ratio_sample:
         return None

@@ -146,7 +146,7 @@ def test_arms_are_selected_by_name_and_pattern(tmp_path):
         names('eta4_sed0')
 
 
-SWEEPS = [path for path in sorted((ROOT / 'configs' / 'sweeps').glob('*.py')) if not defines(str(path), 'get_study')]
+SWEEPS = [path for path in sorted((ROOT / 'configs' / 'sweeps').glob('*.py')) if defines(str(path), 'get_sweep')]
 
 
 @pytest.mark.parametrize('path', SWEEPS, ids=lambda path: path.stem)

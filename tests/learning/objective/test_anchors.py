@@ -210,8 +210,8 @@ def test_the_soft_maximum_of_a_group():
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_tokens():
     groups = [group([1], [[2], [2] * 3, [2] * 2], [1.0, 0.0, 0.5]), group([1], [[2] * 4, [2]], [0.0, 3.0])]
-    plain = np.concatenate(make_estimator(PolicyChoices(advantage='group_mean'))(groups))
-    found = np.concatenate(make_estimator(PolicyChoices(advantage='group_mean', whiten='batch'))(groups))
+    plain = np.concatenate(make_estimator(PolicyChoices(advantage='group_mean'))(groups, None))
+    found = np.concatenate(make_estimator(PolicyChoices(advantage='group_mean', whiten='batch'))(groups, None))
     of_token = [np.repeat(x, [1, 3, 2, 4, 1]) for x in (plain, found)]
     # 0.5 - 3 * 0.5 - 4 * 1.5 + 1.5 = -5.5 over 11 tokens: centred groups are not centred over their tokens
     np.testing.assert_allclose(of_token[0].mean(), -0.5, rtol=1e-6)
@@ -219,7 +219,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_tokens():
     np.testing.assert_allclose(of_token[1].var(ddof=1), 1, rtol=1e-6)
     # equal sizes: the factor between leave-one-out and the group's mean cancels
     pair = [group([1], [[2], [2] * 3], [1.0, 0.0]), group([1], [[2] * 2, [2]], [0.0, 3.0])]
-    both = [np.concatenate(make_estimator(PolicyChoices(advantage=a, whiten='batch'))(pair)) for a in _CENTRED]
+    both = [np.concatenate(make_estimator(PolicyChoices(advantage=a, whiten='batch'))(pair, None)) for a in _CENTRED]
     np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
 
 
