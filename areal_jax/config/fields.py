@@ -134,10 +134,13 @@ class Choice(Field):
 
     def require_allowed(self, path: str, value: Value) -> None:
         if value not in self.choices:
-            raise ConfigError(f'{path}={value!r} is not known; use one of {", ".join(self.choices)}')
+            raise ConfigError(f'{path}={value!r} is not known; use one of {self._listed()}')
 
     def rule(self) -> str:
-        return f'be one of {", ".join(self.choices)}'
+        return f'be one of {self._listed()}'
+
+    def _listed(self) -> str:
+        return ', '.join(choice or "''" for choice in self.choices)
 
 
 @dataclasses.dataclass(frozen=True)
