@@ -13,7 +13,6 @@ from ml_collections import config_dict
 
 from areal_jax.config.objectives import BASE, FIELD, is_policy, resolve
 
-NOT_CONTRASTING = ('reward', 'optimal_value')  # advantages that are not all 0 in a group of equal rewards
 _READ_RATIO = ('clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic', 'oapl')
 _OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
 _GROUP_BASELINES = ('group', 'group_mean', 'rloo', 'length_baseline', 'max_rl')
