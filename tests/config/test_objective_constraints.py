@@ -7,14 +7,12 @@ import pytest
 from areal_jax.app.parts.part_settings import build_choices
 from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.objective_constraints import (
-    NOT_CONTRASTING,
     find_group_problems,
     find_objective_problems,
     find_objective_warnings,
 )
 from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.objective.advantages import CONTRASTS, ESTIMATORS
 
 LOCK_STEP = {'staleness.schedule': 'fixed(2)'}
 OAPL = {'loss.objective': 'oapl', **LOCK_STEP}
@@ -223,10 +221,6 @@ def test_groups_of_one_are_refused_where_their_advantage_would_be_0():
         {'loss.objective': 'sft'},
     ):
         assert list(find_group_problems(make(size | fields))) == []
-
-
-def test_the_advantages_that_contrast_are_those_of_the_estimators():
-    assert set(NOT_CONTRASTING) == set(ESTIMATORS) - CONTRASTS
 
 
 WARNED = [
