@@ -12,7 +12,7 @@ import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.interrupt import Interrupts
@@ -79,36 +79,42 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
     """Checks all arms, runs what has not finished, writes the page; returns the exit code."""
-    from areal_jax.files import DirectoryLock
     from areal_jax.studies.study import Study
 
     if values.only:
         raise ConfigError(f'--only={values.only}: the stages of a study need each other; leave it out')
     study = Study(command, 'quick' if values.quick else 'full', workdir, values.jobs)
-    if values.dry_run:
-        study.print_commands()
-        return ExitCode.FINISHED
-    lock = DirectoryLock(workdir)
-    try:
-        return study.run(interrupts)
-    finally:
-        lock.release()
+    return _run_all(study, values, workdir, interrupts)
 
 
 def _run_programs(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
     """Checks all arms, trains what has not finished, writes the scores; returns the exit code."""
-    from areal_jax.files import DirectoryLock
     from areal_jax.studies.program_sweep import ProgramSweep
 
     if values.only:
         raise ConfigError(f'--only={values.only}: arms of a program are trained together; leave it out')
     sweep = ProgramSweep(command, 'quick' if values.quick else 'full', workdir, values.jobs or 1)
+    return _run_all(sweep, values, workdir, interrupts)
+
+
+class _Runs(Protocol):
+    """A study, or a sweep of programs."""
+
+    def print_commands(self) -> None: ...
+
+    def run(self, interrupts: Interrupts) -> int: ...
+
+
+def _run_all(runs: _Runs, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
+    """Prints or runs the commands, while no other process works in the directory; returns the exit code."""
+    from areal_jax.files import DirectoryLock
+
     if values.dry_run:
-        sweep.print_commands()
+        runs.print_commands()
         return ExitCode.FINISHED
     lock = DirectoryLock(workdir)
     try:
-        return sweep.run(interrupts)
+        return runs.run(interrupts)
     finally:
         lock.release()
 

@@ -6,7 +6,7 @@ Weights multiply after the surrogate, so that any of them goes with any of those
 from __future__ import annotations
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.ratios import LOG_RATIO_LIMIT, SumSequence, clamp, level_log_ratio, namespace
+from areal_jax.learning.objective.ratios import SumSequence, clamp, level_log_ratio, namespace
 from areal_jax.learning.objective.sums import Array
 
 
@@ -46,6 +46,5 @@ def shifts_too_far(choices: PolicyChoices, policy: Array, denominator: Array, ad
     The total-variation mask of DPPO, arXiv 2602.04879: A > 0 is kept while π_θ - π <= δ, others while it is >= -δ.
     """
     xp = namespace(policy)
-    limit = xp.clip
-    shift = xp.exp(limit(policy, -LOG_RATIO_LIMIT, 0.0)) - xp.exp(limit(denominator, -LOG_RATIO_LIMIT, 0.0))
+    shift = xp.exp(clamp(policy)) - xp.exp(clamp(denominator))
     return xp.where(advantages > 0, shift > choices.gate_threshold, shift < -choices.gate_threshold)
