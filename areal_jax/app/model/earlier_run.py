@@ -102,7 +102,8 @@ class EarlierRun:
 
     def read_critic(self) -> Params | None:
         """The weights of its critic in float32 on the host, with the value head; None for a run without one."""
-        return jax.tree.map(lambda leaf: np.asarray(leaf[...], np.float32), self._critic)
+        whole = lambda leaf: leaf[tuple(slice(0, size) for size in leaf.shape)]
+        return jax.tree.map(lambda leaf: np.asarray(whole(leaf), np.float32), self._critic)
 
     def _require_leaves(self, stored: Params, expected: Params) -> None:
         found, wanted = (

@@ -85,7 +85,7 @@ def _require_same_tokens(given: GivenModel, model: Model) -> None:
     if given.shape.vocab_size != ours:
         raise ConfigError(
             f'{where} has a vocabulary of {given.shape.vocab_size} tokens, and the model that is trained one of '
-            f'{ours}: log-probs of the same tokens are compared; name a model with the same vocabulary'
+            f'{ours}: both read the same tokens; name a model with the same vocabulary'
         )
     if not (given.directory / TOKENIZER).is_file():
         return
