@@ -22,6 +22,7 @@ from areal_jax.learning.learner_state import describe_cast, place_state
 from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.aggregation import denominator_scale
+from areal_jax.learning.objective.objective import POLICY, REFERENCE, VALUES
 from areal_jax.learning.objective.own_objective import require_advantages
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.programs import AHEAD
@@ -226,9 +227,13 @@ class SpmdLearner:
             return {'tokens': 0.0}
         (batch,) = batches  # one minibatch, all of whose tokens are in the loss
         logprobs = lambda weights: self._passes.logprobs(weights, state.frozen, batch, version=0)  # [M, R, N]
-        policy = logprobs(self._passes.working(state))
-        reference = None if state.reference is None else logprobs(state.reference)
-        return objective.measure_held_out(batch, policy, reference)
+        if objective.trains_values:
+            passed = dict(zip((POLICY, VALUES), self._passes.values(state, batch, version=0), strict=True))
+        else:
+            passed = {POLICY: logprobs(self._passes.working(state))}
+        if state.reference is not None:
+            passed[REFERENCE] = logprobs(state.reference)
+        return objective.measure_held_out(batch, passed)
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
         """float32 [A]: log-probs of an answer under the weights of `version`, at the temperature of training.

@@ -121,7 +121,8 @@ class Passes:
             if settings.accumulate == 'dispatch':
                 yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
             objective = settings.objective
-            scores = settings.scores or settings.ratio_split is not None or not objective.learns_from_answers
+            measured = not objective.learns_from_answers and not objective.trains_values
+            scores = settings.scores or settings.ratio_split is not None or measured
             policy = policy_leaves(working), policy_leaves(state.frozen)
             recomputes = settings.recomputes and VALUES not in objective.reads  # values come with log-probs
             if recomputes or state.reference is not None or scores or POLICY in objective.reads:
