@@ -204,7 +204,6 @@ SECTIONS: Mapping[str, Section] = {
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
-    'critic': Section("The values of loss.advantage='gae', see docs/critic.md", **CRITIC_FIELDS),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': Section(
         'How gradients become weights',
@@ -232,6 +231,7 @@ SECTIONS: Mapping[str, Section] = {
         block_updates=Integer(1, COUNT, 'updates before the next block'),
         block_state=Choice('host', ('host', 'drop'), 'moments of blocks not being trained; drop: begin again at 0'),
     ),
+    'critic': Section("Values of loss.advantage='gae', or of a reward model, see docs/critic.md", **CRITIC_FIELDS),
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text(
