@@ -37,6 +37,62 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'let a critic pass values from one answer to the next',
+        'areal_jax.learning.objective.gae:generalized_advantages',
+        'is_last = mask[:, t], ids[:, t] != next_id',
+        'is_last = mask[:, t], next_id < 0',
+        'tests/learning/objective/test_gae.py',
+    ),
+    Mutation(
+        'count masked tokens as steps of a critic',
+        'areal_jax.learning.objective.gae:generalized_advantages',
+        'next_value = np.where(trained, v[:, t], next_value)',
+        'next_value = v[:, t]',
+        'tests/learning/objective/test_gae.py',
+    ),
+    Mutation(
+        'take the smaller of the two errors of a value',
+        'areal_jax.learning.objective.value_loss:value_loss',
+        'at_edge > squares',
+        'at_edge < squares',
+        'tests/learning/objective/test_value_loss.py',
+    ),
+    Mutation(
+        'step the critic at the rate of the policy',
+        'areal_jax.learning.optimizer.critic_optimizer:CriticOptimizer.apply',
+        'jnp.float32(self.critic_rate)',
+        'learning_rate',
+        'tests/learning/test_critic.py',
+    ),
+    Mutation(
+        'publish the critic',
+        'areal_jax.learning.weights.interchange:export_weights',
+        'trees.policy_leaves(trees.join(params, frozen))',
+        'trees.join(params, frozen)',
+        'tests/learning/test_critic.py',
+    ),
+    Mutation(
+        'give the trunk the whole gradient of the values',
+        'areal_jax.learning.critic:scale_gradient',
+        'if factor == 1.0:',
+        'if factor:',
+        'tests/learning/test_critic.py',
+    ),
+    Mutation(
+        'score an answer by the values of all its tokens',
+        'areal_jax.learning.objective.preference:RewardModel.score_tokens',
+        'tokens.read(_ENDS) * tokens.values',
+        'tokens.values',
+        'tests/learning/objective/test_preference.py',
+    ),
+    Mutation(
+        'read a critic from a checkpoint that has none',
+        'areal_jax.learning.critic:require_critic',
+        'if CRITIC not in saved:',
+        'if False:',
+        'tests/learning/test_critic.py',
+    ),
+    Mutation(
         'drop the behaviour weight',
         'areal_jax.learning.objective.policy_loss:token_terms',
         'loss = -weight * factor * advantages',
