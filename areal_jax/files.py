@@ -13,7 +13,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeAlias
 
 from areal_jax.errors import UserError
@@ -103,18 +103,26 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def write_bytes(path: pathlib.Path, content: bytes) -> None:
     """The same for bytes."""
+    write_parts(path, [content])
+
+
+def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview], *, synced: bool = True) -> None:
+    """The same for parts of a file; not `synced`: it may be lost when the machine dies, not when the process does."""
     replacement = path.with_name(f'.{path.name}.partial')
     try:
         with replacement.open('wb') as file:
-            file.write(content)
+            for part in parts:
+                file.write(part)
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         replacement.replace(path)
     except OSError as error:
         replacement.unlink(missing_ok=True)
         error.filename = error.filename or str(path)
         raise
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
 
 
 def write_json(path: pathlib.Path, value: object, *, indent: int | None = 1, allow_nan: bool = False) -> None:

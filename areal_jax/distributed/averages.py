@@ -4,8 +4,9 @@
     DIRECTORY/turn_000012/average/mean     the mean of the clients that average/clients.json names
 
 All clients have begun the turn from equal weights of the block, so the mean of their weights is these plus the mean of
-their changes. The first client that finds all others there, or whose deadline has passed, writes the mean. It renames a
-directory that holds it: that succeeds once, so every client reads the same mean, a resumed one too.
+their changes. When all are there, or the deadline has passed, one client writes the mean, in turns; another one does
+where it does not. It renames a directory that holds it: that succeeds once, so every client reads the same mean, a
+resumed one too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import math
+import mmap
+import os
 import pathlib
 import re
 import shutil
@@ -24,11 +28,13 @@ from typing import Any
 import numpy as np
 
 from areal_jax import files
-from areal_jax.distributed.codec import CodecError, decode, encode
+from areal_jax.distributed.codec import CodecError, decode, encode_parts
 from areal_jax.errors import UserError
 
 Block = Mapping[str, np.ndarray]  # float32 leaves by path
 _LOOK_S = 0.02  # between two looks at the directory
+_PATIENCE_S = 10.0  # that others wait for the client whose turn it is to make the mean
+_CHUNK = 1 << 16  # elements that are added up at once: float64 sums of a whole leaf would not fit the cache
 _TURN = re.compile(r'turn_(\d{6,})')
 _CLIENT = re.compile(r'client_(\d+)')
 _MEAN, _CLIENTS = 'mean', 'clients.json'
@@ -94,10 +100,9 @@ class Averages:
         if (found := self._read(turn)) is None:
             self._require_kept(turn)
             home.mkdir(parents=True, exist_ok=True)
-            content = encode({'run': self._run, 'values': dict(block)})
-            files.write_bytes(home / f'client_{self._client}', content)
-            self._pace(len(content))
-            found = self._await(turn)
+            # a block that is lost with its machine is sent again by the resumed client
+            self._pace(_write(home / f'client_{self._client}', {'run': self._run, 'values': dict(block)}, synced=False))
+            found = self._await(turn, block)
         clients, values = found
         self._pace(sum(leaf.nbytes for leaf in values.values()))
         if self._client not in clients:
@@ -108,38 +113,40 @@ class Averages:
         self._remove_old(turn)
         return Average(clients, values, time.monotonic() - began_s)
 
-    def _await(self, turn: int) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+    def _await(self, turn: int, block: Block) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
         end_s = time.monotonic() + self._deadline_s
+        patience_ends_s = math.inf
         before = self._read_clients(turn - 1)
         expected = set(range(self._clients)) if before is None else set(before)
         while True:
             if (found := self._read(turn)) is not None:
                 return found
             there, is_late = self._list_clients(turn), time.monotonic() >= end_s
-            if is_late or expected <= set(there):
+            is_complete = bool(there) and expected <= set(there)
+            if is_complete and there[turn % len(there)] != self._client:
+                patience_ends_s = min(patience_ends_s, time.monotonic() + _PATIENCE_S)
+                is_complete = time.monotonic() >= patience_ends_s
+            if is_late or is_complete:
                 if missing := sorted(expected - set(there)):
                     _warn(
                         f'clients {_name(missing)} sent no block of turn {turn} within distributed.average_deadline_s='
                         f'{self._deadline_s:g}: the mean is over clients {_name(there)}'
                     )
                 with contextlib.suppress(FileNotFoundError):  # another client has made the mean meanwhile
-                    self._decide(turn, there)
+                    self._decide(turn, there, block)
             else:
                 time.sleep(_LOOK_S)
 
-    def _decide(self, turn: int, clients: Sequence[int]) -> None:
-        """Writes the mean over these clients, unless there is one."""
+    def _decide(self, turn: int, clients: Sequence[int], block: Block) -> None:
+        """Writes the mean over these clients, unless there is one; `block` is what this one has sent."""
         home = self._home(turn)
-        sent = [_decode(home / f'client_{client}') for client in clients]
-        for client, record in zip(clients, sent, strict=True):
-            self._require_same_run(record['run'], f'client {client}')
-        blocks = [record['values'] for record in sent]
-        content = encode(mean_blocks(blocks, home))
-        self._pace(len(content) * (len(blocks) - (self._client in clients)))  # the blocks of others
+        blocks = [block if client == self._client else self._read_sent(turn, client) for client in clients]
+        mean = mean_blocks(blocks, home)
         own = home / f'.average_{self._client}'
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
-        files.write_bytes(own / _MEAN, content)
+        size = _write(own / _MEAN, mean)
+        self._pace(size * (len(blocks) - (self._client in clients)))  # the blocks of others
         files.write_json(own / _CLIENTS, {'clients': list(clients), 'run': self._run})
         try:
             own.rename(home / 'average')
@@ -151,6 +158,12 @@ class Averages:
         files.sync(home)
         for path in home.glob('client_*'):
             path.unlink(missing_ok=True)
+
+    def _read_sent(self, turn: int, client: int) -> Block:
+        record = _decode(self._home(turn) / f'client_{client}')
+        self._require_same_run(record['run'], f'client {client}')
+        values: Block = record['values']
+        return values
 
     def _read(self, turn: int) -> tuple[tuple[int, ...], dict[str, np.ndarray]] | None:
         clients = self._read_clients(turn)
@@ -216,16 +229,32 @@ def mean_blocks(blocks: Sequence[Block], where: pathlib.Path) -> dict[str, np.nd
 
 
 def _mean(leaves: Sequence[np.ndarray]) -> np.ndarray:
-    total = leaves[0].astype(np.float64)
-    for leaf in leaves[1:]:
-        total += leaf
-    return (total / len(leaves)).astype(np.float32)
+    flat, mean = [leaf.reshape(-1) for leaf in leaves], np.empty(leaves[0].size, np.float32)
+    for first in range(0, mean.size, _CHUNK):
+        part = slice(first, first + _CHUNK)
+        total = flat[0][part].astype(np.float64)
+        for leaf in flat[1:]:
+            total += leaf[part]
+        mean[part] = total / len(flat)
+    return mean.reshape(leaves[0].shape)
+
+
+def _write(path: pathlib.Path, value: object, *, synced: bool = True) -> int:
+    """Writes an encoded value and returns its bytes."""
+    parts = encode_parts(value)
+    files.write_parts(path, parts, synced=synced)
+    return sum(len(part) for part in parts)
 
 
 def _decode(path: pathlib.Path) -> Any:
-    """Raises FileNotFoundError for a file that is not there, AverageError for another content."""
+    """The value of a file, whose arrays are views of it; it may be removed meanwhile.
+
+    Raises FileNotFoundError for a file that is not there, AverageError for another content.
+    """
     try:
-        return decode(path.read_bytes())
+        with path.open('rb') as file:
+            is_empty = not os.fstat(file.fileno()).st_size
+            return decode(b'' if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except CodecError as error:
         raise AverageError(f'{path} holds no block ({error}): remove the directory of its turn, and resume') from error
 

@@ -11,9 +11,10 @@ makes no object of a type that is not listed here. Decoded arrays are views of t
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,6 +30,7 @@ _UNREADABLE = (
 )
 _KINDS = 'biuf'  # of numpy dtypes: bool, integers, floats
 _SCALARS = (bool, int, float, str)
+Body: TypeAlias = bytes | bytearray | mmap.mmap
 _Pack = Callable[[Any], tuple[Any, ...]]
 _Unpack = Callable[..., Any]
 
@@ -63,6 +65,11 @@ _UNPACK = {name: unpack for name, _, unpack in _RECORDS.values()}
 
 def encode(value: object) -> bytes:
     """Raises CodecError for a value of a type that does not travel."""
+    return b''.join(encode_parts(value))
+
+
+def encode_parts(value: object) -> list[bytes | memoryview]:
+    """The parts of `encode`, of which arrays are not copied."""
     arrays: list[np.ndarray] = []
     described = _describe(value, arrays)
     table, offset = [], 0
@@ -71,13 +78,13 @@ def encode(value: object) -> bytes:
         offset += _padded(array.nbytes)
     header = json.dumps({'value': described, 'arrays': table}, separators=(',', ':')).encode()
     padding = b' ' * (_padded(_LENGTH.size + len(header)) - _LENGTH.size - len(header))
-    parts: list[Any] = [_LENGTH.pack(len(header) + len(padding)), header, padding]
+    parts: list[bytes | memoryview] = [_LENGTH.pack(len(header) + len(padding)), header, padding]
     for array in arrays:
         parts += [array.reshape(-1).view(np.uint8).data, bytes(_padded(array.nbytes) - array.nbytes)]
-    return b''.join(parts)
+    return parts
 
 
-def decode(body: bytes | bytearray) -> Any:
+def decode(body: Body) -> Any:
     """The value; raises CodecError for anything that `encode` has not made."""
     try:
         (length,) = _LENGTH.unpack_from(body)
@@ -117,7 +124,7 @@ def _add(array: np.ndarray, arrays: list[np.ndarray]) -> int:
     return len(arrays) - 1
 
 
-def _read_array(body: bytes | bytearray, first: int, name: str, shape: Sequence[int], offset: int) -> np.ndarray:
+def _read_array(body: Body, first: int, name: str, shape: Sequence[int], offset: int) -> np.ndarray:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise CodecError(f'an array of dtype {dtype} does not travel between processes')
