@@ -289,7 +289,7 @@ MUTATIONS = [
     ),
     Mutation(
         'predict from where a token stood before the row was cut',
-        'areal_jax.learning.forward:forward',
+        'areal_jax.learning.forward:predicting_states',
         'sources = slice_places(sources, inputs.shape[1], context)',
         'sources = sources + 0',
         'tests/learning/test_meshes.py',

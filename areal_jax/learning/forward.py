@@ -50,17 +50,24 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of the loss tokens of packed rows, or what else `compute` makes of hidden states.
 
-    Only the hidden states at `sources` reach the head.
-
-    Args:
-      rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources', 'targets' int [R, N].
-      mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp, and with
-        context > 1 T one of 2 * context and N one of context.
-
     Returns:
       (logprobs, entropy), float32 [R, N], both at `temperature`.
     """
-    tokens, targets = Stream(mesh, *rows['tokens'].shape), Stream(mesh, *rows['targets'].shape)
+    predicting = predicting_states(decoder, params, rows, attention=attention, mesh=mesh)
+    return target_logprobs(predicting, decoder.head(params), rows['targets'], temperature, mesh=mesh, compute=compute)
+
+
+def predicting_states(
+    decoder: PackedDecoder, params: Tree, rows: Rows, *, attention: str = 'auto', mesh: Mesh | None = None
+) -> jax.Array:
+    """Hidden states [R, N, d] of the tokens that predict the loss tokens: no others reach the head.
+
+    Args:
+      rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources' int [R, N].
+      mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp, and with
+        context > 1 T one of 2 * context and N one of context.
+    """
+    tokens = Stream(mesh, *rows['tokens'].shape)
     inputs, positions, sources = rows['tokens'], rows['positions'], rows['sources']
     if (context := 1 if mesh is None else mesh.shape['context']) > 1:
         sources = slice_places(sources, inputs.shape[1], context)
@@ -72,16 +79,29 @@ def forward(
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
     )
-    predicting = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)  # [R, N, d]
+    return jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
+
+
+def target_logprobs(
+    predicting: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array | float,
+    *,
+    mesh: Mesh | None = None,
+    compute: TokenFunction = token_logprobs,
+) -> tuple[jax.Array, jax.Array]:
+    """`forward` from the hidden states [R, N, d], the head [V, d] and the targets int [R, N]."""
+    stream = Stream(mesh, *targets.shape)
     # logprobs and entropy are [R * N] until they are unflattened
-    arguments = targets.flatten(predicting), decoder.head(params), targets.flatten(rows['targets']), temperature
-    if tokens.mesh is not None:
+    arguments = stream.flatten(predicting), head, stream.flatten(targets), temperature
+    if stream.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
-            *arguments, mesh=tokens.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', compute=compute
+            *arguments, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', compute=compute
         )
     else:
         logprobs, entropy = compute(*arguments)
-    return targets.unflatten(logprobs), targets.unflatten(entropy)
+    return stream.unflatten(logprobs), stream.unflatten(entropy)
 
 
 class Stream:

@@ -27,7 +27,7 @@ from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.teacher import place_teacher
+from areal_jax.learning.teacher import place_teacher, teacher_of_steps
 from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
 from areal_jax.learning.update import train
 from areal_jax.learning.update_price import UpdatePrice
@@ -91,10 +91,11 @@ class SpmdLearner:
         self._price = UpdatePrice(self.packing, settings.epochs, settings.filters)
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
-        make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate)
+        self._teacher = place_teacher(teacher, decoder.config, mesh, settings, optimizer, self.packing)
+        read = teacher_of_steps(self._teacher, settings.objective)
+        make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate, *read)
         self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
-        self._teacher = place_teacher(teacher, mesh, settings, optimizer, self.packing)
         self._declared = self._declare()
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes

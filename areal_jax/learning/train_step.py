@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning.brakes import sequence_effective_sample_size
-from areal_jax.learning.forward import Rows, forward
+from areal_jax.learning.forward import Rows, forward, predicting_states, target_logprobs
 from areal_jax.learning.objective.aggregation import token_weights
 from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, TEACHER, LossTokens, Objective
 from areal_jax.learning.objective.own_objective import require_loss
@@ -22,6 +22,7 @@ from areal_jax.learning.objective.proximal import recomputed_logprobs
 from areal_jax.learning.objective.sums import find_starts, masked_sum
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.vocabulary_statistics import TeacherForm, read_teacher, vocabulary_statistics
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
@@ -30,7 +31,8 @@ from areal_jax.sharding.rules import replicated
 from areal_jax.sharding.shares import Shares
 from areal_jax.types import PackedBatch, Tree
 
-Scalars = Mapping[str, jax.Array]  # what differs from call to call, see `training_scalars`
+# what differs from call to call, see `training_scalars`; and 'teacher', the weights of one that a step itself reads
+Scalars = Mapping[str, Tree]
 _Metrics = dict[str, jax.Array]
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
@@ -110,6 +112,7 @@ class Programs:
     shares: Shares | None = dataclasses.field(default=None, compare=False)
     # paths of the trained leaves, where a learner trains in blocks; the fields above give them otherwise
     trained: tuple[str, ...] | None = None
+    teacher: TeacherForm | None = None  # whom a step itself reads
 
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in buffers of their own."""
@@ -245,8 +248,13 @@ class Programs:
         self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
     ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
         """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
-        policy_logprobs, entropy = self._forward(working, frozen, rows, scalars)  # [R, N] both
-        tokens = self._tokens(policy_logprobs, entropy, rows, scalars)
+        weights = trees.join(working, frozen)
+        states = predicting_states(self.decoder, weights, rows, attention=self.attention, mesh=self.mesh)  # [R, N, d]
+        head, temperature = self.decoder.head(weights), scalars['temperature']
+        policy_logprobs, entropy = target_logprobs(states, head, rows['targets'], temperature, mesh=self.mesh)  # [R, N]
+        teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
+        statistics = vocabulary_statistics(self.settings.objective, states, head, temperature, self.mesh, teacher)
+        tokens = dataclasses.replace(self._tokens(policy_logprobs, entropy, rows, scalars), statistics=statistics)
         loss, metrics = require_loss(self.settings.objective, tokens)
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)

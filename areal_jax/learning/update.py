@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, Objective
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, TEACHER, Objective
 from areal_jax.learning.objective.own_objective import require_prepared
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
@@ -132,7 +132,7 @@ def _known_logprobs(
     logprobs = lambda weights, batch: passes.logprobs(weights, state.frozen, batch, version)
 
     def compare(batch: PackedBatch) -> np.ndarray | None:
-        if teacher is not None:
+        if teacher is not None and TEACHER in settings.objective.reads:
             return teacher.logprobs(batch, version)
         return None if state.reference is None else logprobs(state.reference, batch)
 

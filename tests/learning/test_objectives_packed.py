@@ -12,7 +12,14 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import LossTokens, Objective
+from areal_jax.learning.objective.objective import (
+    CLAMPED_ENTROPY,
+    FORWARD_KL,
+    REVERSE_KL,
+    STATISTICS,
+    LossTokens,
+    Objective,
+)
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import TrajectoryGroup
@@ -45,6 +52,8 @@ OBJECTIVES = {
     'kondo': _DELIGHT | {'delight_gate': 'kondo', 'delight_share': 0.3, 'aggregation': 'token_sum'},
     'bernoulli': _DELIGHT | {'delight_gate': 'bernoulli', 'seed': 3},
 }
+_TEACHER = tiny_decoder(n_layers=2)
+_TEACHER_PARAMS = _TEACHER.init(seed=4, scale=2.0)
 ALONE = {
     'packing': 'ordinary',
     'row_tokens': 16,
@@ -59,6 +68,22 @@ FORMS = {
     'context=2': _ROWS | {'rows_per_microbatch': 2, 'mesh': {'context': 2}},
 }
 _FAST = 'context=2 scan'
+_STATISTICS = 'over the vocabulary'
+
+
+@dataclasses.dataclass(frozen=True)
+class AllStatistics(Objective):
+    """Of whole distributions, those of a teacher of another shape too."""
+
+    entropy_clamp: float = 0.3
+    reads: frozenset[str] = STATISTICS
+
+    def loss(self, tokens: LossTokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+        reverse, forward, entropy = (tokens.statistic(name) for name in (REVERSE_KL, FORWARD_KL, CLAMPED_ENTROPY))
+        return tokens.mean(reverse + 0.3 * forward - 0.5 * entropy), {'kept_sum': tokens.total(entropy)}
+
+    def metrics(self, merged: dict[str, float]) -> dict[str, float]:
+        return {'loss/kept': merged['kept_sum'], 'loss/all': merged['entropy_sum']}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +102,7 @@ def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[
     mesh = settings.pop('mesh', {})
     learner = SpmdLearner(
         _DECODER, _PARAMS, make_mesh(**mesh), optimizer=_SGD, learning_rate=_RATE,
-        settings=learner_settings(objective=objective, **settings),
+        settings=learner_settings(objective=objective, **settings), teacher=(_TEACHER, _TEACHER_PARAMS),
     )  # fmt: skip
     loss = learner.update(GROUPS, version=2)['loss/value']
     steps = jax.tree.map(lambda after, before: (before - after) / _RATE, learner.save()['params'], _PARAMS)
@@ -87,7 +112,11 @@ def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[
 
 @functools.cache
 def alone(name: str) -> tuple[float, dict[str, np.ndarray]]:
-    return updated(PolicyObjective(PolicyChoices(**OBJECTIVES[name])), ALONE)
+    return updated(objective_of(name), ALONE)
+
+
+def objective_of(name: str) -> Objective:
+    return AllStatistics() if name == _STATISTICS else PolicyObjective(PolicyChoices(**OBJECTIVES[name]))
 
 
 def assert_same(found: tuple, expected: tuple) -> None:
@@ -99,13 +128,12 @@ def assert_same(found: tuple, expected: tuple) -> None:
         assert np.linalg.norm(gradient[path] - leaf) <= 1e-4 * np.linalg.norm(leaf), path
 
 
-@pytest.mark.parametrize('name', OBJECTIVES)
+@pytest.mark.parametrize('name', [*OBJECTIVES, _STATISTICS])
 @pytest.mark.parametrize(
     'form', [pytest.param(form, marks=() if form == _FAST else pytest.mark.slow) for form in FORMS]
 )
 def test_an_objective_does_not_depend_on_its_rows(name, form):
-    objective = PolicyObjective(PolicyChoices(**OBJECTIVES[name]))
-    assert_same(updated(objective, FORMS[form]), alone(name))
+    assert_same(updated(objective_of(name), FORMS[form]), alone(name))
 
 
 @pytest.mark.parametrize('form', ['shared prompts', pytest.param(_FAST, marks=pytest.mark.slow)])

@@ -67,7 +67,7 @@ _ONLY: Mapping[str, Value] = {
 }  # what the program can compute; other values need a run of their own
 # choices that need a pass of their own, or what only a host has
 _REFUSED: Mapping[str, tuple[Value, ...]] = {'delight_gate': ('bernoulli',), 'aggregation': ('token_sum',)}
-_OFF = ('kl_coefficient', 'overlong_tokens')
+_OFF = ('kl_coefficient', 'overlong_tokens', 'entropy_clamp')
 _ALONE = 'train it by itself, with main_train'
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.objective import REFERENCE, LossTokens
+from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REFERENCE, LossTokens
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from tests.learning.examples import group
 from tests.learning.objective.anchor_set import BEHAVIOR, POLICY, PROXIMAL
@@ -62,8 +62,9 @@ _AXES = [
     ({'length_constant': 7}, 'aggregation', _TOKEN_SUMS),
     ({'aggregation': 'constant'}, 'length_constant', (2, 4)),
     ({}, 'entropy_coefficient', (0.0, 0.1)),
+    ({'entropy_coefficient': 0.1}, 'entropy_clamp', (0.0, 0.3)),
     ({}, 'kl_coefficient', (0.0, 0.1)),
-    ({'kl_coefficient': 0.1}, 'kl_estimator', ('k1', 'k2', 'k3')),
+    ({'kl_coefficient': 0.1}, 'kl_estimator', ('k1', 'k2', 'k3', 'unbiased')),
 ]  # fmt: skip
 _REWARD_AXES = [
     ({}, 'advantage', ('reward', 'group', 'group_mean', 'rloo', 'max_rl', 'optimal_value', 'length_baseline')),
@@ -98,6 +99,7 @@ def slopes(**choices):
                 advantages=tokens.advantages, loss_mask=tokens.mask, policy_versions=tokens.versions,
                 sequence_starts=starts_of(_IDS), token_weights=weights[0], denominator=np.float32(denominator),
                 version=np.int32(4), known={name: jnp.asarray(x) for name, x in known.items()},
+                statistics={CLAMPED_ENTROPY: 0.9 * entropy},
             )
         )[0]  # fmt: skip
 
