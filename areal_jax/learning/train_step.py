@@ -254,12 +254,19 @@ class Programs:
         policy_logprobs, entropy = target_logprobs(states, head, rows['targets'], temperature, mesh=self.mesh)  # [R, N]
         teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
         statistics = vocabulary_statistics(self.settings.objective, states, head, temperature, self.mesh, teacher)
-        tokens = dataclasses.replace(self._tokens(policy_logprobs, entropy, rows, scalars), statistics=statistics)
+        tokens = self._tokens(policy_logprobs, entropy, rows, scalars, statistics)
         loss, metrics = require_loss(self.settings.objective, tokens)
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
 
-    def _tokens(self, policy_logprobs: jax.Array, entropy: jax.Array, rows: Rows, scalars: Scalars) -> LossTokens:
+    def _tokens(
+        self,
+        policy_logprobs: jax.Array,
+        entropy: jax.Array,
+        rows: Rows,
+        scalars: Scalars,
+        statistics: Mapping[str, jax.Array],
+    ) -> LossTokens:
         objective = self.settings.objective
         known = {name: rows[name] for name in objective.prepares}
         if PROXIMAL in objective.reads:
@@ -274,5 +281,6 @@ class Programs:
             denominator=scalars['denominator'],
             version=scalars['version'],
             known=known,
+            statistics=statistics,
             **{name: rows[name] for name in _LOSS_FIELDS},
         )

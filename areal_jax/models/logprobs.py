@@ -197,8 +197,8 @@ def sharded_token_logprobs(
         return compute(tokens[0], heads[0], *tokens[1:], chunk=chunk, axis_name=vocab_axis)
 
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
-    axes = {'mesh': mesh, 'token_axes': token_axes, 'vocab_axis': vocab_axis}
-    return over_mesh(local, (hidden, targets, temperature), (head,), **axes)
+    tokens = (hidden, targets, temperature)
+    return over_mesh(local, tokens, (head,), mesh=mesh, token_axes=token_axes, vocab_axis=vocab_axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

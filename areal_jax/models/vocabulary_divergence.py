@@ -112,7 +112,8 @@ def _forward(
     if axis_name is not None:
         # pmax may drop a NaN; the sums carry it to every device
         state = _move(state, *(jax.lax.pmax(sums.top, axis_name) for sums in state))
-        state = tuple(_Sums(sums.top, *jax.lax.psum(sums[1:], axis_name)) for sums in state)
+        ours, theirs = (_Sums(sums.top, *jax.lax.psum(sums[1:], axis_name)) for sums in state)
+        state = ours, theirs
     ours, theirs = state
     apart = jnp.log(theirs.total) - jnp.log(ours.total)
     found = Divergences(ours.moment / ours.total + apart, -theirs.moment / theirs.total - apart)

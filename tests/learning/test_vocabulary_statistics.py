@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import REVERSE_KL
+from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REVERSE_KL, STATISTICS
+from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.mesh import make_mesh
 from tests.learning.examples import learner_settings
@@ -54,3 +56,11 @@ class Undeclared(AllStatistics):
 def test_a_statistic_that_is_not_asked_for_is_not_there():
     with pytest.raises(UserError, match=r"mine\.py:build: the objective reads 'clamped_entropy', .* in its `reads`"):
         update_once(Undeclared())
+
+
+def test_only_a_clamped_entropy_that_counts_is_computed():
+    of = lambda **choices: PolicyObjective(PolicyChoices(**choices))
+    assert CLAMPED_ENTROPY in of(entropy_coefficient=0.1, entropy_clamp=0.3).reads
+    assert of(entropy_coefficient=0.1, entropy_clamp=0.3).entropy_clamp == 0.3
+    for idle in ({'entropy_clamp': 0.3}, {'entropy_coefficient': 0.1}):
+        assert not of(**idle).reads & STATISTICS

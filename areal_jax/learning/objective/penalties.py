@@ -61,6 +61,7 @@ def kl_penalty(
     )
     token_kl = estimate_kl(policy - reference, estimator)
     if estimator == 'unbiased':
+        assert behavior_logprobs is not None, 'its factor is π_θ / π_behav'
         behavior = jnp.where(loss_mask, jax.lax.stop_gradient(behavior_logprobs), 0.0)
         token_kl = token_kl * jnp.exp(clamp(policy - behavior))
     penalty = masked_sum(token_kl, loss_mask, token_weights) / denominator
