@@ -7,6 +7,8 @@ step. For each method a learner with its objective and one with the default take
 ratios are method over default in the same turn, in CPU and wall seconds, advantages and gates on the host included. The
 bar, 1.05 in CPU seconds, holds for methods that need no further pass than the default. The others are reported with
 their passes of the model before the step: log-probs of the reference, or of the weights for a gate over the minibatch.
+The method with a critic, a value head on the trunk, is compared in updates of four minibatches: its pass gives values
+and proximal log-probs, which the default computes for three of them. Its bar is 1.15.
 
 For each method it is checked that no array of the compiled program of a micro-batch has an element for each pair of a
 loss token and an entry of the vocabulary, and that nothing is compiled in the turns.
@@ -25,10 +27,13 @@ from collections.abc import Iterator, Sequence
 from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.app.parts.part_settings import build_objective
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.config.objectives import DECOUPLED_PPO, OBJECTIVES
+from areal_jax.config.objectives import DECOUPLED_PPO, OBJECTIVES, is_policy
 from areal_jax.errors import UserError
+from areal_jax.learning.critic import VALUE_HEAD, make_value_head
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import POLICY, REFERENCE, Objective
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, Objective
+from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
+from areal_jax.learning.settings import CriticSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
@@ -38,10 +43,16 @@ from benchmarks.options import Row, make_parser, report, run, show, split_choice
 from benchmarks.ratios import CLOCKS, Bar, Run, ratio, spread
 from benchmarks.workload import Workload
 
-BAR = Bar(1.05, at_least=False)
+BAR, CRITIC_BAR = Bar(1.05, at_least=False), Bar(1.15, at_least=False)
+MINIBATCHES = 4  # with a critic
 DEFAULT = DECOUPLED_PPO.name
-METHODS = tuple(kind.name for kind in OBJECTIVES.values() if kind.generates and kind is not DECOUPLED_PPO)
-PASSES = {REFERENCE: 'log-probs of the reference', POLICY: 'log-probs of the weights'}
+METHODS = tuple(name for name, kind in OBJECTIVES.items() if is_policy(name) and kind is not DECOUPLED_PPO)
+PASSES = {
+    REFERENCE: 'log-probs of the reference',
+    POLICY: 'log-probs of the weights',
+    COLLISION: 'log-probs and collisions of the weights',
+    VALUES: 'log-probs of the weights, and values',
+}
 _ARRAY = re.compile(r'\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]')
 
 
@@ -84,15 +95,19 @@ def make_objective(method: str) -> Objective:
     return build_objective(TrackedConfig(config))
 
 
-def make_learner(size: Size, decoder: Decoder, params: Tree, objective: Objective) -> SpmdLearner:
-    """Compiled."""
+def make_learner(size: Size, decoder: Decoder, params: Tree, objective: Objective, minibatches: int = 1) -> SpmdLearner:
+    """Compiled; a micro-batch is a minibatch."""
+    critic = CriticSettings(own_model=False, trunk_gradient=0.1) if objective.trains_values else None
     settings = learner_settings(
-        objective=objective, row_tokens=size.row_tokens, row_loss_tokens=size.row_loss_tokens,
-        rows_per_microbatch=size.rows, accumulate='dispatch',
+        objective=objective, row_tokens=size.row_tokens, row_loss_tokens=size.row_loss_tokens, critic=critic,
+        rows_per_microbatch=size.rows // minibatches, n_minibatches=minibatches, accumulate='dispatch',
     )  # fmt: skip
+    optimizer = default_optimizer()
     learner = SpmdLearner(
-        decoder, params, make_mesh(), optimizer=default_optimizer(), learning_rate=1e-6, settings=settings
-    )
+        decoder, params, make_mesh(), learning_rate=1e-6, settings=settings,
+        optimizer=optimizer if critic is None else add_critic_optimizer(optimizer, 1e-6),
+        critic=None if critic is None else {VALUE_HEAD: make_value_head(decoder.config.d_model)},
+    )  # fmt: skip
     learner.warm_up()
     return learner
 
@@ -127,9 +142,12 @@ def measure_methods(options: argparse.Namespace) -> Iterator[Row]:
     decoder = Decoder(size.model)
     params = decoder.init(seed=0)
     groups = make_groups(make_work(decoder, params, size.work))
-    learners = {DEFAULT: make_learner(size, decoder, params, make_objective(DEFAULT))}
+    defaults = {n: make_learner(size, decoder, params, make_objective(DEFAULT), n) for n in (1, MINIBATCHES)}
     for method in split_choices('methods', options.methods, METHODS):
-        learners[method] = learner = make_learner(size, decoder, params, make_objective(method))
+        objective = make_objective(method)
+        minibatches = MINIBATCHES if objective.trains_values else 1
+        learner = make_learner(size, decoder, params, objective, minibatches)
+        learners = {DEFAULT: defaults[minibatches], method: learner}
         for one in learners.values():
             timed(one, groups, size.tokens)
         calls: dict[str, list[Run]] = {name: [] for name in learners}
@@ -139,21 +157,22 @@ def measure_methods(options: argparse.Namespace) -> Iterator[Row]:
                     calls[name].append(timed(one, groups, size.tokens))
         if compilations.count:
             raise UserError(f'{method}: {compilations.count} programs were compiled after warm-up')
-        yield row_of(method, make_objective(method), calls) | {'largest_array': check_program(learner, size)}
-        del learners[method], learner
+        yield row_of(method, objective, calls) | {'largest_array': check_program(learner, size)}
+        del learners, learner
 
 
 def row_of(method: str, objective: Objective, calls: dict[str, list[Run]]) -> Row:
-    """The passes of a method, and its ratios; the bar holds where it needs no pass."""
+    """The passes of a method, and its ratios; the bar holds where it needs no pass, and with a critic."""
     passes = [told for name, told in PASSES.items() if name in objective.reads]
+    bar = CRITIC_BAR if objective.trains_values else BAR
     row: Row = {'method': method, 'combination': objective.describe(), 'passes': passes}
     for clock in CLOCKS:
-        found = ratio(calls[method], calls[DEFAULT], clock, BAR)
+        found = ratio(calls[method], calls[DEFAULT], clock, bar)
         row |= {f'ratio_{clock[:-2]}': found.median, f'quartile_{clock[:-2]}': found.quartile}
         row |= {f'{side}_{clock}': spread([call[clock] for call in calls[name]])['median']
                 for side, name in (('method', method), ('default', DEFAULT))}  # fmt: skip
-    if not passes:
-        row |= {'bar': BAR.value, 'met': BAR.holds(ratio(calls[method], calls[DEFAULT], 'cpu_s', BAR))}
+    if not passes or objective.trains_values:
+        row |= {'bar': bar.value, 'met': bar.holds(ratio(calls[method], calls[DEFAULT], 'cpu_s', bar))}
     return row | {'calls': calls}
 
 

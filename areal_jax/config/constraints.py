@@ -13,6 +13,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
@@ -41,6 +42,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _quantization_problems(c)
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
+        yield from find_critic_problems(c)
     yield from find_reference_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)

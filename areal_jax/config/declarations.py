@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
     ChoiceOrOwn,
@@ -203,6 +204,7 @@ SECTIONS: Mapping[str, Section] = {
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
+    'critic': Section("The values of loss.advantage='gae', see docs/critic.md", **CRITIC_FIELDS),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': Section(
         'How gradients become weights',

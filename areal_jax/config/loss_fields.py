@@ -69,13 +69,19 @@ LOSS_FIELDS: Mapping[str, Field] = {
         OF_METHOD,
         (
             *(OF_METHOD, 'reward', 'group', 'group_mean', 'rloo', 'max_rl', 'optimal_value', 'length_baseline'),
-            'optimal_baseline',
+            *('optimal_baseline', 'gae'),
         ),
-        'group: (r-mean)/std; group_mean: r-mean; reward: r; optimal_baseline: VCPO, needs a pass',
+        'group: (r-mean)/std; group_mean: r-mean; reward: r; optimal_baseline: VCPO, gae: a critic; both need a pass',
     ),
     'deviation': Choice(
         OF_METHOD, (OF_METHOD, 'population', 'sample'), 'group: std + 1e-4, or with ddof 1 + 1e-6 as the papers have it'
     ),
+    'discount': Real(None, SHARE_ABOVE_ZERO, 'gae: of the reward one token later'),
+    'gae_lambda': Real(None, SHARE, 'gae: 0 = the next value alone, 1 = the whole return'),
+    'truncated_value': Choice(
+        OF_METHOD, (OF_METHOD, 'zero', 'last'), "gae: after an answer that ended at its limit; last = its last state's"
+    ),
+    'value_clip': Real(None, NOT_NEGATIVE, 'gae: values are trained within this of those before the update; 0 = off'),
     'whiten': Choice(OF_METHOD, (OF_METHOD, 'none', 'batch'), 'advantages to mean 0 and deviation 1 over the tokens'),
     'aggregation': Choice(
         OF_METHOD,

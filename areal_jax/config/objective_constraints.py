@@ -115,7 +115,7 @@ def find_group_problems(c: config_dict.ConfigDict) -> Iterator[str]:
                 f'{size} with learner.filter_equal_rewards=True leaves no group to train: set '
                 'learner.filter_equal_rewards=False'
             )
-    elif not ours.has('advantage', 'reward'):
+    elif not ours.has('advantage', 'reward', 'gae'):
         yield (
             f'{size} with {ours.show("advantage")} gives every answer the advantage 0; use rollout.group_size >= 2, or '
             "loss.advantage='reward'"
@@ -201,7 +201,7 @@ def _regression_problems(ours: _Combination) -> Iterator[str]:
     ):
         if name in ours.choices and not ours.has(name, fix):
             yield f'{surrogate} with {ours.show(name)}: {why}; use loss.{name}={fix!r}, or another surrogate'
-    if ours.has('advantage', 'group', 'max_rl'):
+    if ours.has('advantage', 'group', 'max_rl', 'gae'):
         yield (
             f'{surrogate} with {ours.show("advantage")}: advantages are its targets, and are not to be divided; use '
             "loss.advantage='optimal_value'"

@@ -44,7 +44,8 @@ _READS: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
         'mask': ('correction_level', 'correction_low', 'correction_high'),
     },
     'gate': {'probability_shift': ('gate_threshold',), 'second_moment': ('gate_threshold',)},
-    'advantage': {'group': ('deviation',), 'optimal_value': ('oapl_value_beta',)},
+    'advantage': {'group': ('deviation',), 'optimal_value': ('oapl_value_beta',)}
+    | {'gae': ('discount', 'gae_lambda', 'truncated_value', 'value_clip')},
 }
 _READS_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {'entropy_coefficient': ('entropy_clamp',)}
 
@@ -84,6 +85,11 @@ _OBJECTIVES = (
     SFT,
     DPO,
     ObjectiveKind('ppo', _NO_CORRECTION | {'advantage': 'reward', 'whiten': 'batch'}, 'arXiv 1707.06347'),
+    ObjectiveKind(
+        'ppo_critic',
+        {'advantage': 'gae', 'whiten': 'batch'},
+        'GAE, arXiv 1506.02438; clipped value loss, docs/critic.md',
+    ),
     ObjectiveKind(
         'grpo',
         _NO_CORRECTION | _GROUP | {'aggregation': 'sequence_mean', 'kl_coefficient': 0.04},
@@ -192,6 +198,11 @@ def reads_reference(loss: Any) -> bool:
     if is_policy(loss.objective):
         return bool(resolve(loss)['kl_coefficient'])
     return find_objective(loss.objective).reference
+
+
+def trains_critic(loss: Any) -> bool:
+    """Whether the methods of this project train values with it, for the section `loss` of a config."""
+    return is_policy(loss.objective) and resolve(loss)['advantage'] == 'gae'
 
 
 def resolve(loss: Any) -> dict[str, Any]:

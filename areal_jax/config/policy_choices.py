@@ -38,6 +38,10 @@ class PolicyChoices:
     gate_threshold: float = 0.2
     advantage: str = 'group'  # see advantages.py
     deviation: str = 'population'  # | 'sample'
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    truncated_value: str = 'zero'  # | 'last'
+    value_clip: float = 0.5  # 0 = off
     whiten: str = 'none'  # | 'batch'
     aggregation: str = 'token_mean'  # see aggregation.py
     length_constant: int = 1

@@ -50,17 +50,23 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of the loss tokens of packed rows, or what else `compute` makes of hidden states.
 
+    Only the hidden states at `sources` reach the head.
+
+    Args:
+      rows: see `predicting_states`, and 'targets' int [R, N].
+      mesh: see `predicting_states`.
+
     Returns:
       (logprobs, entropy), float32 [R, N], both at `temperature`.
     """
-    predicting = predicting_states(decoder, params, rows, attention=attention, mesh=mesh)
-    return target_logprobs(predicting, decoder.head(params), rows['targets'], temperature, mesh=mesh, compute=compute)
+    states = predicting_states(decoder, params, rows, attention=attention, mesh=mesh)
+    return score_targets(decoder, params, states, rows['targets'], temperature, mesh=mesh, compute=compute)
 
 
 def predicting_states(
     decoder: PackedDecoder, params: Tree, rows: Rows, *, attention: str = 'auto', mesh: Mesh | None = None
 ) -> jax.Array:
-    """Hidden states [R, N, d] of the tokens that predict the loss tokens: no others reach the head.
+    """Hidden states [R, N, d] from which the loss tokens of packed rows are predicted.
 
     Args:
       rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources' int [R, N].
@@ -82,19 +88,20 @@ def predicting_states(
     return jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
 
 
-def target_logprobs(
-    predicting: jax.Array,
-    head: jax.Array,
+def score_targets(
+    decoder: PackedDecoder,
+    params: Tree,
+    states: jax.Array,
     targets: jax.Array,
     temperature: jax.Array | float,
     *,
     mesh: Mesh | None = None,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """`forward` from the hidden states [R, N, d], the head [V, d] and the targets int [R, N]."""
+    """What `compute` makes of states [R, N, d] and targets int [R, N], by default (log-probs, entropy) [R, N]."""
     stream = Stream(mesh, *targets.shape)
     # logprobs and entropy are [R * N] until they are unflattened
-    arguments = stream.flatten(predicting), head, stream.flatten(targets), temperature
+    arguments = stream.flatten(states), decoder.head(params), stream.flatten(targets), temperature
     if stream.mesh is not None:
         logprobs, entropy = sharded_token_logprobs(
             *arguments, mesh=stream.mesh, token_axes=TOKEN_AXES, vocab_axis='tensor', compute=compute

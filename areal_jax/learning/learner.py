@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.learning.critic import choose_trained, require_critic
 from areal_jax.learning.diagnostics.data_metrics import Metrics, require_published
 from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.learner_state import describe_cast, place_state
@@ -27,7 +28,7 @@ from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.teacher import place_teacher, teacher_of_steps
+from areal_jax.learning.teacher import place_teacher
 from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
 from areal_jax.learning.update import train
 from areal_jax.learning.update_price import UpdatePrice
@@ -38,7 +39,6 @@ from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot
 from areal_jax.learning.weights.trained_leaves import Params
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
-from areal_jax.models.lora import is_adapter
 from areal_jax.native.kept_blocks import free_kept_blocks
 from areal_jax.native.preference import preferred
 from areal_jax.sharding.placement import gather
@@ -70,12 +70,14 @@ class SpmdLearner:
         compile_ahead: bool = False,
         reference: Params | None = None,
         teacher: tuple[Decoder, Params] | None = None,
+        critic: Params | None = None,
     ):
         """Places a copy of `params`, a nested dict of arrays in list form that fits the decoder, on the mesh.
 
         An objective that reads the reference compares with `reference`, weights of the same form and shapes that the
         caller does not change, or with `params` where it is None; `restore` changes neither. One that reads a teacher
-        needs `teacher`, its decoder and weights in list form.
+        needs `teacher`, its decoder and weights in list form. One that trains values needs `critic`: a value head, and
+        with `settings.critic.own_model` weights of the policy's shapes, in list form.
 
         If the decoder has adapters (lora), only they are trained; all other weights are kept in `settings.dtype`.
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
@@ -89,10 +91,12 @@ class SpmdLearner:
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
         self._price = UpdatePrice(self.packing, settings.epochs, settings.filters)
+        if settings.critic is not None:
+            assert critic is not None, 'settings.critic and the weights of a critic go together'
+            params = {**params, trees.CRITIC: critic}
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
-        self._teacher = place_teacher(teacher, decoder.config, mesh, settings, optimizer, self.packing)
-        read = teacher_of_steps(self._teacher, settings.objective)
+        self._teacher, *read = place_teacher(teacher, decoder.config, mesh, settings, optimizer, self.packing)
         make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate, *read)
         self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
@@ -261,7 +265,7 @@ class SpmdLearner:
         if self._ratio:
             self._ratio.keep(version, self.state)
         if self._host_copies:
-            self._copy = self._host_copies.copy(self.state.params)
+            self._copy = self._host_copies.copy(trees.policy_leaves(self.state.params))
             return self._copy
         copy = self.programs.run('export', self.state.params, self.state.frozen)
         if (shares := self.programs.definitions.shares) is not None:
@@ -283,9 +287,11 @@ class SpmdLearner:
         free_kept_blocks()  # there may be no room for them, the gradients and the copies
         reusable = jax.process_count() == 1 and not self._decoder.lora and self._settings.publish_dtype == 'float32'
         copied = reusable and self._copy is not None
-        params = {} if copied else trees.join(self.state.params, self.state.frozen)
+        params = trees.join(self.state.params, self.state.frozen)
+        if copied:
+            params = {name: params[name] for name in params.keys() - self._copy.keys()}  # of a critic
         saved = take_snapshot(self._decoder, params, self._whole_optimizer())
-        return saved | {'params': jax.device_get(self._copy)} if copied else saved
+        return saved | {'params': saved['params'] | jax.device_get(self._copy)} if copied else saved
 
     def _whole_optimizer(self) -> Tree:
         """The optimizer state of a checkpoint."""
@@ -304,6 +310,8 @@ class SpmdLearner:
         programs, state = self.programs.definitions, self.state
         current = {'params': trees.join(state.params, state.frozen), 'optimizer': state.optimizer}
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), current)
+        if self._settings.critic is not None:
+            require_critic(saved['params'])
         match_snapshot(self._decoder, saved, shapes)
         del current
         state.params = state.frozen = state.optimizer = self._copy = None
@@ -331,7 +339,7 @@ class SpmdLearner:
 
     def _make_parts(self, make: PartMaker, params: Params) -> list[TrainedPart]:
         """One part: with adapters only they are trained, else every weight."""
-        return [make.make(params, is_adapter if self._decoder.lora else lambda path: True)]
+        return [make.make(params, choose_trained(adapters=bool(self._decoder.lora)))]
 
     def _declare(self) -> list[Declared]:
         exports = self._host_copies is None

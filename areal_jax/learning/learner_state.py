@@ -67,7 +67,9 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
         frozen=_describe(frozen, programs.frozen, settings.dtype),
         optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
         gradients=params if settings.accumulate == 'dispatch' else None,
-        reference=describe_cast(params, settings.dtype) if REFERENCE in settings.objective.reads else None,
+        reference=describe_cast(trees.policy_leaves(params), settings.dtype)
+        if REFERENCE in settings.objective.reads
+        else None,
     )
 
 
@@ -82,8 +84,8 @@ def _place_reference(
     if REFERENCE not in settings.objective.reads:
         return None
     if reference is None:
-        return programs.run('copy' if settings.dtype == 'float32' else 'cast', params)
-    return place(trees.cast(reference, settings.dtype), programs.definitions.params)
+        return trees.policy_leaves(programs.run('copy' if settings.dtype == 'float32' else 'cast', params))
+    return place(trees.cast(reference, settings.dtype), trees.policy_leaves(programs.definitions.params))
 
 
 def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:

@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
-from areal_jax.learning.objective.objective import COLLISION, POLICY
+from areal_jax.learning.objective.objective import COLLISION, POLICY, VALUES
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import Scalars, training_rows, training_scalars
+from areal_jax.learning.weights.trained_leaves import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import PackedBatch, Tree
@@ -74,7 +75,8 @@ class Passes:
         return run(state, rows, scalars, factor)
 
     def logprobs(self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int) -> np.ndarray:
-        """float32 [M, R, N] of given weights, in the form of `working`."""
+        """float32 [M, R, N] of given weights, in the form of `working`; a critic among them is left out."""
+        weights, frozen = policy_leaves(weights), policy_leaves(frozen)
         rows, denominator = training_rows(batch, self._settings.objective)
         scalars = self._scalars(denominator, version, first=True)
         return self._layout.join_logprobs(
@@ -86,14 +88,23 @@ class Passes:
 
     def collisions(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, log Σ π²) of the trained weights, float32 [M, R, N] each."""
+        return self._pair('collisions', policy_leaves(self.working(state)), policy_leaves(state.frozen), batch, version)
+
+    def values(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probs, values of the critic) of the trained weights, float32 [M, R, N] each, from one pass."""
+        return self._pair('values', self.working(state), state.frozen, batch, version)
+
+    def _pair(
+        self, name: str, working: Tree, frozen: Tree, batch: PackedBatch, version: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         rows, denominator = training_rows(batch, self._settings.objective)
-        scalars, working = self._scalars(denominator, version, first=True), self.working(state)
+        scalars = self._scalars(denominator, version, first=True)
         passed = [
-            self._programs.run('collisions', working, state.frozen, self._layout.place(microbatch), scalars)
+            self._programs.run(name, working, frozen, self._layout.place(microbatch), scalars)
             for microbatch in self._layout.split(rows)
         ]
-        logprobs, collisions = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
-        return logprobs, collisions
+        first, second = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
+        return first, second
 
     def declared_programs(self, state: LearnerState) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """(name, arguments) of every program that updates and publications run; `state` may be described only."""
@@ -114,10 +125,14 @@ class Passes:
                 yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
             objective = settings.objective
             scores = settings.scores or settings.ratio_split is not None or not objective.learns_from_answers
-            if settings.recomputes or state.reference is not None or scores or POLICY in objective.reads:
-                yield 'logprobs', (working, state.frozen, one, scalars)
+            policy = policy_leaves(working), policy_leaves(state.frozen)
+            recomputes = settings.recomputes and VALUES not in objective.reads  # values come with log-probs
+            if recomputes or state.reference is not None or scores or POLICY in objective.reads:
+                yield 'logprobs', (*policy, one, scalars)
             if COLLISION in objective.reads:
-                yield 'collisions', (working, state.frozen, one, scalars)
+                yield 'collisions', (*policy, one, scalars)
+            if settings.critic is not None:
+                yield 'values', (working, state.frozen, one, scalars)
         if settings.accumulate == 'dispatch':
             yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())
 
@@ -126,7 +141,10 @@ class Passes:
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, self._settings.objective)
             one = self._layout.place({name: array[0] for name, array in rows.items()})
-            yield 'logprobs', (weights, frozen, one, self._scalars(denominator, version=0, first=True))
+            yield (
+                'logprobs',
+                (policy_leaves(weights), policy_leaves(frozen), one, self._scalars(denominator, version=0, first=True)),
+            )
 
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
         """One program for the whole minibatch."""

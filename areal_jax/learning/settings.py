@@ -43,6 +43,17 @@ class RatioSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """Of the values that an objective reads, see critic.py."""
+
+    own_model: bool  # else a head on the policy's trunk
+    trunk_gradient: float  # of such a head: what its loss counts for the weights of the policy, in [0, 1]
+
+    def __post_init__(self) -> None:
+        require_allowed({'critic.trunk_gradient': self.trunk_gradient})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
     """Everything of an update but the weights, the mesh and the optimizer.
 
@@ -79,10 +90,13 @@ class LearnerSettings:
     ratio_split: RatioSettings | None  # None: the importance ratio is not split
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
     brake: BrakeSettings
+    critic: CriticSettings | None = None  # where the objective trains values
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})
         require_known(self.packing, self.fill)
+        if (self.critic is not None) != self.objective.trains_values:
+            raise ValueError(f'critic={self.critic} with an objective of which trains_values is not so')
         if self.over_age == 'mask' and self.max_token_age is None:
             raise ConfigError(
                 "staleness.over_age='mask' needs staleness.max_token_age, which is None: set it or over_age='off'"

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.objective.objective import DIVERGENCES, FROM_TEACHER, TEACHER, Objective
+from areal_jax.learning.objective.objective import DIVERGENCES, FROM_TEACHER, TEACHER
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -43,7 +43,8 @@ class Teacher:
                 "the rows of the trained model have them; set learner.packing='ordinary'"
             )
         whole = stack_layers(params) if make.decoder.layers == 'stacked' else params
-        self._part, self._reads = make.make(whole, lambda path: True), make.settings.objective.reads
+        self._part = make.make(whole, lambda path: True)
+        self.gives_logprobs = TEACHER in make.settings.objective.reads
         self.weights = place(trees.cast(whole, make.settings.dtype), self._part.programs.definitions.params)
         self.form = TeacherForm(make.decoder, make.layout.attention)
 
@@ -53,7 +54,7 @@ class Teacher:
 
     def declared_programs(self) -> Iterator[Declared]:
         """What `logprobs` runs, one for each shape of rows."""
-        if TEACHER not in self._reads:
+        if not self.gives_logprobs:
             return
         for name, args in self._part.passes.declared_logprobs(self.weights, {}):
             yield self._part.programs, name, args
@@ -66,14 +67,16 @@ def place_teacher(
     settings: LearnerSettings,
     optimizer: Optimizer,
     packing: str,
-) -> Teacher | None:
-    """The teacher of a learner of the shape `trained`, None where its objective reads none.
+) -> tuple[Teacher | None, TeacherForm | None, Tree]:
+    """The teacher of a learner of the shape `trained`, and form and weights of one that the steps themselves read.
+
+    Each is None where the objective has no use for it.
 
     Raises ConfigError where the objective lacks one, or compares it over a vocabulary that they do not share.
     """
     reads = settings.objective.reads
     if not reads & FROM_TEACHER:
-        return None
+        return None, None, None
     if given is None:
         raise ConfigError('the objective reads a teacher: set loss.teacher, a Hugging Face directory')
     decoder, params = given
@@ -84,11 +87,5 @@ def place_teacher(
             "distributions cannot be compared; name another teacher, or use loss.divergence='sampled'"
         )
     layout = RowLayout(decoder.config, mesh, settings)
-    return Teacher(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
-
-
-def teacher_of_steps(teacher: Teacher | None, objective: Objective) -> tuple[TeacherForm | None, Tree]:
-    """(form, weights) of a teacher that the steps themselves read; (None, None) where they do not."""
-    if teacher is None or not objective.reads & DIVERGENCES:
-        return None, None
-    return teacher.form, teacher.weights
+    teacher = Teacher(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
+    return (teacher, teacher.form, teacher.weights) if reads & DIVERGENCES else (teacher, None, None)

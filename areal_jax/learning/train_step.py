@@ -14,9 +14,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.learning.brakes import sequence_effective_sample_size
-from areal_jax.learning.forward import Rows, forward, predicting_states, target_logprobs
+from areal_jax.learning.critic import VALUE_HEAD, scale_gradient, score_states
+from areal_jax.learning.forward import Rows, predicting_states, score_targets
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, TEACHER, LossTokens, Objective
+from areal_jax.learning.objective.objective import (
+    PROXIMAL,
+    REFERENCE,
+    RETURNS,
+    TEACHER,
+    VALUES,
+    LossTokens,
+    Objective,
+)
 from areal_jax.learning.objective.own_objective import require_loss
 from areal_jax.learning.objective.proximal import recomputed_logprobs
 from areal_jax.learning.objective.sums import find_starts, masked_sum
@@ -44,17 +53,20 @@ _LOSS_FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class KnownLogprobs:
-    """Log-probs of a batch taken before its step, float32 [M, R, N]; None = not needed."""
+class KnownTokens:
+    """What is known of the loss tokens of a batch before its step, float32 [M, R, N]; None = not needed."""
 
-    proximal: np.ndarray | None = None
-    reference: np.ndarray | None = None  # or of the teacher
+    proximal: np.ndarray | None = None  # log-probs
+    reference: np.ndarray | None = None  # log-probs, or those of the teacher
+    values: np.ndarray | None = None  # of the critic
+    returns: np.ndarray | None = None
+    policy: np.ndarray | None = None  # log-probs that came with the values
 
 
 def training_rows(
     batch: PackedBatch,
     objective: Objective,
-    known: KnownLogprobs | None = None,
+    known: KnownTokens | None = None,
     prepared: Mapping[str, np.ndarray] | None = None,
     prompts: np.ndarray | None = None,
 ) -> tuple[dict[str, np.ndarray], float]:
@@ -68,10 +80,12 @@ def training_rows(
         prompts = np.zeros(batch.trajectory_ids.max(initial=0) + 1, np.int64)
     weights, denominator = token_weights(batch, objective.aggregation, objective.length_constant, prompts)
     rows = {name: getattr(batch, name) for name in _ROW_FIELDS} | dict(batch.columns)
-    known = known or KnownLogprobs()
+    known = known or KnownTokens()
     zeros = np.zeros_like(batch.behavior_logprobs)
-    rows['recomputed_logprobs'] = zeros if known.proximal is None else known.proximal
-    rows['reference_logprobs'] = zeros if known.reference is None else known.reference
+    given = {'recomputed_logprobs': known.proximal, 'reference_logprobs': known.reference}
+    if VALUES in objective.reads:
+        given |= {VALUES: known.values, RETURNS: known.returns}
+    rows |= {name: zeros if values is None else values for name, values in given.items()}
     rows |= dict.fromkeys(objective.prepares, zeros) | dict(prepared or {})
     return rows | {'token_weights': weights, 'sequence_starts': find_starts(batch.trajectory_ids)}, denominator
 
@@ -156,6 +170,16 @@ class Programs:
 
         return jax.jit(collisions, out_shardings=replicated(self.mesh))
 
+    def values(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> (log-probs, values of the critic), [R, N] each."""
+
+        def values(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+            logprobs, _, values = self._scored(working, frozen, rows, scalars)
+            assert values is not None, 'compiled for learners with a critic'
+            return logprobs, values
+
+        return jax.jit(values, out_shardings=replicated(self.mesh))
+
     def accumulate(self) -> jax.stages.Wrapped:
         """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
         [R, N])."""
@@ -226,15 +250,48 @@ class Programs:
         scalars: Scalars,
         compute: TokenFunction = token_logprobs,
     ) -> tuple[jax.Array, jax.Array]:
-        return forward(
-            self.decoder,
-            trees.join(working, frozen),
-            rows,
-            scalars['temperature'],
-            attention=self.attention,
-            mesh=self.mesh,
-            compute=compute,
+        weights = trees.join(working, frozen)
+        return self._score_targets(weights, self._states(self.decoder, weights, rows), rows, scalars, compute)
+
+    def _scored(
+        self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """(log-probs, entropy, values of the critic, where there is one) [R, N] each; the trunk is read once."""
+        weights = trees.join(working, frozen)
+        states = self._states(self.decoder, weights, rows)
+        logprobs, entropy = self._score_targets(weights, states, rows, scalars)
+        return logprobs, entropy, self._values(weights, states, rows)
+
+    def _states(self, decoder: Decoder, weights: Tree, rows: Rows) -> jax.Array:
+        return predicting_states(decoder, weights, rows, attention=self.attention, mesh=self.mesh)
+
+    def _score_targets(
+        self,
+        weights: Tree,
+        states: jax.Array,
+        rows: Rows,
+        scalars: Scalars,
+        compute: TokenFunction = token_logprobs,
+    ) -> tuple[jax.Array, jax.Array]:
+        return score_targets(
+            self.decoder, weights, states, rows['targets'], scalars['temperature'], mesh=self.mesh, compute=compute
         )
+
+    def _values(self, weights: Tree, states: jax.Array, rows: Rows) -> jax.Array | None:
+        """[R, N]: of the state before each loss token."""
+        if (critic := self.settings.critic) is None:
+            return None
+        own = weights[trees.CRITIC]
+        if critic.own_model:
+            states = self._states(self.decoder.without_adapters(), own, rows)
+        else:
+            states = scale_gradient(states, critic.trunk_gradient)
+        return score_states(own[VALUE_HEAD], states)
+
+    def _statistics(self, weights: Tree, states: jax.Array, rows: Rows, scalars: Scalars) -> dict[str, jax.Array]:
+        teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
+        objective, head = self.settings.objective, self.decoder.head(weights)
+        return vocabulary_statistics(objective, states, head, scalars['temperature'], self.mesh, teacher)
 
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
         def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
@@ -249,12 +306,10 @@ class Programs:
     ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
         """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
         weights = trees.join(working, frozen)
-        states = predicting_states(self.decoder, weights, rows, attention=self.attention, mesh=self.mesh)  # [R, N, d]
-        head, temperature = self.decoder.head(weights), scalars['temperature']
-        policy_logprobs, entropy = target_logprobs(states, head, rows['targets'], temperature, mesh=self.mesh)  # [R, N]
-        teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
-        statistics = vocabulary_statistics(self.settings.objective, states, head, temperature, self.mesh, teacher)
-        tokens = self._tokens(policy_logprobs, entropy, rows, scalars, statistics)
+        states = self._states(self.decoder, weights, rows)
+        policy_logprobs, entropy = self._score_targets(weights, states, rows, scalars)
+        values, statistics = self._values(weights, states, rows), self._statistics(weights, states, rows, scalars)
+        tokens = self._tokens(policy_logprobs, entropy, values, statistics, rows, scalars)
         loss, metrics = require_loss(self.settings.objective, tokens)
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
@@ -263,12 +318,15 @@ class Programs:
         self,
         policy_logprobs: jax.Array,
         entropy: jax.Array,
+        values: jax.Array | None,
+        statistics: Mapping[str, jax.Array],
         rows: Rows,
         scalars: Scalars,
-        statistics: Mapping[str, jax.Array],
     ) -> LossTokens:
         objective = self.settings.objective
         known = {name: rows[name] for name in objective.prepares}
+        if VALUES in objective.reads:
+            known |= {name: rows[name] for name in (VALUES, RETURNS)}
         if PROXIMAL in objective.reads:
             known[PROXIMAL] = recomputed_logprobs(
                 policy_logprobs, rows['recomputed_logprobs'], scalars['weights_are_proximal']
@@ -281,6 +339,7 @@ class Programs:
             denominator=scalars['denominator'],
             version=scalars['version'],
             known=known,
+            values=values,
             statistics=statistics,
             **{name: rows[name] for name in _LOSS_FIELDS},
         )

@@ -8,6 +8,7 @@ import functools
 import jax
 from jax.sharding import Mesh
 
+from areal_jax.learning.critic import critic_axes
 from areal_jax.learning.learner_state import LearnerState, describe_state
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.passes import Passes
@@ -58,7 +59,14 @@ class PartMaker:
     def _define(self, trained: Params, frozen: Params, block: int | None) -> Programs:
         decoder, settings, mesh = self.decoder, self.settings, self.mesh
         axes = logical_axes(decoder.config)
-        cut = lambda tree: param_shardings(tree, axes, mesh, settings.strategy)
+
+        def cut(tree: Params) -> dict[str, Tree]:
+            shardings = param_shardings(trees.policy_leaves(tree), axes, mesh, settings.strategy)
+            if trees.CRITIC not in tree:
+                return shardings
+            of_critic = param_shardings(tree[trees.CRITIC], critic_axes(axes), mesh, settings.strategy)
+            return shardings | {trees.CRITIC: of_critic}
+
         export = functools.partial(export_weights, decoder, settings.publish_dtype)
         exported = jax.eval_shape(export, trained, frozen if block is None else {})
         spread = settings.publishes_files and jax.process_count() > 1

@@ -9,12 +9,12 @@ import numpy as np
 
 from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, TEACHER, Objective
-from areal_jax.learning.objective.own_objective import require_prepared
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, Objective
+from areal_jax.learning.objective.own_objective import require_prepared, require_token_advantages
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.teacher import Teacher
-from areal_jax.learning.train_step import KnownLogprobs, training_rows
+from areal_jax.learning.train_step import KnownTokens, training_rows
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 
@@ -23,7 +23,7 @@ class Trained:
     """What the steps of an update did."""
 
     results: list[StepResult]  # number i is of minibatch i % minibatches
-    known: list[KnownLogprobs]  # per minibatch, as the steps after the first used them
+    known: list[KnownTokens]  # per minibatch, as the steps after the first used them
     batches: Sequence[PackedBatch]  # with the advantages that were trained
 
     def steps_applied(self) -> list[bool]:
@@ -58,8 +58,8 @@ def train(
       version: of the weights before the update.
       scale: multiplies every denominator, see aggregation.denominator_scale.
     """
-    known = _known_logprobs(passes, state, settings, batches, version, teacher)
-    batches = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
+    known = _known_tokens(passes, state, settings, batches, version, teacher)
+    batches, known = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
     prompts = number_prompts(groups)
     results: list[StepResult] = []
     for number in range(settings.epochs * len(batches)):
@@ -70,7 +70,7 @@ def train(
         result = passes.step(state, rows, denominator * scale, version, first, settings.brake.lag_factor(lag))
         results.append(result._replace(prepared=prepared, lag=lag))
         if first and settings.recomputes:  # the first pass uses the weights before the update
-            known[0] = KnownLogprobs(first_logprobs(results, batches), known[0].reference)
+            known[0] = dataclasses.replace(known[0], proximal=first_logprobs(results, batches))
     return Trained(results, known, batches)
 
 
@@ -85,20 +85,24 @@ def _replace_advantages(
     objective: Objective,
     batches: Sequence[PackedBatch],
     groups: Sequence[TrajectoryGroup],
-    known: Sequence[KnownLogprobs],
+    known: list[KnownTokens],
     version: int,
-) -> Sequence[PackedBatch]:
-    """The batches with the advantages that need a pass before the first step."""
+) -> tuple[Sequence[PackedBatch], list[KnownTokens]]:
+    """The batches with the advantages that need a pass before the first step, and what is known with their returns."""
     if not objective.replaces_advantages:
-        return batches
+        return batches, known
     passed: list[dict[str, np.ndarray]] = []
     for batch, own in zip(batches, known, strict=True):
-        found = {} if own.reference is None else {REFERENCE: own.reference}
+        of_batch = {REFERENCE: own.reference, VALUES: own.values, POLICY: own.policy}
+        found = {name: values for name, values in of_batch.items() if values is not None}
         if COLLISION in objective.reads:
             found[POLICY], found[COLLISION] = passes.collisions(state, batch, version)
         passed.append(found)
-    replaced = objective.token_advantages(groups, batches, passed)
-    return [dataclasses.replace(b, advantages=values) for b, values in zip(batches, replaced, strict=True)]
+    replaced = require_token_advantages(objective, groups, batches, passed)
+    return (
+        [dataclasses.replace(b, advantages=of.advantages) for b, of in zip(batches, replaced, strict=True)],
+        [dataclasses.replace(own, returns=of.returns) for own, of in zip(known, replaced, strict=True)],
+    )
 
 
 def _prepare(
@@ -113,36 +117,42 @@ def _prepare(
     return require_prepared(objective, batch, logprobs)
 
 
-def _known_logprobs(
+def _known_tokens(
     passes: Passes,
     state: LearnerState,
     settings: LearnerSettings,
     batches: Sequence[PackedBatch],
     version: int,
     teacher: Teacher | None,
-) -> list[KnownLogprobs]:
+) -> list[KnownTokens]:
     """Per batch the log-probs of the weights before the update, where a later step needs them, and of the reference.
 
     Those of a teacher stand in the place of the reference.
 
-    The first batch needs no pass of its own: its first step computes the same log-probs.
+    The first batch needs no pass of its own: its first step computes the same log-probs. Where the objective reads
+    values, one pass gives both.
     """
     recompute = settings.recomputes
-    working = passes.working(state) if recompute and len(batches) > 1 else None
-    logprobs = lambda weights, batch: passes.logprobs(weights, state.frozen, batch, version)
+    passed: Sequence[tuple[np.ndarray | None, np.ndarray | None]]
+    if VALUES in settings.objective.reads:
+        passed = [passes.values(state, batch, version) for batch in batches]
+    else:
+        working = passes.working(state) if recompute and len(batches) > 1 else None
+        later = [passes.logprobs(working, state.frozen, batch, version) if recompute else None for batch in batches[1:]]
+        passed = [(logprobs, None) for logprobs in (None, *later)][: len(batches)]
+    known = []
+    for batch, (policy, values) in zip(batches, passed, strict=True):
+        reference = _compare(passes, state, batch, version, teacher)
+        known.append(KnownTokens(policy if recompute else None, reference, values, policy=policy))
+    return known
 
-    def compare(batch: PackedBatch) -> np.ndarray | None:
-        if teacher is not None and TEACHER in settings.objective.reads:
-            return teacher.logprobs(batch, version)
-        return None if state.reference is None else logprobs(state.reference, batch)
 
-    return [
-        KnownLogprobs(
-            proximal=logprobs(working, batch) if recompute and index else None,
-            reference=compare(batch),
-        )
-        for index, batch in enumerate(batches)
-    ]
+def _compare(
+    passes: Passes, state: LearnerState, batch: PackedBatch, version: int, teacher: Teacher | None
+) -> np.ndarray | None:
+    if teacher is not None and teacher.gives_logprobs:
+        return teacher.logprobs(batch, version)
+    return None if state.reference is None else passes.logprobs(state.reference, state.frozen, batch, version)
 
 
 def first_logprobs(results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> np.ndarray:

@@ -100,6 +100,12 @@ class Decoder:
     def _form_of_all(self) -> tuple[ModelConfig, str, str, Lora | None, str]:
         return self.config, self.layers, self._remat, self.lora, self.tokens
 
+    def without_adapters(self) -> Decoder:
+        """The decoder of weights that have none, of the same shape and form."""
+        if self.lora is None:
+            return self
+        return Decoder(self.config, layers=self.layers, remat=self._remat, tokens=self.tokens)
+
     @property
     def token_axis(self) -> int:
         """Of the states that `hidden` returns."""

@@ -33,7 +33,7 @@ BUILD = 'return Asymmetric(failures)'
 MISTAKES = {
     'no objective': ([(BUILD, 'return {}')], 'it returned dict, and must return an Objective'),
     'not hashable': ([(BUILD, 'return Asymmetric([0.5])')], "unhashable type: 'list': make it a frozen dataclass"),
-    'unknown input': ([('frozenset({PROXIMAL})', "frozenset({'values'})")], "its `reads` has 'values', which no pass"),
+    'unknown input': ([('frozenset({PROXIMAL})', "frozenset({'hidden'})")], "its `reads` has 'hidden', which no pass"),
     'undeclared input': (
         [('frozenset({PROXIMAL})', 'frozenset()')],
         "the objective reads 'proximal', which it did not declare: name it in its `reads`, or in `prepares`",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.critic import VALUE_HEAD
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import (
     CLAMPED_ENTROPY,
@@ -21,12 +22,16 @@ from areal_jax.learning.objective.objective import (
     Objective,
 )
 from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
+from areal_jax.learning.settings import CriticSettings
+from areal_jax.learning.weights.trained_leaves import CRITIC
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 
 _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
+_HEAD = {'weight': np.linspace(-0.3, 0.4, 16, dtype=np.float32), 'bias': np.array(0.1, np.float32)}
 _SGD = make_optimizer('sgd', clip_norm=0)
 _RATE = 10.0  # the step of a weight, its gradient, is then far above the rounding of the weight
 
@@ -50,6 +55,7 @@ OBJECTIVES = {
     'second moment': _BYPASS
     | {'surrogate': 'is_pg', 'gate': 'second_moment', 'gate_threshold': 0.2, 'aggregation': 'token_mean'},
     'kondo': _DELIGHT | {'delight_gate': 'kondo', 'delight_share': 0.3, 'aggregation': 'token_sum'},
+    'critic': {'advantage': 'gae', 'discount': 0.95, 'gae_lambda': 0.9, 'value_clip': 0.2, 'aggregation': 'token_mean'},
     'bernoulli': _DELIGHT | {'delight_gate': 'bernoulli', 'seed': 3},
 }
 _TEACHER = tiny_decoder(n_layers=2)
@@ -99,13 +105,18 @@ class MicrobatchMean(Objective):
 def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[str, np.ndarray]]:
     """(loss, gradient of each leaf) of one step."""
     settings = {'rows_per_microbatch': 1, 'max_token_age': 1, 'over_age': 'mask'} | form
-    mesh = settings.pop('mesh', {})
+    mesh, given, optimizer = settings.pop('mesh', {}), {}, _SGD
+    if objective.trains_values:
+        settings['critic'] = CriticSettings(own_model=False, trunk_gradient=0.5)
+        given = {'critic': {VALUE_HEAD: _HEAD}}
+        optimizer = add_critic_optimizer(_SGD, _RATE)
     learner = SpmdLearner(
-        _DECODER, _PARAMS, make_mesh(**mesh), optimizer=_SGD, learning_rate=_RATE,
-        settings=learner_settings(objective=objective, **settings), teacher=(_TEACHER, _TEACHER_PARAMS),
+        _DECODER, _PARAMS, make_mesh(**mesh), optimizer=optimizer, learning_rate=_RATE,
+        settings=learner_settings(objective=objective, **settings), teacher=(_TEACHER, _TEACHER_PARAMS), **given,
     )  # fmt: skip
     loss = learner.update(GROUPS, version=2)['loss/value']
-    steps = jax.tree.map(lambda after, before: (before - after) / _RATE, learner.save()['params'], _PARAMS)
+    before = _PARAMS | ({CRITIC: given['critic']} if given else {})
+    steps = jax.tree.map(lambda after, before: (before - after) / _RATE, learner.save()['params'], before)
     leaves = jax.tree_util.tree_leaves_with_path(steps)
     return loss, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 

@@ -27,6 +27,9 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
 from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import TOKEN_IDS, HfCompanions
+from areal_jax.formats.value_head import DIRECTORY as DIRECTORY_OF_CRITIC
+from areal_jax.formats.value_head import write_value_head
+from areal_jax.learning.critic import VALUE_HEAD
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
@@ -85,6 +88,7 @@ def write_export(
     model: Model,
     dtype: str,
     announce: Announce = announce_nothing,
+    critic: Params | None = None,
 ) -> None:
     """Writes weights of a run with all that belongs to them; replaces an earlier export in `out`.
 
@@ -94,6 +98,7 @@ def write_export(
       params: in list form, adapters merged.
       digest: `weights_sha256` of them.
       model: the decoder and the tokenizer; its own weights are not used.
+      critic: a value head, alone or with the weights of a model of its own; it goes to `out`/critic.
 
     Raises PublicationError, HfError, and FileError for a damaged file of the workdir.
     """
@@ -113,6 +118,16 @@ def write_export(
     texts = {**companions.texts, RECORD: record, CARD: render_card(workdir, card)}
     companions = dataclasses.replace(companions, texts=texts)
     export_hf(out, params, model.decoder.config, dtype=dtype, companions=companions, announce=announce)
+    if critic is not None:
+        _write_critic(out / DIRECTORY_OF_CRITIC, critic, model, dtype)
+
+
+def _write_critic(out: pathlib.Path, critic: Params, model: Model, dtype: str) -> None:
+    weights = {name: value for name, value in critic.items() if name != VALUE_HEAD}
+    if weights:
+        companions = HfCompanions(model.companions, _token_ids(model), {})
+        export_hf(out, weights, model.decoder.config, dtype=dtype, companions=companions)
+    write_value_head(out, critic[VALUE_HEAD])
 
 
 def separates_head(config: TrackedConfig) -> bool:
@@ -152,7 +167,8 @@ def _write_checkpoint(
         ) from error
     on_host = jax.sharding.SingleDeviceSharding(_host_device())
     params = run.read_weights(model.decoder, lambda tree: jax.tree.map(lambda _: on_host, tree))
-    write_export(out, run.workdir, run.step, params, weights_sha256(params), model, dtype, announce)
+    digest = weights_sha256(params)
+    write_export(out, run.workdir, run.step, params, digest, model, dtype, announce, run.read_critic())
 
 
 def _require_free(out: pathlib.Path) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from areal_jax.app.model.run_config import FIELD, read_run_config, split_checkpoint
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
@@ -15,6 +16,7 @@ from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
@@ -55,7 +57,8 @@ class EarlierRun:
         else:
             self.checkpoint, arrays = store.path(chosen), store.restore(chosen)[0]
         self.step = int(self.checkpoint.name.split('_')[1])
-        self._params = arrays[_PARAMS]
+        self._params = policy_leaves(arrays[_PARAMS])
+        self._critic = arrays[_PARAMS].get(CRITIC)
 
     def require_shape(self, config: TrackedConfig, shape: ModelConfig) -> None:
         """Raises ConfigError for a field of model.* that is set and differs from the shape of that run's model."""
@@ -96,6 +99,11 @@ class EarlierRun:
 
         params = trees.cast(jax.tree.map(place, self._params, cut(expected)), 'float32')
         return merge_adapters(params, adapters) if adapters else params
+
+    def read_critic(self) -> Params | None:
+        """The weights of its critic in float32 on the host, with the value head; None for a run without one."""
+        whole = lambda leaf: leaf[tuple(slice(0, size) for size in leaf.shape)]
+        return jax.tree.map(lambda leaf: np.asarray(whole(leaf), np.float32), self._critic)
 
     def _require_leaves(self, stored: Params, expected: Params) -> None:
         found, wanted = (

@@ -1,4 +1,4 @@
-"""Models beside the trained one, which only give log-probs: a reference or a teacher, each a Hugging Face directory."""
+"""Models beside the policy: a reference, a teacher or the start of a critic, each a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
+from areal_jax.formats.safetensors_file import SafetensorsError
+from areal_jax.formats.value_head import ValueHead, read_value_head
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
@@ -33,6 +35,13 @@ class GivenModel:
         try:
             return load_hf_weights(self.directory, self.shape, shardings=shardings, dtype=dtype)
         except HfError as error:
+            raise ConfigError(f'{self.field}: {error}') from error
+
+    def load_value_head(self) -> ValueHead | None:
+        """The value head that was exported with it, or None; raises ConfigError for a bad file."""
+        try:
+            return read_value_head(self.directory, self.shape.d_model)
+        except SafetensorsError as error:
             raise ConfigError(f'{self.field}: {error}') from error
 
 
@@ -76,7 +85,7 @@ def _require_same_tokens(given: GivenModel, model: Model) -> None:
     if given.shape.vocab_size != ours:
         raise ConfigError(
             f'{where} has a vocabulary of {given.shape.vocab_size} tokens, and the model that is trained one of '
-            f'{ours}: log-probs of the same tokens are compared; name a model with the same vocabulary'
+            f'{ours}: both read the same tokens; name a model with the same vocabulary'
         )
     if not (given.directory / TOKENIZER).is_file():
         return

@@ -15,14 +15,17 @@ from areal_jax.app.parts.part_settings import (
     build_optimizer,
 )
 from areal_jax.config import TrackedConfig
+from areal_jax.config.critic_fields import COPIED_CRITIC
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
 from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
+from areal_jax.learning.critic import VALUE_HEAD, make_value_head
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
+from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
@@ -32,14 +35,16 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
     """The learner of this process. It copies `model.params`; for `compile_ahead` see SpmdLearner."""
     mesh = build_mesh(config)
     decoder, params = build_training_decoder(config, model)
-    optimizer = build_optimizer(config)
     settings, rate = build_learner_settings(config), config.optimizer.learning_rate
+    optimizer = build_optimizer(config)
+    if settings.critic is not None:
+        optimizer = add_critic_optimizer(optimizer, config.critic.learning_rate)
     if (blocks := build_blocks(config)) is None:
         reference, teacher = build_reference(config, model, settings), build_teacher(config, model, settings)
         return SpmdLearner(
             decoder, params, mesh,
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
-            reference=reference, teacher=teacher,
+            reference=reference, teacher=teacher, critic=build_critic(config, model, settings),
         )  # fmt: skip
     form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
     if config.distributed.clients == 1:
@@ -64,6 +69,21 @@ def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings
         return None
     given = read_given_model(config, 'loss.teacher', model)
     return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.dtype)
+
+
+def build_critic(config: TrackedConfig, model: Model, settings: LearnerSettings) -> Params | None:
+    """A value head, with the weights of a model of its own if it has one; None where the objective trains no values."""
+    if settings.critic is None:
+        return None
+    head = make_value_head(model.decoder.config.d_model)
+    if not settings.critic.own_model:
+        return {VALUE_HEAD: head}
+    assert model.params is not None, 'a learner has taken the weights already'
+    if config.critic.model == COPIED_CRITIC:
+        return {**model.params, VALUE_HEAD: head}
+    given = read_given_model(config, 'critic.model', model)
+    require_same_shape(given, 'critic.model', model.decoder.config)
+    return {**given.load(config, 'float32'), VALUE_HEAD: given.load_value_head() or head}
 
 
 def build_averages(config: TrackedConfig) -> Averages:

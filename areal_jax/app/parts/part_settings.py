@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from areal_jax.learning.brakes import BrakeSettings
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
-    from areal_jax.learning.settings import LearnerSettings, OptimizerSettings, RatioSettings
+    from areal_jax.learning.settings import CriticSettings, LearnerSettings, OptimizerSettings, RatioSettings
     from areal_jax.models.lora import Lora
     from areal_jax.sharding.allocation import Allocation
 
@@ -95,6 +96,17 @@ def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
         compares=config.diagnostics.brakes or ours.brake == 'projection',
         projects=ours.brake == 'projection',
     )
+
+
+def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
+    """None for an objective that trains no values."""
+    from areal_jax.learning.settings import CriticSettings
+
+    if not objective.trains_values:
+        return None
+    ours, idle = config.critic, TrackedConfig(default_config()).critic
+    own_model = ours.model != TRUNK_CRITIC
+    return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
 
 
 def _build_brake(config: TrackedConfig) -> BrakeSettings:
@@ -162,6 +174,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         ratio_split=_build_ratio_settings(policy),
         quantized=policy.rollout.weights == 'int8',
         brake=_build_brake(config),
+        critic=build_critic_settings(config, objective),
     )
 
 

@@ -17,8 +17,9 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
+from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel
-from areal_jax.config.objectives import find_objective, is_policy, reads_reference
+from areal_jax.config.objectives import find_objective, is_policy, reads_reference, trains_critic
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
@@ -34,7 +35,7 @@ from areal_jax.types import Tree
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
 _KINDS = (
-    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'teacher', 'publication'),
+    *('weights', 'optimizer', 'gradients', 'working copy', 'reference model', 'teacher', 'critic', 'publication'),
     *(
         'transposed weights',
         'weights in 8 bits',
@@ -167,7 +168,22 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
         sizes['reference model'] = count(trained, cut(trained), dtype)
     if find_objective(config.loss.objective).teacher:
         sizes['teacher'] = _teacher_bytes(config, mesh)
+    if trains_critic(config.loss) and config.critic.model != TRUNK_CRITIC:
+        sizes['critic'] = _critic_bytes(config, shape, mesh)
     return sizes
+
+
+def _critic_bytes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> int:
+    """Of a model of its own: weights, gradients, optimizer state and working copy."""
+    weights = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0)).abstract()
+    shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
+    optimizer = build.build_optimizer(config)
+    placed = optimizer.shardings(weights, shardings, replicated(mesh))
+    dtype = config.learner.dtype
+    of_weights = 2 * _bytes(weights, shardings, shape.n_layers, 'float32')
+    working = _bytes(weights, shardings, shape.n_layers, dtype) if dtype != 'float32' else 0
+    state = _bytes(jax.eval_shape(optimizer.init, weights), placed, shape.n_layers, None)
+    return of_weights + state + working
 
 
 def _teacher_bytes(config: TrackedConfig, mesh: Mesh) -> int:

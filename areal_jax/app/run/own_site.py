@@ -239,14 +239,15 @@ class OwnSite:
     # The export.
 
     def export(self, weights: Tree, digest: str) -> None:
-        """Engines may decode with weights of a lower precision. Then the checkpoint has what is exported."""
+        """Of weights that engines got in a lower precision, or with a critic, the checkpoint has what is exported."""
         if not self._exports:
             return
         context, steps = self._context, self._config.run.steps
         announce, dtype = context.start.count_bytes, self._export_dtype
         context.start.begin_silently('exporting')
         try:
-            if all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights)):
+            is_whole = all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights))
+            if is_whole and not build.build_objective(self._config).trains_values:
                 out = context.workdir / EXPORT
                 write_export(out, context.workdir, steps, weights, digest, self.model, dtype, announce)
             else:

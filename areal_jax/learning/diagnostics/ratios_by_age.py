@@ -18,7 +18,7 @@ from areal_jax.learning.objective.ratios import clamp
 from areal_jax.learning.objective.sums import find_starts, sequence_sums
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import KnownLogprobs
+from areal_jax.learning.train_step import KnownTokens
 from areal_jax.telemetry.ages import age_ranges, range_label
 from areal_jax.telemetry.names import BY_AGE
 from areal_jax.types import PackedBatch
@@ -30,7 +30,7 @@ def metrics_by_age(
     settings: LearnerSettings,
     batches: Sequence[PackedBatch],
     results: Sequence[StepResult],
-    known: Sequence[KnownLogprobs],
+    known: Sequence[KnownTokens],
     version: int,
 ) -> dict[str, float]:
     """Of the trained tokens of each range of ages, over all steps of the update; a range without tokens is absent.

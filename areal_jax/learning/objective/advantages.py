@@ -126,6 +126,8 @@ def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Pas
     Groups may be partial. Where advantages contrast answers, equal rewards and a group of one give exactly 0, whatever
     the rounding of the mean. Raises ValueError for an unknown estimator.
     """
+    if choices.advantage == 'gae':  # a critic makes them, after its pass
+        return _rewards(group, choices, passed).astype(np.float32)
     if choices.advantage not in ESTIMATORS:
         known = ', '.join(sorted(ESTIMATORS))
         raise ValueError(f'loss.advantage={choices.advantage!r} is unknown; use one of {known}')

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ REFERENCE = 'reference'  # log-probs of loss.reference
 TEACHER = 'teacher'  # log-probs of loss.teacher; not together with REFERENCE
 POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
 COLLISION = 'collision'  # log Σ π² and log-probs of the weights before the update, for `token_advantages`
+VALUES = 'values'  # of the critic, of the weights before the update; brings POLICY, for `token_advantages`
 # of each token over the vocabulary, differentiable: see LossTokens.statistic
 REVERSE_KL = 'reverse_kl'  # KL(π_θ ‖ π_teacher); the teacher's pass is a part of each step
 FORWARD_KL = 'forward_kl'  # KL(π_teacher ‖ π_θ)
@@ -34,7 +35,8 @@ CLAMPED_ENTROPY = 'clamped_entropy'  # without the share `entropy_clamp` of the 
 DIVERGENCES = frozenset({REVERSE_KL, FORWARD_KL})
 STATISTICS = DIVERGENCES | {CLAMPED_ENTROPY}
 FROM_TEACHER = DIVERGENCES | {TEACHER}
-INPUTS = STATISTICS | {PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION}
+INPUTS = STATISTICS | {PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION, VALUES}
+RETURNS = 'returns'  # what the critic's values are compared with, of `token_advantages`
 
 
 class UndeclaredInputError(UserError):
@@ -56,12 +58,11 @@ class LossTokens:
     denominator: jax.Array  # scalar, of the minibatch
     version: jax.Array  # int scalar, of the weights before the update
     known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
-    statistics: Mapping[str, jax.Array] = dataclasses.field(
-        default_factory=dict
-    )  # what it names of those over the vocabulary
+    values: jax.Array | None = None  # of the critic, differentiated; where the objective trains one
+    statistics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # STATISTICS that `reads` names
 
     def read(self, name: str) -> jax.Array:
-        """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, or an array of `prepare`."""
+        """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, VALUES and with it RETURNS, or an array of `prepare`."""
         return jax.lax.stop_gradient(_require_declared(self.known, name, ', or in `prepares`'))
 
     def statistic(self, name: str) -> jax.Array:
@@ -92,6 +93,13 @@ def _require_declared(arrays: Mapping[str, jax.Array], name: str, otherwise: str
     return arrays[name]
 
 
+class TokenAdvantages(NamedTuple):
+    """Of the loss tokens of a minibatch, float32 [M, R, N] each."""
+
+    advantages: np.ndarray
+    returns: np.ndarray | None = None  # of an objective that reads VALUES
+
+
 class Objective(abc.ABC):
     """What an update optimizes. Objects are immutable and hashable: they are a part of the key of compiled programs."""
 
@@ -105,7 +113,13 @@ class Objective(abc.ABC):
     keeps_groups: bool = False  # all answers of a group lie in one row
     masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
+    scores_answers: ClassVar[bool] = False  # it trains `tokens.values` without reading VALUES
     source: str = ''  # FILE.py:FUNCTION of an own one, which errors name; set where it is loaded
+
+    @property
+    def trains_values(self) -> bool:
+        """Whether `tokens.values` are there: the learner has a critic."""
+        return self.scores_answers or VALUES in self.reads
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
         """Per group float32 [its answers], one number an answer; `groups` are all of the update."""
@@ -116,14 +130,15 @@ class Objective(abc.ABC):
         groups: Sequence[TrajectoryGroup],
         batches: Sequence[PackedBatch],
         passed: Sequence[Mapping[str, np.ndarray]],
-    ) -> list[np.ndarray]:
-        """Per minibatch float32 [M, R, N], in place of `advantages` where it `replaces_advantages`.
+    ) -> list[TokenAdvantages]:
+        """Per minibatch those of its tokens, in place of `advantages` where it `replaces_advantages`.
 
         Args:
           groups: those that are trained; trajectory ids of the batches number their answers.
-          passed: per minibatch what `reads` names of REFERENCE and COLLISION, which brings POLICY; float32 [M, R, N].
+          passed: per minibatch what `reads` names of REFERENCE, COLLISION and VALUES, of which the last two bring
+            POLICY; float32 [M, R, N].
         """
-        return [batch.advantages for batch in batches]
+        return [TokenAdvantages(batch.advantages) for batch in batches]
 
     def prepare(self, batch: PackedBatch, policy_logprobs: np.ndarray | None) -> Mapping[str, np.ndarray]:
         """The arrays that `prepares` names, for the next step on this minibatch.

@@ -16,9 +16,11 @@ from areal_jax.learning.objective.objective import (
     INPUTS,
     REFERENCE,
     TEACHER,
+    VALUES,
     LossTokens,
     Metrics,
     Objective,
+    TokenAdvantages,
     UndeclaredInputError,
 )
 from areal_jax.plugins import load_function, raising_user_error
@@ -45,6 +47,11 @@ def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
         )
     if {REFERENCE, TEACHER} <= objective.reads:
         raise UserError(f'{FIELD}={spec}: its `reads` has reference and teacher, of which an update computes one')
+    if VALUES in objective.reads and not objective.replaces_advantages:
+        raise UserError(
+            f'{FIELD}={spec}: its `reads` has {VALUES!r}, of which `token_advantages` makes advantages and returns: '
+            'set replaces_advantages'
+        )
     try:
         hash(objective)
         count_denominator(objective.aggregation, Counts(1, 1, 1))
@@ -93,6 +100,30 @@ def require_advantages(objective: Objective, groups: Sequence[TrajectoryGroup]) 
     if not all(np.isfinite(advantages).all() for advantages in found):
         raise UserError(f'{name} returned a number that is not finite in float32')
     return found
+
+
+def require_token_advantages(
+    objective: Objective,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    passed: Sequence[Mapping[str, np.ndarray]],
+) -> list[TokenAdvantages]:
+    """What `token_advantages` returns; raises UserError where an own one returns something else, or raises itself."""
+    if not objective.source:
+        return objective.token_advantages(groups, batches, passed)
+    with raising_user_error(objective.source, FIELD):
+        returned = [TokenAdvantages(*of) for of in objective.token_advantages(groups, batches, passed)]
+    name = f'{FIELD}={objective.source}: {type(objective).__name__}.token_advantages'
+    needed = TokenAdvantages._fields if VALUES in objective.reads else ('advantages',)
+    wanted = [batch.loss_mask.shape for batch in batches]
+    for field in needed:
+        found = [np.shape(getattr(of, field)) for of in returned]
+        if found != wanted:
+            raise UserError(f'{name} returned {field} of the shapes {found}, and must return one a minibatch: {wanted}')
+        for of, batch in zip(returned, batches, strict=True):
+            if not np.isfinite(np.asarray(getattr(of, field))[batch.loss_mask]).all():
+                raise UserError(f'{name} returned {field} with a number that is not finite at a loss token')
+    return returned
 
 
 def require_prepared(

@@ -1,6 +1,7 @@
-"""Advantages that need a pass before the first step: an optimal baseline, and a divergence in the reward. numpy only.
+"""Advantages that need a pass before the first step: of a critic, or with an optimal baseline or a KL in the reward.
 
-They are made of packed loss tokens, of which `trajectory_ids` tells the answer; advantages.py has the estimators.
+They are made of packed loss tokens, of which `trajectory_ids` tells the answer. numpy only; advantages.py has the
+estimators.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import WHITEN_FLOOR, Estimator, Passed
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE
+from areal_jax.learning.objective.gae import generalized_advantages
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, TokenAdvantages
 from areal_jax.learning.objective.penalties import estimate_kl
 from areal_jax.learning.objective.rewards import shape_rewards
 from areal_jax.learning.objective.sums import find_starts, sequence_sums
@@ -26,20 +28,23 @@ def packed_advantages(
     groups: Sequence[TrajectoryGroup],
     batches: Sequence[PackedBatch],
     known: Sequence[Known],
-) -> list[np.ndarray]:
-    """Per minibatch float32 [M, R, N], 0 outside the loss.
+) -> list[TokenAdvantages]:
+    """Per minibatch those of its tokens, 0 outside the loss.
 
-    With kl_in='reward' an answer has the reward R - β Σ kₜ before its group is compared; with the advantage 'reward' a
-    token has R - β Σ kₛ over s >= t, its return without discount (REINFORCE++, arXiv 2501.03262). k estimates
-    KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens.
+    With the advantage 'gae' returns are A + V before whitening. With kl_in='reward' an answer has the reward R - β Σ kₜ
+    before its group is compared; with the advantages 'reward' and 'gae' the token t has the reward -β kₜ, so that for
+    'reward' its advantage is the return without discount, R - β Σ kₛ over s >= t (REINFORCE++, arXiv 2501.03262). k
+    estimates KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens.
     """
     divergences = [_divergences(choices, *of) for of in zip(batches, known, strict=True)]
+    if choices.advantage == 'gae':
+        return _of_critic(choices, groups, batches, known, divergences)
     if is_kl_in_reward(choices) and choices.advantage == 'reward':
         advantages = _returns(choices, groups, batches, divergences)
     else:
         values = estimate(groups, _measure_answers(choices, groups, batches, known, divergences))
         advantages = _spread(batches, concatenate(values, np.float64))
-    return [np.where(b.loss_mask, a, 0.0).astype(np.float32) for b, a in zip(batches, advantages, strict=True)]
+    return [TokenAdvantages(_trained(b, a)) for b, a in zip(batches, advantages, strict=True)]
 
 
 def is_kl_in_reward(choices: PolicyChoices) -> bool:
@@ -96,6 +101,37 @@ def _returns(
     later = [_sum_later(*of) for of in zip(batches, divergences, strict=True)]
     returns = [r - choices.kl_coefficient * k for r, k in zip(rewards, later, strict=True)]
     return returns if choices.whiten == 'none' else _whiten(batches, returns)
+
+
+def _of_critic(
+    choices: PolicyChoices,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    known: Sequence[Known],
+    divergences: Sequence[np.ndarray],
+) -> list[TokenAdvantages]:
+    """From the values of the critic; the reward of an answer comes with its last trained token."""
+    rewards = _spread(batches, concatenate([shape_rewards(group, choices) for group in groups], np.float64))
+    cut = [trajectory.finish_reason == 'length' for group in groups for trajectory in group.trajectories]
+    goes_on = _spread(batches, np.array(cut, np.float64) * (choices.truncated_value == 'last'))
+    values = [_trained(batch, of[VALUES]).astype(np.float64) for batch, of in zip(batches, known, strict=True)]
+    advantages = [
+        generalized_advantages(
+            v, -choices.kl_coefficient * k, r, last * v, b.loss_mask, b.trajectory_ids,
+            discount=choices.discount, decay=choices.gae_lambda,
+        )
+        for b, v, k, r, last in zip(batches, values, divergences, rewards, goes_on, strict=True)
+    ]  # fmt: skip
+    returns = [_trained(b, a + v) for b, a, v in zip(batches, advantages, values, strict=True)]
+    if choices.whiten == 'batch':
+        advantages = _whiten(batches, advantages)
+    found = zip(batches, advantages, returns, strict=True)
+    return [TokenAdvantages(_trained(batch, a), of) for batch, a, of in found]
+
+
+def _trained(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
+    """float32: the values of the loss tokens, 0 elsewhere."""
+    return np.where(batch.loss_mask, values, 0.0).astype(np.float32)
 
 
 def _sum_answers(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], answers: int) -> np.ndarray:

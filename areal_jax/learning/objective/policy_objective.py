@@ -18,15 +18,18 @@ from areal_jax.learning.objective.objective import (
     POLICY,
     PROXIMAL,
     REFERENCE,
+    VALUES,
     LossTokens,
     Metrics,
     Objective,
+    TokenAdvantages,
 )
 from areal_jax.learning.objective.packed_advantages import is_kl_in_reward, packed_advantages
 from areal_jax.learning.objective.penalties import kl_penalty
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, policy_loss, prepared_names
 from areal_jax.learning.objective.prepared import keep_second_moment, keep_share, uniform_numbers
 from areal_jax.learning.objective.proximal import proximal_logprobs
+from areal_jax.learning.objective.value_loss import finalize_critic_metrics, value_loss
 from areal_jax.plugins import is_own
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
@@ -55,7 +58,7 @@ class PolicyObjective(Objective):
         groups: Sequence[TrajectoryGroup],
         batches: Sequence[PackedBatch],
         passed: Sequence[Mapping[str, np.ndarray]],
-    ) -> list[np.ndarray]:
+    ) -> list[TokenAdvantages]:
         return packed_advantages(self.choices, self.estimate, groups, batches, passed)
 
     def prepare(self, batch: PackedBatch, policy_logprobs: np.ndarray | None) -> Mapping[str, np.ndarray]:
@@ -90,6 +93,9 @@ class PolicyObjective(Objective):
             metrics = metrics | kl_metrics
             if not is_kl_in_reward(choices):
                 loss = loss + choices.kl_coefficient * penalty
+        if VALUES in self.reads:
+            of_critic, critic_metrics = value_loss(tokens, choices.value_clip)
+            loss, metrics = loss + of_critic, metrics | critic_metrics
         return loss, metrics
 
     def _proximal(self, tokens: LossTokens) -> jax.Array:
@@ -101,7 +107,7 @@ class PolicyObjective(Objective):
         return proximal_logprobs(kind, policy, behavior, tokens.policy_versions, tokens.version)
 
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
-        return finalize_policy_metrics(merged)
+        return finalize_policy_metrics(merged) | finalize_critic_metrics(merged)
 
     def describe(self) -> str:
         used = select_used(lambda name: getattr(self.choices, name))
@@ -117,6 +123,7 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
         COLLISION: choices.advantage == 'optimal_baseline',
         POLICY: 'gate' in prepares,
         CLAMPED_ENTROPY: bool(choices.entropy_coefficient and choices.entropy_clamp),
+        VALUES: choices.advantage == 'gae',
     }
     alone = choices.whiten == 'none' and not choices.overlong_tokens and not is_kl_in_reward(choices)
     return {
@@ -127,6 +134,6 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
         'length_constant': choices.length_constant,
         'masks_truncated': choices.truncated_answers == 'masked',
         'contrasts': alone and (choices.advantage in CONTRASTS or is_own(choices.advantage)),
-        'replaces_advantages': choices.advantage == 'optimal_baseline' or is_kl_in_reward(choices),
+        'replaces_advantages': choices.advantage in ('optimal_baseline', 'gae') or is_kl_in_reward(choices),
         'estimate': make_estimator(choices),
     }

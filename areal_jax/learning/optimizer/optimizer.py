@@ -22,6 +22,7 @@ from areal_jax.learning.settings import OptimizerSettings
 from areal_jax.types import Tree
 
 BRAKES = ('brake', 'gradient_cosine')  # metrics of a step that are there with some settings only
+CRITIC_METRICS = ('critic_grad_norm', 'critic_skip_count')  # those of a critic's own optimizer
 OptimizerState: TypeAlias = dict[str, Tree]
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
@@ -157,7 +158,13 @@ def step_metrics(steps: Sequence[Mapping[str, SupportsFloat]]) -> dict[str, floa
     total = lambda name: sum(float(step[name]) for step in steps)
     rate = float(steps[-1]['learning_rate']) if steps else 0.0
     means = {f'update/{name}': total(name) / len(steps) for name in BRAKES if steps and name in steps[0]}
-    return mean_step_metrics(len(steps), total('skip_count'), total('grad_norm'), rate) | means
+    metrics = mean_step_metrics(len(steps), total('skip_count'), total('grad_norm'), rate) | means
+    if not (steps and CRITIC_METRICS[0] in steps[0]):
+        return metrics
+    norms, skipped = (total(name) for name in CRITIC_METRICS)
+    applied = len(steps) - skipped
+    metrics['update/critic_skipped_steps'] = skipped
+    return metrics | ({'update/critic_grad_norm': norms / applied} if applied else {})
 
 
 def mean_step_metrics(made: float, skipped: float, grad_norms: float, last_rate: float) -> dict[str, float]:

@@ -23,8 +23,8 @@ from areal_jax.types import Tree
 
 
 def export_weights(decoder: Decoder, dtype: str, params: Tree, frozen: Tree) -> Tree:
-    """Trained and frozen weights as engines read them: adapters merged, one leaf per layer, all of `dtype`."""
-    whole = trees.join(params, frozen)
+    """Trained and frozen weights as engines read them: no critic, adapters merged, one leaf per layer, of `dtype`."""
+    whole = trees.policy_leaves(trees.join(params, frozen))
     if decoder.lora:
         whole = merge_adapters(whole, decoder.lora)
     return trees.cast(_listed(decoder, whole), dtype)

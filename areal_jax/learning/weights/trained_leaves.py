@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from areal_jax.types import Tree
 
 Params = Mapping[str, Tree]  # a nested dict of weights
+CRITIC = 'critic'  # root of the critic's weights beside those of the policy, see learning/critic.py
 Trainable = Callable[[str], bool]  # of a leaf's path, 'layers/0/attention/query/weight'
 
 
@@ -36,6 +37,11 @@ def join(trained: Params, frozen: Params) -> dict[str, Tree]:
     for name, value in trained.items():
         joined[name] = join(value, frozen[name]) if name in frozen else value
     return joined
+
+
+def policy_leaves(tree: Params) -> dict[str, Tree]:
+    """The tree without the critic's weights: what engines and log-probs need."""
+    return {name: value for name, value in tree.items() if name != CRITIC}
 
 
 def cast(tree: Tree, dtype: str) -> Tree:

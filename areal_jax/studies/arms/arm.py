@@ -66,7 +66,11 @@ _ONLY: Mapping[str, Value] = {
     'loss.reward_clip': None,
 }  # what the program can compute; other values need a run of their own
 # choices that need a pass of their own, or what only a host has
-_REFUSED: Mapping[str, tuple[Value, ...]] = {'delight_gate': ('bernoulli',), 'aggregation': ('token_sum',)}
+_REFUSED: Mapping[str, tuple[Value, ...]] = {
+    'delight_gate': ('bernoulli',),
+    'aggregation': ('token_sum',),
+    'advantage': ('gae',),
+}
 _OFF = ('kl_coefficient', 'overlong_tokens', 'entropy_clamp')
 _ALONE = 'train it by itself, with main_train'
 

@@ -10,7 +10,7 @@ from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.passes import StepResult
-from areal_jax.learning.train_step import KnownLogprobs
+from areal_jax.learning.train_step import KnownTokens
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.telemetry import names
 from tests.learning.examples import (
@@ -67,12 +67,12 @@ def test_an_effective_sample_size_by_hand():
     for place, more in zip(places, (0.0, 1.0, -1.0), strict=True):
         logprobs[tuple(place)] += more
     result = StepResult({'skip_count': np.float32(0)}, [], logprobs)
-    found = metrics_by_age(learner_settings(), [batch], [result], [KnownLogprobs()], 7)
+    found = metrics_by_age(learner_settings(), [batch], [result], [KnownTokens()], 7)
     e = np.e
     assert found['by_age/0/tokens'] == 2
     np.testing.assert_allclose(found['by_age/0/effective_sample_size'], (1 + e) ** 2 / (2 * (1 + e**2)), rtol=1e-6)
     np.testing.assert_allclose(found['by_age/1/effective_sample_size'], 1.0)
-    capped = metrics_by_age(learner_settings(behavior_weight_cap=2.0), [batch], [result], [KnownLogprobs()], 7)
+    capped = metrics_by_age(learner_settings(behavior_weight_cap=2.0), [batch], [result], [KnownTokens()], 7)
     np.testing.assert_allclose(capped['by_age/0/effective_sample_size'], (1 + 2) ** 2 / (2 * (1 + 2**2)), rtol=1e-6)
     np.testing.assert_allclose(found['by_age/1/kl'], np.expm1(-1) + 1, rtol=1e-6)
     assert found['by_age/0/clip_fraction'] == 0  # one step: policy and proximal are the same weights
