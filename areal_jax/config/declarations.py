@@ -99,7 +99,7 @@ SECTIONS: Mapping[str, Section] = {
             500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
         ),
         path=Text(
-            '', 'jsonl: a JSON object {question, answer} a line; sft: or {messages}; dpo: {prompt, chosen, rejected}'
+            '', 'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}'
         ),
         answer=Choice(
             'integer',
@@ -177,7 +177,7 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'learner': Section(
         'How an update is computed',
-        groups_per_update=Integer(8, COUNT, 'B of Eq. 3; sft: demonstrations, dpo: pairs'),
+        groups_per_update=Integer(8, COUNT, 'B of Eq. 3; sft: demonstrations; dpo, reward_model: pairs'),
         n_minibatches=Integer(1, COUNT, 'parts of a batch, each an optimizer step'),
         epochs=Integer(1, COUNT, 'passes over the batch'),
         packing=Choice('shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row"),
@@ -204,7 +204,6 @@ SECTIONS: Mapping[str, Section] = {
         targets=Texts(_PROJECTIONS, 'projections that get adapters'),
     ),
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
-    'critic': Section("The values of loss.advantage='gae', see docs/critic.md", **CRITIC_FIELDS),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
     'optimizer': Section(
         'How gradients become weights',
@@ -232,6 +231,7 @@ SECTIONS: Mapping[str, Section] = {
         block_updates=Integer(1, COUNT, 'updates before the next block'),
         block_state=Choice('host', ('host', 'drop'), 'moments of blocks not being trained; drop: begin again at 0'),
     ),
+    'critic': Section("Values of loss.advantage='gae', or of a reward model, see docs/critic.md", **CRITIC_FIELDS),
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text(
@@ -284,12 +284,14 @@ SECTIONS: Mapping[str, Section] = {
         keep=Integer(2, COUNT, 'newest ones kept, 1 where the disk is nearly full; fixed(k) adds k versions to each'),
     ),
     'sft': Section(
-        'Training on given data, read with loss.objective=sft and dpo only',
+        'Training on given data, read with loss.objective=sft, dpo and reward_model only',
         evaluate_every=Integer(0, COUNT_OR_OFF, 'updates between held-out measures; 0 = only at start and end'),
     ),
     'evaluation': Section(
         'Held-out problems: before, after and beside training',
-        problems=Integer(64, COUNT_OR_OFF, 'problems (sft: demonstrations, dpo: pairs); 0 = no evaluation'),
+        problems=Integer(
+            64, COUNT_OR_OFF, 'problems (sft: demonstrations; dpo, reward_model: pairs); 0 = no evaluation'
+        ),
         samples=Integer(4, COUNT_OR_OFF, 'answers sampled per problem at rollout.temperature, beside one greedy'),
         every=Integer(0, COUNT_OR_OFF, 'updates between two evaluations beside training; 0 = only before and after'),
         every_problems=Integer(16, COUNT, 'problems that are answered there, the first of evaluation.problems'),

@@ -15,7 +15,7 @@ OF_METHOD = ''  # a choice that loss.objective makes
 
 LOSS_FIELDS: Mapping[str, Field] = {
     'objective': ChoiceOrOwn(
-        'decoupled_ppo', tuple(OBJECTIVES), "a method, see docs/objectives.md; 'sft', 'dpo': learn from given answers"
+        'decoupled_ppo', tuple(OBJECTIVES), 'a method, docs/objectives.md; sft, dpo and reward_model have no engines'
     ),
     'options': Options('FILE.py:FUNCTION: its parameters by name, any keys'),
     'ratio': Choice(

@@ -93,6 +93,9 @@ OTHER_NAMES: Mapping[str, str] = {
     'loss.kl_in': 'use_kl_in_reward kl_in_reward',
     'loss.reference': 'ref_model reference_model ref_path ref_model_path ref',
     'loss.advantage': 'adv_estimator advantage_estimator scale_rewards adv_norm',
+    'loss.discount': 'gamma',
+    'loss.gae_lambda': 'lam gae_lam lambd',
+    'loss.value_clip': 'cliprange_value value_clip_range eps_clip_value',
     'loss.aggregation': 'loss_agg_mode loss_reduction',
     'loss.entropy_coefficient': 'entropy entropy_coeff entropy_coef ent_coef entropy_bonus entropy_loss_coef',
     'loss.entropy_clamp': 'clamp_p',
@@ -110,6 +113,8 @@ OTHER_NAMES: Mapping[str, str] = {
     'optimizer.clip_norm': 'max_grad_norm grad_clip clip_grad gradient_clipping grad_norm max_norm clip_grad_norm',
     'optimizer.warmup_steps': 'warmup lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio '
     'warmup_steps_proportion',
+    'critic.learning_rate': 'critic_lr critic_learning_rate value_lr',
+    'critic.model': 'critic_path critic_pretrain critic_model_path value_model',
     'cluster.learner': 'fsdp fsdp_size num_nodes n_gpus_per_node actor_num_gpus_per_node allocation_mode world_size',
     'cluster.engines': 'tensor_parallel_size tensor_model_parallel_size vllm_num_engines num_engines tp tp_size '
     'vllm_tensor_parallel_size rollout_num_gpus n_engines',

@@ -61,6 +61,7 @@ class ObjectiveKind:
     given: str = DEMONSTRATIONS  # what those are: | PAIRS
     combines: bool = True  # of those that generate: it is a combination of choices
     teacher: bool = False  # it reads log-probs of loss.teacher
+    scores: bool = False  # it trains a value head, and no log-probs
     reference: bool = False  # it reads log-probs of loss.reference; combinations do with a KL penalty
     method: str = 'reinforcement-learning'  # tag of an exported model
     title: str = 'asynchronous reinforcement learning'  # of an exported model
@@ -74,6 +75,10 @@ DPO = ObjectiveKind(
     'dpo', generates=False, given=PAIRS, reference=True, method='direct-preference-optimization',
     title='preference training', source='DPO, arXiv 2305.18290',
 )  # fmt: skip
+REWARD_MODEL = ObjectiveKind(
+    'reward_model', generates=False, given=PAIRS, scores=True, method='reward-model',
+    title='training of a reward model', source='arXiv 2203.02155, equation 1',
+)  # fmt: skip
 DISTILLATION = ObjectiveKind(
     'distillation', combines=False, teacher=True, method='distillation', title='on-policy distillation',
     source='arXiv 2306.13649',
@@ -84,6 +89,7 @@ _OBJECTIVES = (
     DECOUPLED_PPO,
     SFT,
     DPO,
+    REWARD_MODEL,
     ObjectiveKind('ppo', _NO_CORRECTION | {'advantage': 'reward', 'whiten': 'batch'}, 'arXiv 1707.06347'),
     ObjectiveKind(
         'ppo_critic',
@@ -202,7 +208,9 @@ def reads_reference(loss: Any) -> bool:
 
 def trains_critic(loss: Any) -> bool:
     """Whether the methods of this project train values with it, for the section `loss` of a config."""
-    return is_policy(loss.objective) and resolve(loss)['advantage'] == 'gae'
+    if is_policy(loss.objective):
+        return bool(resolve(loss)['advantage'] == 'gae')
+    return find_objective(loss.objective).scores
 
 
 def resolve(loss: Any) -> dict[str, Any]:

@@ -91,9 +91,7 @@ class SpmdLearner:
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
         self._price = UpdatePrice(self.packing, settings.epochs, settings.filters)
-        if settings.critic is not None:
-            assert critic is not None, 'settings.critic and the weights of a critic go together'
-            params = {**params, trees.CRITIC: critic}
+        params = params if critic is None else {**params, trees.CRITIC: critic}
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
         self._teacher, *read = place_teacher(teacher, decoder.config, mesh, settings, optimizer, self.packing)
@@ -219,16 +217,13 @@ class SpmdLearner:
 
         Raises ValueError for a trajectory that does not fit a row, NonFiniteError for what is no number.
         """
-        objective, state = self._settings.objective, self.state
+        objective = self._settings.objective
         advantages = objective.advantages(groups)
         batches, _ = self._layout.pack(groups, advantages, n_minibatches=1, keeps_groups=objective.keeps_groups)
         if not batches:
             return {'tokens': 0.0}
         (batch,) = batches  # one minibatch, all of whose tokens are in the loss
-        logprobs = lambda weights: self._passes.logprobs(weights, state.frozen, batch, version=0)  # [M, R, N]
-        policy = logprobs(self._passes.working(state))
-        reference = None if state.reference is None else logprobs(state.reference)
-        return objective.measure_held_out(batch, policy, reference)
+        return objective.measure_held_out(batch, self._passes.held_out(self.state, batch))
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
         """float32 [A]: log-probs of an answer under the weights of `version`, at the temperature of training.

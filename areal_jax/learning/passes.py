@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
-from areal_jax.learning.objective.objective import COLLISION, POLICY, VALUES
+from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -94,6 +94,15 @@ class Passes:
         """(log-probs, values of the critic) of the trained weights, float32 [M, R, N] each, from one pass."""
         return self._pair('values', self.working(state), state.frozen, batch, version)
 
+    def held_out(self, state: LearnerState, batch: PackedBatch) -> dict[str, np.ndarray]:
+        """What Objective.measure_held_out reads of a batch that is not trained on, float32 [M, R, N] each."""
+        logprobs = lambda weights: self.logprobs(weights, state.frozen, batch, version=0)
+        if self._settings.objective.trains_values:
+            passed = dict(zip((POLICY, VALUES), self.values(state, batch, version=0), strict=True))
+        else:
+            passed = {POLICY: logprobs(self.working(state))}
+        return passed if state.reference is None else passed | {REFERENCE: logprobs(state.reference)}
+
     def _pair(
         self, name: str, working: Tree, frozen: Tree, batch: PackedBatch, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -124,7 +133,8 @@ class Passes:
             if settings.accumulate == 'dispatch':
                 yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
             objective = settings.objective
-            scores = settings.scores or settings.ratio_split is not None or not objective.learns_from_answers
+            measured = not objective.learns_from_answers and not objective.trains_values
+            scores = settings.scores or settings.ratio_split is not None or measured
             policy = policy_leaves(working), policy_leaves(state.frozen)
             recomputes = settings.recomputes and VALUES not in objective.reads  # values come with log-probs
             if recomputes or state.reference is not None or scores or POLICY in objective.reads:

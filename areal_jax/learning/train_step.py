@@ -259,8 +259,10 @@ class Programs:
         """(log-probs, entropy, values of the critic, where there is one) [R, N] each; the trunk is read once."""
         weights = trees.join(working, frozen)
         states = self._states(self.decoder, weights, rows)
-        logprobs, entropy = self._score_targets(weights, states, rows, scalars)
-        return logprobs, entropy, self._values(weights, states, rows)
+        values = self._values(weights, states, rows)
+        if values is not None and self.settings.objective.scores_answers:  # the head over the vocabulary is not read
+            return jnp.zeros_like(values), jnp.zeros_like(values), values
+        return *self._score_targets(weights, states, rows, scalars), values
 
     def _states(self, decoder: Decoder, weights: Tree, rows: Rows) -> jax.Array:
         return predicting_states(decoder, weights, rows, attention=self.attention, mesh=self.mesh)

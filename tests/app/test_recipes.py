@@ -17,7 +17,7 @@ from areal_jax.telemetry.metrics import FILE, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / 'configs' / 'recipes').glob('[!_]*.py'))}
-OF_THEIR_OWN = {'dpo', 'distillation'}  # trained by test_preference.py and test_distillation.py
+OF_THEIR_OWN = {'dpo', 'reward_model', 'distillation'}  # trained by run/test_preference.py
 REWARDED = [name for name in RECIPES if name not in OF_THEIR_OWN]
 # OAPL and VCPO sum the log-ratios of an answer by definition, and the full size has long ones
 WARNED = {'oapl', 'vcpo'}
@@ -54,6 +54,7 @@ def test_there_is_a_recipe_for_every_kind_of_choice():
     named = {load_config(str(path)).loss.objective for path in RECIPES.values()}
     assert named >= {'decoupled_ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo', 'reinforce_pp', 'm2po'}
     assert named >= {'oapl', 'dg', 'sapo', 'tis', 'icepop', 'vcpo', 'dpo', 'distillation'}
+    assert named >= {'ppo_critic', 'reward_model'}
 
 
 def test_an_unknown_size_is_refused():

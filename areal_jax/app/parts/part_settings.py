@@ -104,6 +104,8 @@ def build_critic_settings(config: TrackedConfig, objective: Objective) -> Critic
 
     if not objective.trains_values:
         return None
+    if objective.scores_answers:  # the values are what is trained
+        return CriticSettings(own_model=False, trunk_gradient=1.0)
     ours, idle = config.critic, TrackedConfig(default_config()).critic
     own_model = ours.model != TRUNK_CRITIC
     return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
@@ -184,12 +186,14 @@ def build_objective(config: TrackedConfig) -> Objective:
     from areal_jax.learning.objective.likelihood import Likelihood
     from areal_jax.learning.objective.own_objective import load_objective
     from areal_jax.learning.objective.policy_objective import PolicyObjective
-    from areal_jax.learning.objective.preference import DirectPreference
+    from areal_jax.learning.objective.preference import DirectPreference, RewardModel
 
     loss = config.loss
     if is_own(loss.objective):
         return load_objective(loss.objective, dict(loss.options))
     kind = find_objective(loss.objective)
+    if kind.scores:
+        return RewardModel()
     if kind.given == PAIRS:
         return DirectPreference(loss.dpo_beta)
     if kind.teacher:

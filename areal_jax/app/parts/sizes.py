@@ -168,7 +168,8 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
         sizes['reference model'] = count(trained, cut(trained), dtype)
     if find_objective(config.loss.objective).teacher:
         sizes['teacher'] = _teacher_bytes(config, mesh)
-    if trains_critic(config.loss) and config.critic.model != TRUNK_CRITIC:
+    has_values = is_policy(config.loss.objective) and trains_critic(config.loss)
+    if has_values and config.critic.model != TRUNK_CRITIC:
         sizes['critic'] = _critic_bytes(config, shape, mesh)
     return sizes
 

@@ -156,17 +156,15 @@ class Objective(abc.ABC):
         """Names and values for metrics.jsonl, from the sums and maxima of all micro-batches of an update."""
         return {}
 
-    def measure_held_out(
-        self, batch: PackedBatch, policy_logprobs: np.ndarray, reference_logprobs: np.ndarray | None
-    ) -> dict[str, float]:
+    def measure_held_out(self, batch: PackedBatch, passed: Mapping[str, np.ndarray]) -> dict[str, float]:
         """What supervised training measures on data that it does not train on; by default the likelihood.
 
         Args:
-          policy_logprobs, reference_logprobs: float32 [M, R, N]; the second None where `reads` lacks REFERENCE.
+          passed: POLICY, with a reference REFERENCE, where values are trained VALUES; float32 [M, R, N].
 
         Raises NonFiniteError where it is no number.
         """
-        return held_out_likelihood(policy_logprobs[batch.loss_mask])
+        return held_out_likelihood(passed[POLICY][batch.loss_mask])
 
     def describe(self) -> str:
         """The combination, for the report and the card of an exported model."""

@@ -99,6 +99,29 @@ def test_a_reference_directory_with_the_weights_at_the_start_changes_nothing(tmp
 
 
 @pytest.mark.whole
+def test_a_reward_model_is_measured_resumed_exported_and_begins_a_critic(tmp_path):
+    fields = {'run__steps': 2, 'run__export': True, 'checkpoint__every': 1, 'sft__evaluate_every': 1}
+    config = recipe('reward_model', 'tiny', **fields)
+    whole, report = train(config, tmp_path / 'whole')
+    assert report['held_out_pairs']['0']['pair_accuracy'] == 0.5
+    assert report['held_out_pairs']['2']['margin'] != 0
+    killed = build_run(config, tmp_path / 'killed')
+    end_in_update(killed, 1, die)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = build_run(config, tmp_path / 'killed', resume=True)
+    assert resumed.train()['held_out_pairs'] == report['held_out_pairs']
+    assert equal(final(resumed), final(whole))
+    export = tmp_path / 'whole' / 'export'
+    assert 'reward-model' in (export / 'README.md').read_text()
+    policy = recipe('ppo_critic', 'tiny', critic__model=str(export), task__symbols=3)
+    critic = build_run(policy, tmp_path / 'policy').site.learner.state.params['critic']
+    found = whole.site.learner.state.params
+    assert equal(critic['value_head'], found['critic']['value_head'])
+    assert equal(critic['layers'], found['layers'])
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize('divergence', ['sampled', pytest.param('forward', marks=pytest.mark.slow)])
 def test_two_updates_with_a_teacher(tmp_path, divergence):
     write_start(tmp_path / 'teacher', recipe('distillation', 'tiny', run__seed=7, model__n_layers=1))
@@ -129,10 +152,11 @@ def test_what_no_run_can_use_is_one_sentence(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', [1, 2, 3])
-def test_dpo_learns_which_answer_is_better(tmp_path, seed):
-    _, report = train(recipe('dpo', 'tiny', run__seed=seed), tmp_path)
+@pytest.mark.parametrize('name', ['dpo', 'reward_model'])
+def test_the_tiny_recipes_learn_which_answer_is_better(tmp_path, name, seed):
+    _, report = train(recipe(name, 'tiny', run__seed=seed), tmp_path)
     accuracy = [values['pair_accuracy'] for values in report['held_out_pairs'].values()]
-    print(seed, accuracy)
+    print(name, seed, accuracy)
     assert accuracy[-1] >= accuracy[0] + 0.2
 
 

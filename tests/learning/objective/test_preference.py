@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.critic import VALUE_HEAD
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.preference import DirectPreference
+from areal_jax.learning.objective.objective import POLICY, REFERENCE, VALUES
+from areal_jax.learning.objective.preference import DirectPreference, RewardModel
 from areal_jax.learning.objective.sums import find_starts
+from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.finiteness import NonFiniteError
+from areal_jax.learning.weights.trained_leaves import CRITIC
 from areal_jax.sharding.mesh import make_mesh
 from tests.learning.examples import group, learner_settings, make_optimizer, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
@@ -67,14 +75,43 @@ def test_loss_and_gradient_are_those_of_equation_7():
     )
 
 
+def passed(policy, reference):
+    return {POLICY: policy[None], REFERENCE: reference[None]}
+
+
 def test_held_out_pairs_are_measured_from_the_same_sums():
-    measured = DirectPreference(_BETA).measure_held_out(make_batch(), _POLICY[None], _REFERENCE[None])
+    measured = DirectPreference(_BETA).measure_held_out(make_batch(), passed(_POLICY, _REFERENCE))
     expected = {'preference_loss': np.log1p(np.exp(-_MARGINS)).mean(), 'margin': _MARGINS.mean(), 'pairs': 2}
     assert measured == pytest.approx({**expected, 'pair_accuracy': 0.5}, rel=1e-6)
-    equal = DirectPreference(_BETA).measure_held_out(make_batch(), _POLICY[None], _POLICY[None])
+    equal = DirectPreference(_BETA).measure_held_out(make_batch(), passed(_POLICY, _POLICY))
     assert equal == pytest.approx({'preference_loss': np.log(2), 'margin': 0, 'pair_accuracy': 0.5, 'pairs': 2})
     with pytest.raises(NonFiniteError, match='held-out preference loss is nan: lower'):
-        DirectPreference(_BETA).measure_held_out(make_batch(), np.full_like(_POLICY, np.nan)[None], _REFERENCE[None])
+        DirectPreference(_BETA).measure_held_out(make_batch(), passed(np.full_like(_POLICY, np.nan), _REFERENCE))
+
+
+def test_a_reward_model_compares_the_values_before_the_last_tokens():
+    """Values of other tokens, and of padding, do not count: the scores are 2 and -1, then 0.5 and 0.25."""
+    values = np.array([[9.0, 2.0, 8.0, 7.0, -1.0, 0.5, 0.25, np.nan]], np.float32)
+    objective, batch = RewardModel(), make_batch()
+    known = {name: jnp.asarray(array[0]) for name, array in objective.prepare(batch, None).items()}
+    tokens = dataclasses.replace(tokens_of(jnp.asarray(_POLICY)), known=known)
+    score = lambda v: objective.loss(dataclasses.replace(tokens, values=v))
+    (loss, metrics), gradient = jax.value_and_grad(score, has_aux=True)(jnp.asarray(values))
+    margins = np.array([3.0, 0.25])
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-margins)).mean(), rtol=1e-6)
+    pull = 1 / (1 + np.exp(margins)) / 2
+    np.testing.assert_allclose(gradient[0], [0, -pull[0], 0, 0, pull[0], -pull[1], pull[1], 0], rtol=1e-6)
+    assert objective.metrics({name: float(value) for name, value in metrics.items()}) == pytest.approx(
+        {
+            'loss/margin': margins.mean(),
+            'loss/pair_accuracy': 1.0,
+            'loss/chosen_reward': 1.25,
+            'loss/rejected_reward': -0.375,
+        }
+    )
+    measured = objective.measure_held_out(batch, {VALUES: values[None]})
+    assert measured['margin'] == pytest.approx(margins.mean())
+    assert measured['preference_loss'] == pytest.approx(float(loss))
 
 
 def test_a_group_that_is_no_pair_and_a_beta_of_zero_are_refused():
@@ -94,21 +131,30 @@ _PAIRS = [
 ]
 
 
-def make_learner(reference=_OTHER, **settings):
-    settings = {'row_tokens': 32, 'row_loss_tokens': 24, 'packing': 'ordinary'} | settings
-    settings = learner_settings(**settings, objective=DirectPreference(_BETA))
+_HEAD = {'weight': np.linspace(-0.3, 0.4, 16, dtype=np.float32), 'bias': np.array(0.1, np.float32)}
+OBJECTIVES = {'dpo': DirectPreference(_BETA), 'reward model': RewardModel()}
+
+
+def make_learner(objective='dpo', reference=_OTHER, **settings):
+    chosen, given = OBJECTIVES[objective], {'reference': reference}
     sgd = make_optimizer('sgd', clip_norm=0)
+    if chosen.scores_answers:
+        settings['critic'] = CriticSettings(own_model=False, trunk_gradient=1.0)
+        given, sgd = {'critic': {VALUE_HEAD: _HEAD}}, add_critic_optimizer(sgd, 0.1)
+    settings = {'row_tokens': 32, 'row_loss_tokens': 24, 'packing': 'ordinary'} | settings
     return SpmdLearner(
-        _DECODER, _PARAMS, make_mesh(), optimizer=sgd, learning_rate=0.1, settings=settings, reference=reference
-    )
+        _DECODER, _PARAMS, make_mesh(), optimizer=sgd, learning_rate=0.1,
+        settings=learner_settings(**settings, objective=chosen), **given,
+    )  # fmt: skip
 
 
-@pytest.fixture(scope='module')
-def one_pair_in_a_row():
-    learner = make_learner(fill='padded')
+@functools.cache
+def one_pair_in_a_row(objective):
+    learner = make_learner(objective, fill='padded')
     return learner.update(_PAIRS, 0), learner.save()['params'], learner.evaluate(_PAIRS)
 
 
+@pytest.mark.parametrize('objective', OBJECTIVES)
 @pytest.mark.parametrize(
     'settings',
     [
@@ -118,21 +164,23 @@ def one_pair_in_a_row():
     ],
     ids=['several', 'shared prompts', 'scan'],
 )
-def test_what_is_learned_does_not_depend_on_where_pairs_lie(one_pair_in_a_row, settings):
-    metrics, params, measured = one_pair_in_a_row
-    learner = make_learner(**settings)
+def test_what_is_learned_does_not_depend_on_where_pairs_lie(objective, settings):
+    metrics, params, measured = one_pair_in_a_row(objective)
+    learner = make_learner(objective, **settings)
     found = learner.update(_PAIRS, 0)
     for name in ('loss/value', 'loss/margin', 'loss/pair_accuracy', 'loss/chosen_reward'):
         assert found[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-7), name
-    moved = jax.tree.map(lambda a, b: np.linalg.norm(a - b), params, _PARAMS)
+    start = _PARAMS | ({CRITIC: {VALUE_HEAD: _HEAD}} if CRITIC in params else {})
+    moved = jax.tree.map(lambda a, b: np.linalg.norm(a - b), params, start)
     apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b), params, learner.save()['params'])
     for distance, difference in zip(jax.tree.leaves(moved), jax.tree.leaves(apart), strict=True):
         assert difference <= 1e-4 * distance + 1e-7
     assert learner.evaluate(_PAIRS) == pytest.approx(measured, rel=1e-4)
 
 
-def test_the_loss_of_an_update_is_that_of_the_measure_before_it():
-    learner = make_learner()
+@pytest.mark.parametrize('objective', OBJECTIVES)
+def test_the_loss_of_an_update_is_that_of_the_measure_before_it(objective):
+    learner = make_learner(objective)
     before = learner.evaluate(_PAIRS)
     assert learner.update(_PAIRS, 0)['loss/value'] == pytest.approx(before['preference_loss'], rel=1e-5)
     assert learner.evaluate(_PAIRS)['preference_loss'] < before['preference_loss']
