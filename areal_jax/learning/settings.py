@@ -90,7 +90,7 @@ class LearnerSettings:
     ratio_split: RatioSettings | None  # None: the importance ratio is not split
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
     brake: BrakeSettings
-    critic: CriticSettings | None = None  # where the objective trains values
+    critic: CriticSettings | None  # where the objective trains values
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

@@ -60,7 +60,7 @@ def test_the_ends_of_closed_ranges_are_allowed():
     ('path', 'implemented'),
     [
         ('optimizer.name', DIRECTIONS),
-        ('loss.advantage', ['', *advantages.ESTIMATORS]),
+        ('loss.advantage', ['', *advantages.ESTIMATORS, 'gae']),
         ('loss.surrogate', ['', *surrogates.SURROGATES]),
         ('loss.objective', OBJECTIVES),
         ('learner.layers', decoder.FORMS),

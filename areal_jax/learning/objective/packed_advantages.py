@@ -70,7 +70,7 @@ def _measure_answers(
 ) -> list[Passed]:
     """By group what `estimate` reads, from sums over the loss tokens of each answer."""
     sizes = [len(group.trajectories) for group in groups]
-    by_group = lambda arrays: np.split(_sum_answers(batches, arrays, sum(sizes)), np.cumsum(sizes)[:-1])
+    by_group = lambda arrays: np.split(_sum_answers(batches, arrays, sum(sizes)), np.cumsum(sizes))[:-1]
     zeros = [np.zeros(batch.loss_mask.shape) for batch in batches]
     logs = norms = zeros
     if choices.advantage == 'optimal_baseline':

@@ -68,9 +68,9 @@ def test_a_reward_whose_square_overflows_is_named():
 
 def test_unknown_estimator_is_named():
     with pytest.raises(
-        ValueError, match=r"loss.advantage='gae' is unknown; use one of group, group_mean, length_baseline"
+        ValueError, match=r"loss.advantage='td' is unknown; use one of group, group_mean, length_baseline"
     ):
-        group_advantages(_group(0, 1), 'gae')
+        group_advantages(_group(0, 1), 'td')
 
 
 def test_an_own_estimator_sees_all_rewards_of_the_update_once_with_the_number_of_their_group():

@@ -11,11 +11,13 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REFERENCE, LossTokens
+from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REFERENCE, RETURNS, VALUES, LossTokens
 from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.packing.packing import empty_batch
 from tests.learning.examples import group
 from tests.learning.objective.anchor_set import BEHAVIOR, POLICY, PROXIMAL
 from tests.learning.objective.combinations import batch_of, draw_case, starts_of
+from tests.learning.objective.tokens import make_tokens
 
 _IDS = np.array([[0, 0, 0, 1, 1, 2]])  # two answers of one prompt, one of another
 _PROMPTS = np.array([0, 0, 1])
@@ -78,6 +80,12 @@ _REWARD_AXES = [
     ({'longest_answer': 6, 'overlong_tokens': 4}, 'overlong_penalty', (1.0, 0.3)),
     ({'overlong_tokens': 4}, 'longest_answer', (6, 4)),
 ]
+_CRITIC_AXES = [
+    ({}, 'discount', (1.0, 0.8)),
+    ({}, 'gae_lambda', (1.0, 0.5, 0.0)),
+    ({}, 'truncated_value', ('zero', 'last')),
+    ({}, 'value_clip', (0.0, 0.1, 0.5)),
+]
 _ELSEWHERE = {'kl_in', 'truncated_answers'}  # where a penalty counts; what is packed
 
 
@@ -114,6 +122,24 @@ def shaped_advantages(**choices):
     return np.concatenate(PolicyObjective(PolicyChoices(**choices)).advantages(groups))
 
 
+def of_critic(**choices):
+    """Advantages of six tokens, and the gradient by their values; the first answer ended at its limit."""
+    objective = PolicyObjective(PolicyChoices(advantage='gae', **choices))
+    batch = empty_batch(1, 1, 16, 6)
+    batch.trajectory_ids[0], batch.loss_mask[0] = _IDS, _IDS >= 0
+    before = np.linspace(-0.4, 0.9, 6, dtype=np.float32)[None]
+    groups = [group([1], [[2, 3, 4], [5, 6]], [1.0, 0.3]), group([1], [[7]], [0.7])]
+    first = dataclasses.replace(groups[0].trajectories[0], finish_reason='length')
+    groups[0] = dataclasses.replace(groups[0], trajectories=(first, groups[0].trajectories[1]))
+    ((advantages, returns),) = objective.token_advantages(groups, [batch], [{VALUES: before[None]}])
+    known = {VALUES: jnp.asarray(before), RETURNS: jnp.asarray(returns[0]), 'proximal': jnp.zeros((1, 6))}
+    zeros, mask = jnp.zeros((1, 6)), jnp.ones((1, 6), bool)
+    tokens = make_tokens(zeros, zeros, advantages[0], mask, 6.0, token_weights=jnp.ones((1, 6)), known=known)
+    moved = jnp.asarray(before + np.array([[0.3, -0.3, 0.7, -0.7, 0.05, 0.0]], np.float32))
+    slope = jax.grad(lambda values: objective.loss(dataclasses.replace(tokens, values=values))[0])(moved)
+    return np.concatenate([advantages[0, 0], slope[0]])
+
+
 def assert_all_differ(results):
     values = list(results)
     for i, (a, one) in enumerate(values):
@@ -133,6 +159,11 @@ def test_a_choice_changes_the_advantages(others, axis, values):
     assert_all_differ((value, shaped_advantages(**others | {axis: value})) for value in values)
 
 
+@pytest.mark.parametrize(('others', 'axis', 'values'), _CRITIC_AXES, ids=[axis for _, axis, _ in _CRITIC_AXES])
+def test_a_choice_changes_what_a_critic_makes(others, axis, values):
+    assert_all_differ((value, of_critic(**others | {axis: value})) for value in values)
+
+
 def test_each_field_of_a_combination_is_here():
     fields = {field.name for field in dataclasses.fields(PolicyChoices)}
-    assert {axis for _, axis, _ in _AXES + _REWARD_AXES} | _ELSEWHERE >= fields
+    assert {axis for _, axis, _ in _AXES + _REWARD_AXES + _CRITIC_AXES} | _ELSEWHERE >= fields

@@ -75,7 +75,7 @@ def test_the_baseline_of_packed_tokens_has_products_and_sums_over_loss_tokens():
     collision = np.full((1, 1, 6), np.log(0.5), np.float32)
     objective = objective_of(advantage='optimal_baseline')
     groups = [group([1], [[2, 3, 4], [5, 6]], [1.0, 0.0])]
-    (found,) = objective.token_advantages(groups, [batch], [{POLICY: policy, COLLISION: collision}])
+    ((found, _),) = objective.token_advantages(groups, [batch], [{POLICY: policy, COLLISION: collision}])
     e = np.exp(-1.0)
     norms = np.array([1.5 - 4 * e, 1.5 - 2 * e]), np.array([1.5 - 2 * e, 1.5 - e])
     shares = np.array([4.0 * norms[0].sum(), 0.25 * norms[1].sum()])
@@ -92,7 +92,7 @@ REF = np.array([[[-1.5, np.nan, -2.0, 0.0, -1.25, np.nan]]], np.float32)  # k1: 
 def test_a_divergence_in_the_reward_is_taken_from_an_answer_before_its_group_is_compared():
     objective = objective_of(advantage='group_mean', kl_coefficient=0.1, kl_estimator='k1', kl_in='reward')
     groups = [group([1], [[2, 3, 4], [5, 6]], [1.0, 1.0])]
-    (found,) = objective.token_advantages(groups, [two_answers()], [{REFERENCE: REF}])
+    ((found, _),) = objective.token_advantages(groups, [two_answers()], [{REFERENCE: REF}])
     # rewards 1 - 0.1 · 1.5 and 1 + 0.1 · 0.75, mean 0.9625: equal rewards teach now, and are not filtered
     np.testing.assert_allclose(found[0, 0], [-0.1125, 0, -0.1125, 0.1125, 0.1125, 0], rtol=1e-6)
     assert not objective.contrasts
@@ -102,7 +102,7 @@ def test_a_divergence_in_the_reward_is_taken_from_an_answer_before_its_group_is_
 def test_the_return_of_a_token_has_the_divergence_from_it_on(whiten):
     objective = objective_of(advantage='reward', kl_coefficient=0.1, kl_estimator='k1', kl_in='reward', whiten=whiten)
     groups = [group([1], [[2, 3, 4], [5, 6]], [1.0, 0.0])]
-    (found,) = objective.token_advantages(groups, [two_answers()], [{REFERENCE: REF}])
+    ((found, _),) = objective.token_advantages(groups, [two_answers()], [{REFERENCE: REF}])
     returns = np.array([1 - 0.15, 1 - 0.1, 0.075, -0.025])
     expected = returns if whiten == 'none' else (returns - returns.mean()) / returns.std(ddof=1)
     np.testing.assert_allclose(found[0, 0][two_answers().loss_mask[0, 0]], expected, rtol=1e-5)
@@ -146,3 +146,16 @@ def test_the_update_does_not_depend_on_packing_or_program_and_compiles_nothing_l
     other = {'accumulate': 'scan', 'rows_per_microbatch': 2, 'packing': 'ordinary', 'max_microbatches': 8}
     _, found = _change(learner_of(choices=choices, **other))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), found, expected)
+
+
+@pytest.mark.parametrize(
+    'choices',
+    [
+        {'advantage': 'optimal_baseline'},
+        {'advantage': 'group', 'kl_coefficient': 0.1, 'kl_in': 'reward'},
+        {'advantage': 'gae', 'whiten': 'batch'},
+    ],
+    ids=['optimal_baseline', 'kl', 'gae'],
+)
+def test_an_update_without_a_group_has_no_advantages(choices):
+    assert objective_of(**choices).token_advantages([], [], []) == []
