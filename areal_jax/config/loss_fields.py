@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from areal_jax.config.fields import Choice, ChoiceOrOwn, Field, Integer, Options, Real, Text
 from areal_jax.config.objectives import OBJECTIVES
-from areal_jax.config.ranges import COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO
+from areal_jax.config.ranges import COUNT_OR_OFF, DECAY, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO
 
 OF_METHOD = ''  # a choice that loss.objective makes
 
@@ -105,11 +105,19 @@ LOSS_FIELDS: Mapping[str, Field] = {
     'reward_clip': Real(None, POSITIVE, 'rewards lie between -this and this, after the scale; None = any'),
     'overlong_tokens': Integer(None, COUNT_OR_OFF, 'penalty over the last so many of rollout.max_new_tokens; 0 = off'),
     'overlong_penalty': Real(1.0, POSITIVE, 'of an answer of rollout.max_new_tokens'),
-    'entropy_coefficient': Real(0.0, NOT_NEGATIVE, 'above 0 rewards entropy'),
+    'entropy_coefficient': Real(None, NOT_NEGATIVE, 'above 0 rewards entropy'),
+    'entropy_clamp': Real(None, DECAY, 'share of the vocabulary, its least likely tokens, that it leaves out'),
     'kl_coefficient': Real(None, NOT_NEGATIVE, 'above 0 keeps the policy near loss.reference'),
-    'kl_estimator': Choice('k3', ('k1', 'k2', 'k3'), 'of that divergence'),
+    'kl_estimator': Choice(
+        'k3', ('k1', 'k2', 'k3', 'unbiased'), 'of that divergence; unbiased: also on tokens of older weights'
+    ),
     'kl_in': Choice('loss', ('loss', 'reward'), 'where it counts; reward: that of the policy that drew the answers'),
     'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
+    'divergence': Choice(
+        'sampled',
+        ('sampled', 'reverse', 'forward'),
+        'distillation: reverse KL on sampled tokens; or reverse or forward KL over the whole vocabulary',
+    ),
     'teacher': Text('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
     'reference': Text('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip

@@ -98,6 +98,7 @@ OTHER_NAMES: Mapping[str, str] = {
     'loss.value_clip': 'cliprange_value value_clip_range eps_clip_value',
     'loss.aggregation': 'loss_agg_mode loss_reduction',
     'loss.entropy_coefficient': 'entropy entropy_coeff entropy_coef ent_coef entropy_bonus entropy_loss_coef',
+    'loss.entropy_clamp': 'clamp_p',
     'loss.kl_coefficient': 'kl beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_ctl kl_penalty kl_weight kl_beta '
     'use_kl_loss kl_ctrl',
     'loss.kl_estimator': 'kl_loss_type kl_type kl_penalty_type',

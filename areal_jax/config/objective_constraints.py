@@ -55,6 +55,11 @@ def find_objective_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from _regression_problems(ours)
     yield from _advantage_problems(ours)
     yield from _bound_problems(ours)
+    if ours.get('kl_coefficient') and c.loss.kl_in == 'reward' and c.loss.kl_estimator == 'unbiased':
+        yield (
+            "loss.kl_estimator='unbiased' with loss.kl_in='reward': no gradient flows through a reward, in which the "
+            "divergence is that of the policy that drew the answers; use 'k1' or 'k3', or loss.kl_in='loss'"
+        )
 
 
 def find_objective_warnings(c: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ Choices: TypeAlias = Mapping[str, Any]  # fields of the section `loss`, by name
 BASE: Choices = {field.name: field.default for field in dataclasses.fields(PolicyChoices)}
 AXES = (
     *('ratio', 'surrogate', 'correction', 'veto', 'gate', 'advantage', 'whiten', 'aggregation'),
-    *('kl_coefficient', 'overlong_tokens'),
+    *('entropy_coefficient', 'kl_coefficient', 'overlong_tokens'),
 )
 # the fields that a choice reads
 _READS: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
@@ -47,6 +47,7 @@ _READS: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
     'advantage': {'group': ('deviation',), 'optimal_value': ('oapl_value_beta',)}
     | {'gae': ('discount', 'gae_lambda', 'truncated_value', 'value_clip')},
 }
+_READS_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {'entropy_coefficient': ('entropy_clamp',)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +163,11 @@ _OBJECTIVES = (
         | {'aggregation': 'sequence_mean'},
         'arXiv 2602.19362',
     ),
+    ObjectiveKind(
+        'aent',
+        _NO_CORRECTION | _GROUP | {'entropy_coefficient': 2e-4, 'entropy_clamp': 0.3},
+        'AEnt, arXiv 2509.03493, with a fixed coefficient',
+    ),
     DISTILLATION,
     ObjectiveKind(
         'vcpo',
@@ -227,7 +233,7 @@ def select_used(pick: Callable[[str], Any]) -> dict[str, Any]:
     def choose(name: str) -> Iterator[tuple[str, Any]]:
         value = pick(name)
         yield name, value
-        for read in _READS.get(name, {}).get(value, ()):
+        for read in (*_READS.get(name, {}).get(value, ()), *(_READS_ABOVE_ZERO.get(name, ()) if value else ())):
             yield from choose(read)
 
     return {name: value for axis in AXES for name, value in choose(axis)}

@@ -46,6 +46,7 @@ class PolicyChoices:
     aggregation: str = 'token_mean'  # see aggregation.py
     length_constant: int = 1
     entropy_coefficient: float = 0.0
+    entropy_clamp: float = 0.0  # share of the vocabulary that this entropy leaves out
     kl_coefficient: float = 0.0
     kl_estimator: str = 'k3'
     kl_in: str = 'loss'  # | 'reward'

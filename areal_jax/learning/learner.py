@@ -94,10 +94,10 @@ class SpmdLearner:
         params = params if critic is None else {**params, trees.CRITIC: critic}
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
-        make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate)
+        self._teacher, *read = place_teacher(teacher, decoder.config, mesh, settings, optimizer, self.packing)
+        make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate, *read)
         self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
-        self._teacher = place_teacher(teacher, mesh, settings, optimizer, self.packing)
         self._declared = self._declare()
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes

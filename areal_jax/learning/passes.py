@@ -46,9 +46,12 @@ class Passes:
         settings: LearnerSettings,
         mesh: Mesh,
         learning_rate: float,
+        teacher: Tree = None,
     ):
+        """`teacher`: the weights of one that a step itself reads."""
         self._layout, self._programs, self._settings = layout, programs, settings
         self._mesh, self._learning_rate = mesh, learning_rate
+        self._beside = {} if teacher is None else {'teacher': teacher}
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
@@ -203,7 +206,7 @@ class Passes:
             temperature=self._settings.temperature,
             weights_are_proximal=first,
         )
-        return place(scalars, replicated(self._mesh))
+        return place(scalars, replicated(self._mesh)) | self._beside
 
     def _rate(self, factor: float = 1.0) -> jax.Array:
         return place(np.float32(self._learning_rate * factor), replicated(self._mesh))

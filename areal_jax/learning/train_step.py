@@ -31,6 +31,7 @@ from areal_jax.learning.objective.proximal import recomputed_logprobs
 from areal_jax.learning.objective.sums import find_starts, masked_sum
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.vocabulary_statistics import TeacherForm, read_teacher, vocabulary_statistics
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
@@ -39,7 +40,8 @@ from areal_jax.sharding.rules import replicated
 from areal_jax.sharding.shares import Shares
 from areal_jax.types import PackedBatch, Tree
 
-Scalars = Mapping[str, jax.Array]  # what differs from call to call, see `training_scalars`
+# what differs from call to call, see `training_scalars`; and 'teacher', the weights of one that a step itself reads
+Scalars = Mapping[str, Tree]
 _Metrics = dict[str, jax.Array]
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
@@ -124,6 +126,7 @@ class Programs:
     shares: Shares | None = dataclasses.field(default=None, compare=False)
     # paths of the trained leaves, where a learner trains in blocks; the fields above give them otherwise
     trained: tuple[str, ...] | None = None
+    teacher: TeacherForm | None = None  # whom a step itself reads
 
     def copy(self) -> jax.stages.Wrapped:
         """params -> the same values in buffers of their own."""
@@ -287,6 +290,11 @@ class Programs:
             states = scale_gradient(states, critic.trunk_gradient)
         return score_states(own[VALUE_HEAD], states)
 
+    def _statistics(self, weights: Tree, states: jax.Array, rows: Rows, scalars: Scalars) -> dict[str, jax.Array]:
+        teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
+        objective, head = self.settings.objective, self.decoder.head(weights)
+        return vocabulary_statistics(objective, states, head, scalars['temperature'], self.mesh, teacher)
+
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
         def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
             loss, rest = self._loss(working, frozen, rows, scalars)
@@ -299,14 +307,23 @@ class Programs:
         self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
     ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
         """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
-        policy_logprobs, entropy, values = self._scored(working, frozen, rows, scalars)
-        tokens = self._tokens(policy_logprobs, entropy, values, rows, scalars)
+        weights = trees.join(working, frozen)
+        states = self._states(self.decoder, weights, rows)
+        policy_logprobs, entropy = self._score_targets(weights, states, rows, scalars)
+        values, statistics = self._values(weights, states, rows), self._statistics(weights, states, rows, scalars)
+        tokens = self._tokens(policy_logprobs, entropy, values, statistics, rows, scalars)
         loss, metrics = require_loss(self.settings.objective, tokens)
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
 
     def _tokens(
-        self, policy_logprobs: jax.Array, entropy: jax.Array, values: jax.Array | None, rows: Rows, scalars: Scalars
+        self,
+        policy_logprobs: jax.Array,
+        entropy: jax.Array,
+        values: jax.Array | None,
+        statistics: Mapping[str, jax.Array],
+        rows: Rows,
+        scalars: Scalars,
     ) -> LossTokens:
         objective = self.settings.objective
         known = {name: rows[name] for name in objective.prepares}
@@ -325,5 +342,6 @@ class Programs:
             version=scalars['version'],
             known=known,
             values=values,
+            statistics=statistics,
             **{name: rows[name] for name in _LOSS_FIELDS},
         )

@@ -16,6 +16,7 @@ from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import Programs
+from areal_jax.learning.vocabulary_statistics import TeacherForm
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.learning.weights.trained_leaves import Params, Trainable
@@ -38,6 +39,8 @@ class PartMaker:
     optimizer: Optimizer
     layout: RowLayout
     learning_rate: float
+    teacher: TeacherForm | None = None  # whom a step itself reads, and its weights on the mesh
+    teacher_weights: Tree = None
 
     def make(self, params: Params, trains: Trainable, *, block: int | None = None) -> TrainedPart:
         """The part that trains the leaves of `params` (arrays or descriptions) for whose paths `trains` is true.
@@ -46,7 +49,9 @@ class PartMaker:
         """
         trained, frozen = trees.split(params, trains)
         programs = CompiledPrograms(self._define(trained, frozen, block))
-        passes = Passes(self.layout, programs, self.settings, self.mesh, self.learning_rate)
+        passes = Passes(
+            self.layout, programs, self.settings, self.mesh, self.learning_rate, teacher=self.teacher_weights
+        )
         return TrainedPart(
             trains, programs, passes, describe_state(trained, frozen, self.settings, programs.definitions), block
         )
@@ -72,6 +77,7 @@ class PartMaker:
             mesh,
             attention=self.layout.attention,
             trained=None if block is None else tuple(_paths(trained)),
+            teacher=self.teacher,
             params=cut(trained),
             frozen=cut(frozen),
             state=self.optimizer.shardings(trained, cut(trained), replicated(mesh)),

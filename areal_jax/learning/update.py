@@ -150,7 +150,7 @@ def _known_tokens(
 def _compare(
     passes: Passes, state: LearnerState, batch: PackedBatch, version: int, teacher: Teacher | None
 ) -> np.ndarray | None:
-    if teacher is not None:
+    if teacher is not None and teacher.gives_logprobs:
         return teacher.logprobs(batch, version)
     return None if state.reference is None else passes.logprobs(state.reference, state.frozen, batch, version)
 

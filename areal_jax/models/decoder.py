@@ -20,12 +20,13 @@ from areal_jax.models import initial, native_layers
 from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.layers import FORMS, stack_layers
-from areal_jax.models.logprobs import BlockSums, Ranking, effective_temperature, rank_tokens
+from areal_jax.models.logprobs import BlockSums, Ranking, rank_tokens
 from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import KeysAndValues, Read
 from areal_jax.models.quantized import QUANTIZED, Quantized, rank_logits
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.vocabulary_tiles import effective_temperature
 from areal_jax.models.weights import Params, at_layer, map_matrices, nest, weight_table
 from areal_jax.types import Tree
 

@@ -6,27 +6,34 @@ Shapes: N tokens whose log-probs are taken, d model width, V vocabulary, t devic
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
+
+from areal_jax.models.vocabulary_tiles import (
+    LOWEST,
+    Index,
+    choose_chunk,
+    effective_temperature,
+    fold_tiles,
+    over_mesh,
+    pull_back,
+    scale_logits,
+    shift_sums,
+    tile_logits,
+)
 
 # vocabulary entries per block: about the square root of a large vocabulary; native/vocabulary.h has the same
 VOCABULARY_BLOCK = 256
-_TILE_BYTES = 2**25  # size of one tile of float32 logits
-_LEAST_CHUNK = 2048  # vocabulary entries per tile: smaller tiles read and write the sum of d_hidden too often
-_LOWEST = -1e30  # below every logit, and finite because 0 * -inf is NaN
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 _Ranks = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # top, total, chosen, values, ids
 _Saved = tuple[jax.Array, ...]  # hidden, head, targets, temperature, log-sum-exp, entropy
-_Index = jax.Array | int
 TokenFunction = Callable[..., tuple[jax.Array, jax.Array]]  # token_logprobs, token_collisions
-_State = TypeVar('_State', bound=tuple[jax.Array, ...])
 
 
 class BlockSums(NamedTuple):
@@ -69,17 +76,6 @@ def sum_blocks(z: jax.Array) -> BlockSums:
     return BlockSums(jnp.max(blocked, axis=1), jax.nn.logsumexp(blocked, axis=1))
 
 
-def scale_logits(logits: jax.Array, temperature: ArrayLike) -> jax.Array:
-    """logits / temperature in float32: the logits of the policy, whose softmax it is."""
-    return logits.astype(jnp.float32) / effective_temperature(temperature)[..., None]
-
-
-def effective_temperature(temperature: ArrayLike) -> jax.Array:
-    """float32; 0 (greedy) counts as 1."""
-    temperature = jnp.asarray(temperature, jnp.float32)
-    return jnp.where(temperature > 0, temperature, 1.0)
-
-
 def token_logprobs(
     hidden: jax.Array,
     head: jax.Array,
@@ -103,10 +99,8 @@ def token_logprobs(
     psum when it is differentiated from outside and neither `hidden` nor the outputs are sharded over the axis.
     check_vma=True refuses to differentiate.
     """
-    if chunk is None:
-        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
-    return _token_logprobs(hidden, head, targets, temperature, min(chunk, len(head)), axis_name)
+    return _token_logprobs(hidden, head, targets, temperature, choose_chunk(chunk, len(targets), len(head)), axis_name)
 
 
 def rank_tokens(
@@ -116,13 +110,11 @@ def rank_tokens(
 
     If `ids` contains a target, the two log-probs are equal bit for bit. Other arguments: see `token_logprobs`.
     """
-    if chunk is None:
-        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
 
-    def fold(state: _Ranks, columns: jax.Array, first: _Index) -> _Ranks:
+    def fold(state: _Ranks, columns: jax.Array, first: Index) -> _Ranks:
         top, total, chosen, values, ids = state
-        z = _logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature)
         new_top = jnp.maximum(top, z.max(axis=-1))
         total = total * jnp.exp(top - new_top) + jnp.exp(z - new_top[:, None]).sum(axis=-1)
         column = targets - first
@@ -136,8 +128,8 @@ def rank_tokens(
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     shape = (len(targets), most)
-    state = (zeros + _LOWEST, zeros, zeros, jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.int32))
-    top, total, chosen, values, ids = _fold_tiles(fold, state, head, min(chunk, len(head)))
+    state = (zeros + LOWEST, zeros, zeros, jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.int32))
+    top, total, chosen, values, ids = fold_tiles(fold, state, head, choose_chunk(chunk, len(targets), len(head)))
     lse = top + jnp.log(total)
     return Ranking(chosen - lse, ids, values - lse[:, None])
 
@@ -155,14 +147,12 @@ def token_collisions(
 
     Arguments, also inside `jax.shard_map`, and what NaN does: see `token_logprobs`.
     """
-    if chunk is None:
-        chunk = max(_TILE_BYTES // (4 * len(targets)) // 128 * 128, _LEAST_CHUNK)
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
     local_targets = targets - _first_row(head, axis_name)
 
-    def fold(state: _Sums, columns: jax.Array, first: _Index) -> _Sums:
+    def fold(state: _Sums, columns: jax.Array, first: Index) -> _Sums:
         top, total, squares, chosen = state  # largest z; sums of e^(z - top) and e^2(z - top); z of the target
-        z = _logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature)
         new_top = jnp.maximum(top, z.max(axis=-1))
         weights, down = jnp.exp(z - new_top[:, None]), jnp.exp(top - new_top)
         column = local_targets - first
@@ -172,7 +162,7 @@ def token_collisions(
         return new_top, total, squares, jnp.where(inside, found, chosen)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    state = _fold_tiles(fold, (zeros + _LOWEST, zeros, zeros, zeros), head, min(chunk, len(head)))
+    state = fold_tiles(fold, (zeros + LOWEST, zeros, zeros, zeros), head, choose_chunk(chunk, len(targets), len(head)))
     top, total, squares, chosen = state
     if axis_name is not None:
         highest = jax.lax.pmax(top, axis_name)
@@ -202,23 +192,13 @@ def sharded_token_logprobs(
 
     Raises ValueError if N or V is not a multiple of the number of devices over which it is sharded.
     """
-    token_shards = math.prod(mesh.shape[axis] for axis in token_axes)
-    for name, size, axes, shards in (
-        ('tokens', len(targets), tuple(token_axes), token_shards),
-        ('rows of the head (the vocabulary)', len(head), (vocab_axis,), mesh.shape[vocab_axis]),
-    ):
-        if size % shards:
-            axis_sizes = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)
-            raise ValueError(f'{size} {name} do not divide over {axis_sizes}: pad them or change the mesh')
-    by_token = PartitionSpec(tuple(token_axes))
-    local = jax.shard_map(
-        functools.partial(compute, chunk=chunk, axis_name=vocab_axis),
-        mesh=mesh,
-        in_specs=(by_token, PartitionSpec(vocab_axis), by_token, by_token),
-        out_specs=by_token,
-        check_vma=False,
-    )
-    return local(hidden, head, targets, jnp.broadcast_to(effective_temperature(temperature), targets.shape))
+
+    def local(tokens: tuple[jax.Array, ...], heads: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return compute(tokens[0], heads[0], *tokens[1:], chunk=chunk, axis_name=vocab_axis)
+
+    temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
+    tokens = (hidden, targets, temperature)
+    return over_mesh(local, tokens, (head,), mesh=mesh, token_axes=token_axes, vocab_axis=vocab_axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -233,13 +213,13 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], _Saved]:
     local_targets = targets - _first_row(head, axis_name)
 
-    def fold(state: _Sums, columns: jax.Array, first: _Index) -> _Sums:
+    def fold(state: _Sums, columns: jax.Array, first: Index) -> _Sums:
         top, total, moment, chosen = state  # largest z; sums of e^(z - top) and (z - top) e^(z - top); z of the target
-        z = _logits(hidden, columns, temperature)
+        z = tile_logits(hidden, columns, temperature)
         new_top = jnp.maximum(top, z.max(axis=-1))
         shifted = z - new_top[:, None]
         weights = jnp.exp(shifted)
-        total, moment = _shift(total, moment, top - new_top)
+        total, moment = shift_sums(total, moment, top - new_top)
         column = local_targets - first
         inside = (column >= 0) & (column < len(columns))
         found = jnp.take_along_axis(z, jnp.where(inside, column, 0)[:, None], axis=-1)[:, 0]
@@ -247,11 +227,11 @@ def _forward(
         return new_top, total + weights.sum(axis=-1), moment, jnp.where(inside, found, chosen)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    top, total, moment, chosen = _fold_tiles(fold, (zeros + _LOWEST, zeros, zeros, zeros), head, chunk)
+    top, total, moment, chosen = fold_tiles(fold, (zeros + LOWEST, zeros, zeros, zeros), head, chunk)
     if axis_name is not None:
         # pmax may drop a NaN; the sums carry it to every device
         highest = jax.lax.pmax(top, axis_name)
-        total, moment, chosen = jax.lax.psum((*_shift(total, moment, top - highest), chosen), axis_name)
+        total, moment, chosen = jax.lax.psum((*shift_sums(total, moment, top - highest), chosen), axis_name)
         top = highest
     lse = top + jnp.log(total)
     entropy = jnp.log(total) - moment / total  # lse - mean of z, but without subtracting two large numbers
@@ -267,57 +247,19 @@ def _backward(
     d_logprob, d_entropy = (g[:, None] for g in gradients)
     local_targets = targets - _first_row(head, axis_name)
 
-    def fold(state: tuple[jax.Array, jax.Array], columns: jax.Array, first: _Index) -> tuple[jax.Array, jax.Array]:
+    def slopes(columns: tuple[jax.Array, ...], first: Index) -> jax.Array:
         # d log p_t / dz_j = [j = t] - p_j      dH / dz_j = -p_j (log p_j + H)
-        d_hidden, d_head = state
-        log_p = _logits(hidden, columns, temperature) - lse[:, None]
-        is_target = first + jnp.arange(len(columns)) == local_targets[:, None]
+        log_p = tile_logits(hidden, columns[0], temperature) - lse[:, None]
+        is_target = first + jnp.arange(len(columns[0])) == local_targets[:, None]
         d_z = -jnp.exp(log_p) * (d_logprob + d_entropy * (log_p + entropy[:, None]))
-        d_logits = ((d_z + jnp.where(is_target, d_logprob, 0.0)) / temperature[:, None]).astype(hidden.dtype)
-        d_hidden = d_hidden + _product('nv,vd->nd', d_logits, columns)
-        d_columns = _product('nv,nd->vd', d_logits, hidden).astype(head.dtype)
-        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_columns, first, 0)
+        return d_z + jnp.where(is_target, d_logprob, 0.0)
 
-    start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head))
-    d_hidden, d_head = _fold_tiles(fold, start, head, chunk)
-    return d_hidden.astype(hidden.dtype), d_head, None, None
+    return *pull_back(slopes, hidden, (head,), temperature, chunk), None, None
 
 
 _token_logprobs.defvjp(_forward, _backward)
 
 
-def _first_row(head: jax.Array, axis_name: str | None) -> _Index:
+def _first_row(head: jax.Array, axis_name: str | None) -> Index:
     """Index in the whole vocabulary of the first row of this device's slice."""
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * len(head)
-
-
-def _shift(total: jax.Array, moment: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of e^x and x e^x after adding `by` to every x."""
-    return jnp.exp(by) * total, jnp.exp(by) * (moment + total * by)
-
-
-def _fold_tiles(
-    fold: Callable[[_State, jax.Array, _Index], _State], state: _State, head: jax.Array, chunk: int
-) -> _State:
-    """Folds `chunk` rows of `head` at a time into the state, in a loop, then the rest.
-
-    The rest is a smaller tile of its own instead of a padded one: padding with -inf gives NaN, with zeros a wrong sum.
-    A loop instead of an unrolled program, in which XLA would keep all tiles in memory at once.
-    """
-    if chunk == len(head):
-        return fold(state, head, 0)
-    whole = len(head) // chunk
-
-    def tile(index: jax.Array, state: _State) -> _State:
-        return fold(state, jax.lax.dynamic_slice_in_dim(head, index * chunk, chunk), index * chunk)
-
-    state = jax.lax.fori_loop(0, whole, tile, state)
-    return fold(state, head[whole * chunk :], whole * chunk) if len(head) % chunk else state
-
-
-def _logits(hidden: jax.Array, columns: jax.Array, temperature: jax.Array) -> jax.Array:
-    return scale_logits(_product('nd,vd->nv', hidden, columns), temperature)
-
-
-def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from areal_jax.models.activations import Activations, Rows
-from areal_jax.models.logprobs import Ranking, scale_logits
+from areal_jax.models.logprobs import Ranking
+from areal_jax.models.vocabulary_tiles import scale_logits
 from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import BYTE_GROUP, BYTE_ROWS, host_view, pack_bytes
 

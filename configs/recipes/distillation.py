@@ -3,6 +3,7 @@
     areal-train --config=recipes/distillation --config.loss.teacher=TEACHER --workdir=runs/student
 
 TEACHER is a Hugging Face directory with the vocabulary of the model, here SmolLM2-135M-Instruct, and of any size.
+--config.loss.divergence=reverse, or forward, compares whole distributions instead of sampled tokens.
 `:tiny`, in a minute: the teacher is the export of configs/sft_tiny.py, and a drawn model of the same size the student.
 
     areal-train --config=configs/sft_tiny.py --workdir=runs/sft_tiny

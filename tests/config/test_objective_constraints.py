@@ -45,6 +45,11 @@ REFUSED = [
         )
         for surrogate in ('clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic')
     ),
+    (
+        {'loss.kl_coefficient': 0.1, 'loss.kl_in': 'reward', 'loss.kl_estimator': 'unbiased'},
+        "loss.kl_estimator='unbiased' with loss.kl_in='reward': no gradient flows through a reward",
+        "use 'k1' or 'k3', or loss.kl_in='loss'",
+    ),
     ({'loss.surrogate': 'reinforce'}, "loss.surrogate='reinforce' reads no ratio, and loss.ratio='token'", "'none'"),
     (
         {'loss.objective': 'dg', 'loss.ratio': 'token'},

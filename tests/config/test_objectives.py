@@ -64,6 +64,13 @@ def test_a_combination_has_the_fields_that_its_choices_read():
     assert 'delight_share' in resolve(loss(objective='dg', delight_gate='kondo'))
 
 
+def test_an_entropy_is_clamped_only_where_it_counts():
+    aent = resolve(loss(objective='aent'))
+    assert (aent['entropy_coefficient'], aent['entropy_clamp']) == (2e-4, 0.3)
+    assert resolve(loss(objective='aent', entropy_clamp=0.0))['entropy_clamp'] == 0.0
+    assert 'entropy_clamp' not in resolve(loss(entropy_clamp=0.3))
+
+
 def test_an_unknown_method_is_refused_with_those_there_are():
     with pytest.raises(
         ConfigError, match=r"loss\.objective='vtrace' is not known; use one of decoupled_ppo, .*FUNCTION"

@@ -13,7 +13,14 @@ import pytest
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.critic import VALUE_HEAD
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import LossTokens, Objective
+from areal_jax.learning.objective.objective import (
+    CLAMPED_ENTROPY,
+    FORWARD_KL,
+    REVERSE_KL,
+    STATISTICS,
+    LossTokens,
+    Objective,
+)
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import CriticSettings
@@ -51,6 +58,8 @@ OBJECTIVES = {
     'critic': {'advantage': 'gae', 'discount': 0.95, 'gae_lambda': 0.9, 'value_clip': 0.2, 'aggregation': 'token_mean'},
     'bernoulli': _DELIGHT | {'delight_gate': 'bernoulli', 'seed': 3},
 }
+_TEACHER = tiny_decoder(n_layers=2)
+_TEACHER_PARAMS = _TEACHER.init(seed=4, scale=2.0)
 ALONE = {
     'packing': 'ordinary',
     'row_tokens': 16,
@@ -65,6 +74,22 @@ FORMS = {
     'context=2': _ROWS | {'rows_per_microbatch': 2, 'mesh': {'context': 2}},
 }
 _FAST = 'context=2 scan'
+_STATISTICS = 'over the vocabulary'
+
+
+@dataclasses.dataclass(frozen=True)
+class AllStatistics(Objective):
+    """Of whole distributions, those of a teacher of another shape too."""
+
+    entropy_clamp: float = 0.3
+    reads: frozenset[str] = STATISTICS
+
+    def loss(self, tokens: LossTokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+        reverse, forward, entropy = (tokens.statistic(name) for name in (REVERSE_KL, FORWARD_KL, CLAMPED_ENTROPY))
+        return tokens.mean(reverse + 0.3 * forward - 0.5 * entropy), {'kept_sum': tokens.total(entropy)}
+
+    def metrics(self, merged: dict[str, float]) -> dict[str, float]:
+        return {'loss/kept': merged['kept_sum'], 'loss/all': merged['entropy_sum']}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +112,7 @@ def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[
         optimizer = add_critic_optimizer(_SGD, _RATE)
     learner = SpmdLearner(
         _DECODER, _PARAMS, make_mesh(**mesh), optimizer=optimizer, learning_rate=_RATE,
-        settings=learner_settings(objective=objective, **settings), **given,
+        settings=learner_settings(objective=objective, **settings), teacher=(_TEACHER, _TEACHER_PARAMS), **given,
     )  # fmt: skip
     loss = learner.update(GROUPS, version=2)['loss/value']
     before = _PARAMS | ({CRITIC: given['critic']} if given else {})
@@ -98,7 +123,11 @@ def updated(objective: Objective, form: dict[str, object]) -> tuple[float, dict[
 
 @functools.cache
 def alone(name: str) -> tuple[float, dict[str, np.ndarray]]:
-    return updated(PolicyObjective(PolicyChoices(**OBJECTIVES[name])), ALONE)
+    return updated(objective_of(name), ALONE)
+
+
+def objective_of(name: str) -> Objective:
+    return AllStatistics() if name == _STATISTICS else PolicyObjective(PolicyChoices(**OBJECTIVES[name]))
 
 
 def assert_same(found: tuple, expected: tuple) -> None:
@@ -110,13 +139,12 @@ def assert_same(found: tuple, expected: tuple) -> None:
         assert np.linalg.norm(gradient[path] - leaf) <= 1e-4 * np.linalg.norm(leaf), path
 
 
-@pytest.mark.parametrize('name', OBJECTIVES)
+@pytest.mark.parametrize('name', [*OBJECTIVES, _STATISTICS])
 @pytest.mark.parametrize(
     'form', [pytest.param(form, marks=() if form == _FAST else pytest.mark.slow) for form in FORMS]
 )
 def test_an_objective_does_not_depend_on_its_rows(name, form):
-    objective = PolicyObjective(PolicyChoices(**OBJECTIVES[name]))
-    assert_same(updated(objective, FORMS[form]), alone(name))
+    assert_same(updated(objective_of(name), FORMS[form]), alone(name))
 
 
 @pytest.mark.parametrize('form', ['shared prompts', pytest.param(_FAST, marks=pytest.mark.slow)])

@@ -24,7 +24,7 @@ from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.critic import VALUE_HEAD, make_value_head
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import REFERENCE, TEACHER
+from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
@@ -65,7 +65,7 @@ def build_reference(config: TrackedConfig, model: Model, settings: LearnerSettin
 
 def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings) -> tuple[Decoder, Params] | None:
     """Decoder and weights of loss.teacher, whose architecture may be another one; None where nothing reads it."""
-    if TEACHER not in settings.objective.reads or not config.loss.teacher:
+    if not settings.objective.reads & FROM_TEACHER or not config.loss.teacher:
         return None
     given = read_given_model(config, 'loss.teacher', model)
     return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.dtype)

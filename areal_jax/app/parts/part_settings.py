@@ -182,7 +182,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
 
 def build_objective(config: TrackedConfig) -> Objective:
     """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
-    from areal_jax.learning.objective.distillation import SampledDistillation
+    from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
     from areal_jax.learning.objective.likelihood import Likelihood
     from areal_jax.learning.objective.own_objective import load_objective
     from areal_jax.learning.objective.policy_objective import PolicyObjective
@@ -198,7 +198,10 @@ def build_objective(config: TrackedConfig) -> Objective:
         return DirectPreference(loss.dpo_beta)
     if kind.teacher:
         length = (loss.length_constant or config.rollout.max_new_tokens) if loss.aggregation == 'constant' else 1
-        return SampledDistillation(loss.behavior_weight_cap, loss.aggregation or 'token_mean', length)
+        summed = (loss.aggregation or 'token_mean', length)
+        if loss.divergence != 'sampled':
+            return VocabularyDistillation(loss.divergence, *summed)
+        return SampledDistillation(loss.behavior_weight_cap, *summed)
     if not kind.generates:
         return Likelihood(loss.aggregation or 'token_mean')
     return PolicyObjective(build_choices(config))
@@ -217,7 +220,6 @@ def build_choices(config: TrackedConfig) -> PolicyChoices:
         found['seed'] = config.run.seed
     choices = PolicyChoices(
         **found,
-        entropy_coefficient=loss.entropy_coefficient,
         reward_bias=loss.reward_bias,
         reward_scale=loss.reward_scale,
         reward_clip=loss.reward_clip,

@@ -1,4 +1,4 @@
-"""The objective of distillation: the policy samples, and comes nearer to a teacher on its own tokens."""
+"""The objectives of distillation: the policy samples, and comes nearer to a teacher on its own tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.config.declarations import require_allowed
-from areal_jax.learning.objective.objective import TEACHER, LossTokens, Metrics, Objective
+from areal_jax.learning.objective.objective import (
+    DIVERGENCES,
+    FORWARD_KL,
+    REVERSE_KL,
+    TEACHER,
+    LossTokens,
+    Metrics,
+    Objective,
+)
 from areal_jax.learning.objective.ratios import clamp
 
 
@@ -76,3 +84,52 @@ class SampledDistillation(Objective):
     def describe(self) -> str:
         cap = '' if self.behavior_weight_cap is None else f', weights of at most {self.behavior_weight_cap:g}'
         return f'reverse KL to the teacher on sampled tokens{cap}'
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyDistillation(Objective):
+    """A divergence of each next token over the whole vocabulary, with its own gradient; states are those visited.
+
+      L(θ) = Σₜ mₜ uₜ Dₜ / N,   'reverse': D = KL(π_θ ‖ π_teacher)   'forward': D = KL(π_teacher ‖ π_θ)
+
+    Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, section 3: no gradient goes through
+    the sampling of states. D is no estimate from the token that was drawn, so it has no importance weight; states keep
+    the weight with which the policy that sampled visited them. Rewards are not read. `aggregation`: see Objective.
+
+    Raises ConfigError for an unknown divergence.
+    """
+
+    divergence: str = 'reverse'
+    aggregation: str = 'token_mean'
+    length_constant: int = 1
+    reads: ClassVar[frozenset[str]] = DIVERGENCES  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        require_allowed({'loss.divergence': self.divergence})
+
+    def loss(self, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
+        reverse, forward = tokens.statistic(REVERSE_KL), tokens.statistic(FORWARD_KL)
+        moved = clamp(jnp.where(tokens.loss_mask, tokens.policy_logprobs - tokens.behavior_logprobs, 0.0))
+        metrics = {
+            'token_count': tokens.count(),
+            'kl_sum': tokens.total(jnp.expm1(moved) - moved),
+            'teacher_kl_sum': tokens.total(reverse),
+            'teacher_forward_kl_sum': tokens.total(forward),
+        }
+        loss = tokens.mean(forward if self.divergence == 'forward' else reverse)
+        return loss, jax.lax.stop_gradient(metrics)
+
+    def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
+        """Per trained token of the update, nats; nothing for no token. 'loss/teacher_kl' is KL(π_θ ‖ π_teacher)."""
+        n = merged.get('token_count', 0.0)
+        if not n:
+            return {}
+        return {
+            'loss/teacher_kl': merged['teacher_kl_sum'] / n,
+            'loss/teacher_forward_kl': merged['teacher_forward_kl_sum'] / n,
+            'loss/approx_kl': merged['kl_sum'] / n,
+            'loss/entropy': merged['entropy_sum'] / n,
+        }
+
+    def describe(self) -> str:
+        return f'{self.divergence} KL between policy and teacher over the vocabulary'

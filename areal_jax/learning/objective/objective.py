@@ -28,7 +28,14 @@ TEACHER = 'teacher'  # log-probs of loss.teacher; not together with REFERENCE
 POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
 COLLISION = 'collision'  # log Σ π² and log-probs of the weights before the update, for `token_advantages`
 VALUES = 'values'  # of the critic, of the weights before the update; brings POLICY, for `token_advantages`
-INPUTS = frozenset({PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION, VALUES})
+# of each token over the vocabulary, differentiable: see LossTokens.statistic
+REVERSE_KL = 'reverse_kl'  # KL(π_θ ‖ π_teacher); the teacher's pass is a part of each step
+FORWARD_KL = 'forward_kl'  # KL(π_teacher ‖ π_θ)
+CLAMPED_ENTROPY = 'clamped_entropy'  # without the share `entropy_clamp` of the vocabulary
+DIVERGENCES = frozenset({REVERSE_KL, FORWARD_KL})
+STATISTICS = DIVERGENCES | {CLAMPED_ENTROPY}
+FROM_TEACHER = DIVERGENCES | {TEACHER}
+INPUTS = STATISTICS | {PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION, VALUES}
 RETURNS = 'returns'  # what the critic's values are compared with, of `token_advantages`
 
 
@@ -40,7 +47,7 @@ class UndeclaredInputError(UserError):
 class LossTokens:
     """The loss tokens of a micro-batch, [R, N] each, and what their sums are divided by."""
 
-    policy_logprobs: jax.Array  # log π_θ, the only differentiated one beside the entropy
+    policy_logprobs: jax.Array  # log π_θ, the only differentiated one beside entropy and statistics
     entropy: jax.Array  # of the whole distribution
     behavior_logprobs: jax.Array
     advantages: jax.Array
@@ -52,14 +59,15 @@ class LossTokens:
     version: jax.Array  # int scalar, of the weights before the update
     known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
     values: jax.Array | None = None  # of the critic, differentiated; where the objective trains one
+    statistics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # STATISTICS that `reads` names
 
     def read(self, name: str) -> jax.Array:
         """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, VALUES and with it RETURNS, or an array of `prepare`."""
-        if name not in self.known:
-            raise UndeclaredInputError(
-                f'the objective reads {name!r}, which it did not declare: name it in its `reads`, or in `prepares`'
-            )
-        return jax.lax.stop_gradient(self.known[name])
+        return jax.lax.stop_gradient(_require_declared(self.known, name, ', or in `prepares`'))
+
+    def statistic(self, name: str) -> jax.Array:
+        """Differentiable [R, N]: REVERSE_KL, FORWARD_KL or CLAMPED_ENTROPY, at the temperature of training."""
+        return _require_declared(self.statistics, name)
 
     def mean(self, values: jax.Array) -> jax.Array:
         """This micro-batch's part of the mean of the minibatch over the loss tokens: float32 scalar."""
@@ -77,6 +85,14 @@ class LossTokens:
         return self.total(jnp.ones_like(self.policy_logprobs))
 
 
+def _require_declared(arrays: Mapping[str, jax.Array], name: str, otherwise: str = '') -> jax.Array:
+    if name not in arrays:
+        raise UndeclaredInputError(
+            f'the objective reads {name!r}, which it did not declare: name it in its `reads`{otherwise}'
+        )
+    return arrays[name]
+
+
 class TokenAdvantages(NamedTuple):
     """Of the loss tokens of a minibatch, float32 [M, R, N] each."""
 
@@ -91,6 +107,7 @@ class Objective(abc.ABC):
     prepares: tuple[str, ...] = ()  # arrays of `prepare`, float32 [M, R, N]
     aggregation: str = 'token_mean'  # see aggregation.py
     length_constant: int = 1  # of aggregation 'constant'
+    entropy_clamp: float = 0.0  # share of the vocabulary, its least likely tokens, that CLAMPED_ENTROPY leaves out
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
     replaces_advantages: bool = False  # `token_advantages` makes them, after passes before the first step
     keeps_groups: bool = False  # all answers of a group lie in one row

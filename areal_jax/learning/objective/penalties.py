@@ -24,16 +24,19 @@ def kl_penalty(
     token_weights: jax.Array | None = None,
     *,
     estimator: str = 'k3',
+    behavior_logprobs: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean estimate of KL(policy ‖ reference) on tokens of the policy, to be added to the loss with a coefficient.
 
       K(θ) = Σₜ mₜ uₜ kₜ / N,   ℓₜ = log π_θ(aₜ|sₜ) - log π_ref(aₜ|sₜ)
-      'k1': ℓ    'k2': ℓ²/2    'k3': e^-ℓ - 1 + ℓ
+      'k1': ℓ    'k2': ℓ²/2    'k3': e^-ℓ - 1 + ℓ    'unbiased': q (e^-ℓ - 1 + ℓ), q = π_θ / π_behav
 
     Schulman, "Approximating KL Divergence" (2020). The gradients with respect to log π_θ are 1, ℓ and 1 - π_ref/π_θ.
-    That of k1 is zero in expectation, so k1 is no penalty: use it to measure only. ℓ is clamped to ±20 in all three;
-    beyond, the value is constant and the gradient zero. The estimates assume tokens sampled from π_θ; they are not
-    corrected for tokens of older policies.
+    That of k1 is zero in expectation, so k1 is no penalty: use it to measure only. These three assume tokens sampled
+    from π_θ, and are not corrected for tokens of older policies. In 'unbiased' a gradient flows through q too, so that
+    it is q ℓ: over tokens of π_behav its expectation is the gradient of KL(π_θ ‖ π_ref) at the state, as that of k2 is
+    over tokens of π_θ (Tang and Munos, arXiv 2506.09477; DeepSeek-V3.2, arXiv 2512.02556). ℓ and log q are clamped to
+    ±20; beyond, the value is constant and the gradient zero.
 
     Args:
       policy_logprobs: float [...], log π_θ; the only differentiated input.
@@ -42,6 +45,7 @@ def kl_penalty(
       denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
       token_weights: float [...], the weight of each token in the sum; None = 1.
       estimator: see KL_ESTIMATORS.
+      behavior_logprobs: float [...], log π_behav, constant; 'unbiased' alone reads it.
 
     Returns:
       (penalty, metrics), float32; 'reference_kl_sum' is of the estimates without weights. An empty mask gives 0 and
@@ -56,12 +60,18 @@ def kl_penalty(
         for x in (policy_logprobs, jax.lax.stop_gradient(reference_logprobs))
     )
     token_kl = estimate_kl(policy - reference, estimator)
+    if estimator == 'unbiased':
+        assert behavior_logprobs is not None, 'its factor is π_θ / π_behav'
+        behavior = jnp.where(loss_mask, jax.lax.stop_gradient(behavior_logprobs), 0.0)
+        token_kl = token_kl * jnp.exp(clamp(policy - behavior))
     penalty = masked_sum(token_kl, loss_mask, token_weights) / denominator
     return penalty, {'reference_kl_sum': jax.lax.stop_gradient(masked_sum(token_kl, loss_mask))}
 
 
 def estimate_kl(log_ratio: Array, estimator: str) -> Array:
     """k of each token from ℓ = log π - log π_ref of a token that π drew, see `kl_penalty`; numpy and jax alike.
+
+    'unbiased' is k3 here: q is 1.
 
     Raises ValueError for an unknown estimator.
     """

@@ -118,8 +118,9 @@ def finalize_policy_metrics(merged: Mapping[str, float]) -> dict[str, float]:
     if not n:
         return {}
     weight_sum, weight_sq_sum = merged['weight_sum'], merged['weight_sq_sum']
-    reference = {'loss/reference_kl': merged['reference_kl_sum'] / n} if 'reference_kl_sum' in merged else {}
-    return reference | {
+    asked_for = {'loss/reference_kl': 'reference_kl_sum', 'loss/clamped_entropy': 'clamped_entropy_sum'}
+    found = {name: merged[total] / n for name, total in asked_for.items() if total in merged}
+    return found | {
         'loss/clip_fraction': merged['clip_count'] / n,
         'loss/behavior_weight_mean': weight_sum / n,
         'loss/behavior_weight_max': merged['weight_max'],

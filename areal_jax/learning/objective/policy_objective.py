@@ -13,6 +13,7 @@ from areal_jax.config.objectives import describe, select_used
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.advantages import CONTRASTS, Estimator, make_estimator
 from areal_jax.learning.objective.objective import (
+    CLAMPED_ENTROPY,
     COLLISION,
     POLICY,
     PROXIMAL,
@@ -76,11 +77,18 @@ class PolicyObjective(Objective):
         choices = self.choices
         loss, metrics = policy_loss(choices, tokens, self._proximal(tokens))
         if choices.entropy_coefficient:
-            loss = loss - choices.entropy_coefficient * tokens.mean(tokens.entropy)
+            entropy = tokens.statistic(CLAMPED_ENTROPY) if choices.entropy_clamp else tokens.entropy
+            loss = loss - choices.entropy_coefficient * tokens.mean(entropy)
+            if choices.entropy_clamp:
+                metrics = metrics | {'clamped_entropy_sum': jax.lax.stop_gradient(tokens.total(entropy))}
         if choices.kl_coefficient:
             normalizer = (tokens.loss_mask, tokens.denominator, tokens.token_weights)
             penalty, kl_metrics = kl_penalty(
-                tokens.policy_logprobs, tokens.read(REFERENCE), *normalizer, estimator=choices.kl_estimator
+                tokens.policy_logprobs,
+                tokens.read(REFERENCE),
+                *normalizer,
+                estimator=choices.kl_estimator,
+                behavior_logprobs=tokens.behavior_logprobs,
             )
             metrics = metrics | kl_metrics
             if not is_kl_in_reward(choices):
@@ -114,12 +122,14 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
         REFERENCE: bool(choices.kl_coefficient),
         COLLISION: choices.advantage == 'optimal_baseline',
         POLICY: 'gate' in prepares,
+        CLAMPED_ENTROPY: bool(choices.entropy_coefficient and choices.entropy_clamp),
         VALUES: choices.advantage == 'gae',
     }
     alone = choices.whiten == 'none' and not choices.overlong_tokens and not is_kl_in_reward(choices)
     return {
         'reads': frozenset(name for name, is_read in reads.items() if is_read),
         'prepares': prepares,
+        'entropy_clamp': choices.entropy_clamp,
         'aggregation': choices.aggregation,
         'length_constant': choices.length_constant,
         'masks_truncated': choices.truncated_answers == 'masked',

@@ -71,7 +71,7 @@ _REFUSED: Mapping[str, tuple[Value, ...]] = {
     'aggregation': ('token_sum',),
     'advantage': ('gae',),
 }
-_OFF = ('kl_coefficient', 'overlong_tokens')
+_OFF = ('kl_coefficient', 'overlong_tokens', 'entropy_clamp')
 _ALONE = 'train it by itself, with main_train'
 
 

@@ -272,6 +272,7 @@ def _loss(
         denominator=scalars['denominator'],
         version=scalars['version'],
         known=prepared,
+        statistics={},
         **{name: rows[name] for name in ('behavior_logprobs', 'advantages', 'loss_mask', 'policy_versions')},
     )
     loss, sums = policy_loss(choices, tokens, _proximal(constants, tokens, rows, scalars['first']))

@@ -122,10 +122,12 @@ def test_a_reward_model_is_measured_resumed_exported_and_begins_a_critic(tmp_pat
 
 
 @pytest.mark.whole
-def test_two_updates_with_a_teacher(tmp_path):
+@pytest.mark.parametrize('divergence', ['sampled', pytest.param('forward', marks=pytest.mark.slow)])
+def test_two_updates_with_a_teacher(tmp_path, divergence):
     write_start(tmp_path / 'teacher', recipe('distillation', 'tiny', run__seed=7, model__n_layers=1))
     teacher = str(tmp_path / 'teacher')
     config = recipe('distillation', 'tiny', run__steps=2, loss__teacher=teacher, evaluation__problems=0)
+    config.loss.divergence = divergence
     config.run.clock = 'virtual'
     _, report = train(config, tmp_path / 'run')
     lines = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
@@ -159,8 +161,10 @@ def test_the_tiny_recipes_learn_which_answer_is_better(tmp_path, name, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('seed', [1, 2, 3])
-def test_a_student_comes_nearer_to_its_teacher(tmp_path, seed):
+@pytest.mark.parametrize(
+    ('divergence', 'seed'), [('sampled', 1), ('sampled', 2), ('sampled', 3), ('reverse', 1), ('forward', 1)]
+)
+def test_a_student_comes_nearer_to_its_teacher(tmp_path, divergence, seed):
     path = ROOT / 'configs' / 'sft_tiny.py'
     spec = importlib.util.spec_from_file_location('sft_tiny', path)
     module = importlib.util.module_from_spec(spec)
@@ -169,9 +173,10 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path, seed):
     teacher.telemetry.tensorboard = teacher.telemetry.progress = False
     train(teacher, tmp_path / 'teacher')
     export = str(tmp_path / 'teacher' / 'export')
-    train(recipe('distillation', 'tiny', run__seed=seed, loss__teacher=export), tmp_path / 'student')
+    fields = {'run__seed': seed, 'loss__teacher': export, 'loss__divergence': divergence}
+    train(recipe('distillation', 'tiny', **fields), tmp_path / 'student')
     lines = [json.loads(line) for line in (tmp_path / 'student' / 'metrics.jsonl').read_text().splitlines()]
     kl = [line['loss/teacher_kl'] for line in lines]
     first, last = (sum(part) / 10 for part in (kl[:10], kl[-10:]))
-    print(seed, first, last)
+    print(divergence, seed, first, last)
     assert last < first / 2

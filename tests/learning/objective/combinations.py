@@ -34,7 +34,7 @@ def draw_choices(rng: np.random.Generator, scale: float) -> PolicyChoices:
     if surrogate == 'oapl':
         found |= {'ratio': 'sequence', 'ratio_denominator': 'behavior', 'aggregation': 'sequence_mean'}
         return PolicyChoices(**found)
-    found |= {'kl_coefficient': pick(0.0, 0.0, 0.7), 'kl_estimator': pick('k1', 'k2', 'k3')}
+    found |= {'kl_coefficient': pick(0.0, 0.0, 0.7), 'kl_estimator': pick('k1', 'k2', 'k3', 'unbiased')}
     found['ratio'] = {
         'cispo': ('token',), 'reinforce': ('none', 'none', 'token'), 'delight': ('none',), 'topr': ('token', 'sequence')
     }.get(surrogate, ('token', 'token', *_WHOLE))  # fmt: skip

@@ -262,9 +262,14 @@ def divergence(choices, tokens: Tokens, t: Place) -> tuple[float, float, float, 
         'k1': (x, 1.0, abs(x), 1.0),
         'k2': (x * x / 2, x, x * x / 2, abs(x)),
         'k3': (math.exp(-x) - 1 + x, 1 - math.exp(-x), math.exp(-x) + 1 + abs(x), 1 + math.exp(-x)),
-    }[choices.kl_estimator]
+    }[choices.kl_estimator.replace('unbiased', 'k3')]
     if abs(raw) > LIMIT:
         slope = 0.0
+    if choices.kl_estimator == 'unbiased':
+        moved = tokens.policy[t] - tokens.behavior[t]
+        q, through = exp(moved), float(abs(moved) <= LIMIT)
+        slope, slope_size = q * (slope + through * value), q * (slope_size + through * size)
+        value, size = q * value, q * size
     return tuple(choices.kl_coefficient * x for x in (value, slope, size, slope_size))
 
 

@@ -1,6 +1,8 @@
-"""Distillation on sampled tokens: its gradient is that of the divergence, by hand; a teacher of another shape."""
+"""Distillation on sampled tokens and over the vocabulary: gradients are those of the divergence; other shapes teach."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,14 @@ import pytest
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.distillation import SampledDistillation
+from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
+from areal_jax.learning.objective.objective import FORWARD_KL, REVERSE_KL
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
+from tests.models.test_decoder import hidden_of
 
 _MASK = jnp.array([[True, True, True, False]])
 
@@ -78,18 +82,24 @@ _PARAMS = _STUDENT.init(seed=2, scale=2.0)
 _GROUPS = random_groups(5, 5)
 
 
-def make_learner(teacher, **settings):
-    settings = {'row_tokens': 40, 'row_loss_tokens': 24} | settings
-    settings = learner_settings(**settings, objective=SampledDistillation(2.0))
+_OBJECTIVES = [SampledDistillation(2.0), VocabularyDistillation('reverse'), VocabularyDistillation('forward')]
+
+
+def make_learner(teacher, objective=_OBJECTIVES[0], student=_STUDENT, **settings):
+    settings = learner_settings(**{'row_tokens': 40, 'row_loss_tokens': 24} | settings, objective=objective)
     sgd = make_optimizer('sgd', clip_norm=0)
+    params = _PARAMS if student is _STUDENT else student.init(seed=2)
     return SpmdLearner(
-        _STUDENT, _PARAMS, make_mesh(), optimizer=sgd, learning_rate=0.1, settings=settings, teacher=teacher
-    )
+        student, params, make_mesh(), optimizer=sgd, learning_rate=0.1, settings=settings, teacher=teacher
+    )  # fmt: skip
 
 
-def test_a_student_that_is_its_teacher_learns_nothing():
-    learner = make_learner((_STUDENT, _PARAMS))
-    assert learner.update(_GROUPS, 2)['loss/teacher_kl'] == pytest.approx(0, abs=1e-8)
+@pytest.mark.parametrize('objective', _OBJECTIVES[:2], ids=['sampled', 'reverse'])
+def test_a_student_that_is_its_teacher_learns_nothing(objective):
+    learner = make_learner((_STUDENT, _PARAMS), objective)
+    metrics = learner.update(_GROUPS, 2)
+    assert metrics['loss/teacher_kl'] == pytest.approx(0, abs=1e-8)
+    assert metrics['loss/value'] == pytest.approx(0, abs=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), learner.save()['params'], _PARAMS)
 
 
@@ -109,6 +119,67 @@ def test_a_teacher_of_another_architecture_reads_the_same_rows():
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(a - start) + 1e-6
 
 
+def dense(objective, teacher, teacher_params):
+    """The mean divergence of the generated tokens from whole logits, each trajectory in a row of its own."""
+    trajectories = [t for group in _GROUPS for t in group.trajectories]
+    pad = lambda values: np.pad(values, (0, 32 - len(values)))
+    tokens = np.stack([pad(t.tokens) for t in trajectories])
+    mask = np.stack([pad(t.loss_mask) for t in trajectories])
+
+    def logprobs(decoder, params):
+        one = lambda row: decoder.logits(params, hidden_of(decoder, params, row))
+        return jax.nn.log_softmax(jax.vmap(one)(jnp.asarray(tokens)) / _TEMPERATURE)[:, :-1]
+
+    def loss(params):
+        log_p, log_q = logprobs(_STUDENT, params), logprobs(teacher, teacher_params)
+        log_p, log_q = (log_q, log_p) if objective.divergence == 'forward' else (log_p, log_q)
+        divergence = (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+        return jnp.sum(divergence * mask[:, 1:]) / mask.sum()
+
+    return loss
+
+
+_TEMPERATURE = 0.7
+
+
+def test_over_the_vocabulary_the_loss_is_the_mean_of_the_divergence_that_was_chosen():
+    found = {REVERSE_KL: jnp.array([[1.0, 2.0, 6.0, np.nan]]), FORWARD_KL: jnp.array([[4.0, 0.0, 2.0, np.nan]])}
+    policy, behavior = jnp.array([[-1.0, -2.0, -3.0, 0.0]]), jnp.array([[-2.0, -1.0, -9.0, 0.0]])
+    tokens = make_tokens(policy, behavior, jnp.ones((1, 4)), _MASK, jnp.float32(3), token_weights=jnp.ones((1, 4)))
+    tokens = dataclasses.replace(tokens, statistics=found)
+    for objective, expected in zip(_OBJECTIVES[1:], (3.0, 2.0), strict=True):  # whatever the ratios are
+        loss, metrics = objective.loss(tokens)
+        assert float(loss) == expected
+        measured = objective.metrics({name: float(x) for name, x in metrics.items()} | {'entropy_sum': 6.0})
+        assert (measured['loss/teacher_kl'], measured['loss/teacher_forward_kl']) == (3.0, 2.0)
+    with pytest.raises(ConfigError, match=r"loss\.divergence='jeffreys' is not known"):
+        VocabularyDistillation('jeffreys')
+
+
+@pytest.mark.parametrize(
+    'objective', [_OBJECTIVES[1], pytest.param(_OBJECTIVES[2], marks=pytest.mark.slow)], ids=['reverse', 'forward']
+)
+def test_a_step_over_the_vocabulary_is_the_gradient_of_the_divergence(objective):
+    params = _LARGER.init(seed=4, scale=2.0)
+    learner = make_learner((_LARGER, params), objective, temperature=_TEMPERATURE)
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), tree)
+        plain = jax.jit(jax.value_and_grad(dense(objective, _LARGER, wide(params))))
+        value, gradient = jax.device_get(plain(wide(_PARAMS)))
+    programs = learner.warm_up()
+    metrics, found = learner.update(_GROUPS, 2), learner.save()['params']
+    assert learner.warm_up() == programs  # nothing was compiled by the update
+    np.testing.assert_allclose(metrics['loss/value'], value, rtol=1e-5)
+    for after, before, expected in zip(*map(jax.tree.leaves, (found, _PARAMS, gradient)), strict=True):
+        assert np.linalg.norm((before - after) / 0.1 - expected) <= 1e-4 * np.linalg.norm(expected) + 1e-6
+
+
 def test_an_objective_without_its_teacher_is_refused():
     with pytest.raises(ConfigError, match=r'the objective reads a teacher: set loss\.teacher'):
         make_learner(None)
+
+
+def test_a_teacher_over_other_tokens_is_refused():
+    few = Decoder(dataclasses.replace(_STUDENT.config, output_size=5, tie_embeddings=False))
+    with pytest.raises(ConfigError, match=r'loss\.teacher predicts one of 11 tokens, and the model .* one of 5'):
+        make_learner((_LARGER, _LARGER.init(seed=4)), VocabularyDistillation(), student=few)

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.objective import REFERENCE, RETURNS, VALUES, LossTokens
+from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REFERENCE, RETURNS, VALUES, LossTokens
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.packing.packing import empty_batch
 from tests.learning.examples import group
@@ -64,8 +64,9 @@ _AXES = [
     ({'length_constant': 7}, 'aggregation', _TOKEN_SUMS),
     ({'aggregation': 'constant'}, 'length_constant', (2, 4)),
     ({}, 'entropy_coefficient', (0.0, 0.1)),
+    ({'entropy_coefficient': 0.1}, 'entropy_clamp', (0.0, 0.3)),
     ({}, 'kl_coefficient', (0.0, 0.1)),
-    ({'kl_coefficient': 0.1}, 'kl_estimator', ('k1', 'k2', 'k3')),
+    ({'kl_coefficient': 0.1}, 'kl_estimator', ('k1', 'k2', 'k3', 'unbiased')),
 ]  # fmt: skip
 _REWARD_AXES = [
     ({}, 'advantage', ('reward', 'group', 'group_mean', 'rloo', 'max_rl', 'optimal_value', 'length_baseline')),
@@ -106,6 +107,7 @@ def slopes(**choices):
                 advantages=tokens.advantages, loss_mask=tokens.mask, policy_versions=tokens.versions,
                 sequence_starts=starts_of(_IDS), token_weights=weights[0], denominator=np.float32(denominator),
                 version=np.int32(4), known={name: jnp.asarray(x) for name, x in known.items()},
+                statistics={CLAMPED_ENTROPY: 0.9 * entropy},
             )
         )[0]  # fmt: skip
 

@@ -240,14 +240,47 @@ def test_kl_estimates_by_hand(transform, estimator, policy, reference, values, g
     np.testing.assert_allclose(slope, np.multiply(gradient, weights) / 4, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize('estimator', ['k1', 'k2', 'k3'])
+def test_the_unbiased_divergence_by_hand():
+    # q = 1.2, l = log 1.5: k3 = 1/1.5 - 1 + log 1.5 = .072132, times q; its gradient q (1 - 1/1.5) + q k3 = q l
+    policy, reference = jnp.array([-1.0]), jnp.array([-1.0 - np.log(1.5)])
+    behavior = policy - np.log(1.2)
+
+    def penalty(policy, behavior):
+        return kl_penalty(policy, reference, _full(policy), 1.0, estimator='unbiased', behavior_logprobs=behavior)[0]
+
+    value, slopes = jax.value_and_grad(penalty, argnums=(0, 1))(policy, behavior)
+    np.testing.assert_allclose(value, 1.2 * 0.072132, atol=2e-6)
+    np.testing.assert_allclose(slopes[0], 0.486558, atol=1e-6)
+    np.testing.assert_array_equal(slopes[1], 0)
+
+
+def test_the_unbiased_divergence_has_its_gradient_whoever_drew_the_token():
+    rng = np.random.default_rng(0)
+    logits, behavior, reference = rng.normal(size=(3, 7))
+    behavior, reference = jax.nn.log_softmax(behavior), jax.nn.log_softmax(reference)
+
+    def expected(logits):  # over the tokens of the behavior policy
+        policy, weights = jax.nn.log_softmax(logits), jnp.exp(behavior)
+        form = {'estimator': 'unbiased', 'behavior_logprobs': behavior}
+        return kl_penalty(policy, reference, _full(policy), 1.0, weights, **form)[0]
+
+    def divergence(logits):
+        policy = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(policy) * (policy - reference))
+
+    np.testing.assert_allclose(expected(logits), divergence(logits), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(expected)(logits), jax.grad(divergence)(logits), atol=1e-6)
+
+
+@pytest.mark.parametrize('estimator', ['k1', 'k2', 'k3', 'unbiased'])
 @pytest.mark.parametrize('other', [np.nan, np.inf, -np.inf])
 def test_kl_does_not_read_masked_places(estimator, other):
     mask = jnp.array([True, False, True])
     policy, reference, weights = (jnp.array([a, other, b]) for a, b in ((-1.0, -2.0), (-1.5, -1.0), (1.0, 1.0)))
 
     def penalty(policy, reference, mask):
-        return kl_penalty(policy, reference, mask, 2.0, weights[: len(mask)], estimator=estimator)
+        form = {'estimator': estimator, 'behavior_logprobs': reference}
+        return kl_penalty(policy, reference, mask, 2.0, weights[: len(mask)], **form)
 
     found = jax.value_and_grad(penalty, has_aux=True)(policy, reference, mask)
     kept = policy[mask], reference[mask], jnp.ones(2, bool)

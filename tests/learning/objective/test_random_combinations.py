@@ -78,7 +78,7 @@ def test_the_cases_have_every_choice_of_every_axis_and_empty_masks():
         'gate': ('none', 'probability_shift', 'second_moment'),
         'aggregation': ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'prompt_mean', 'token_sum'),
         'delight_gate': ('sigmoid', 'bernoulli', 'kondo', 'additive'),
-        'kl_estimator': ('k1', 'k2', 'k3'),
+        'kl_estimator': ('k1', 'k2', 'k3', 'unbiased'),
     }.items():  # fmt: skip
         assert {value for key, value in counts if key == name} >= set(values)
         assert min(counts[name, value] for value in values) >= 4, name

@@ -28,6 +28,10 @@ from tests.studies.arms.small import make_arm
         ({'staleness__schedule': 'natural'}, r"arm 'b': staleness\.schedule='natural'.*use fixed\(k\)"),
         ({'staleness__schedule': 'uniform(0,3)'}, r"arm 'b': staleness\.schedule='uniform\(0,3\)'"),
         ({'loss__kl_coefficient': 0.1}, r"arm 'b': loss\.kl_coefficient=0\.1, but"),
+        (
+            {'loss__entropy_coefficient': 0.1, 'loss__entropy_clamp': 0.3},
+            r"arm 'b': loss\.entropy_clamp=0\.3, but",
+        ),
         ({'loss__advantage': 'mine.py:f'}, r"arm 'b': loss\.advantage='mine\.py:f'"),
         ({'rollout__group_size': 0}, r"arm 'b': rollout\.group_size=0 must be at least 1"),
     ],
