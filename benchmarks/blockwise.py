@@ -7,9 +7,10 @@
            all; gradients and moments in device memory, against training all leaves. Bar: a version carries at most 1.1
            times the bytes of the largest block
   round    two clients in processes of one core each. The link is slowed down until communication (send a block, fetch
-           the mean) takes 0.8 of the computation. Wall of a round with overlap, against the larger of computation and
-           communication, and against their sum; the wall without overlap beside it. Computation is measured with both
-           clients running, and communication is the one measured without overlap
+           the mean) takes 0.8 of the computation; what it takes without a limit is measured first. Wall of a round with
+           overlap, against the larger of computation and communication, and against their sum; the wall without overlap
+           beside it. Computation is measured with both clients running, and communication is the one measured without
+           overlap
   reward   configs/tiny_cpu.py under the virtual clock, two clients of --steps updates: mean reward of the last quarter,
            overlapped less standard, paired by seed, with Student's interval. Beside it, training all leaves in one run
            of 2 * --steps updates, which is as many tokens
@@ -129,11 +130,12 @@ def measure_round(small: bool, seed: int, rounds: int, block_bytes: Sequence[int
     clients = Clients(small, seed)
     with tempfile.TemporaryDirectory() as directory:
         ask = lambda mode, speed: clients.ask(
-            mode=mode, bytes_per_s=speed, directory=f'{directory}/{mode}', rounds=rounds
+            mode=mode, bytes_per_s=speed, directory=f'{directory}/{mode}_{speed:.0f}', rounds=rounds
         )
         compute = ask('compute', _UNLIMITED)
         turn_s = statistics.mean(second for one in compute for second in one['turn_s'])
-        speed = _TRANSFERS * statistics.mean(block_bytes) / (COMMUNICATION * turn_s)
+        unlimited_s = statistics.mean(one['average_s'] for one in ask('standard', _UNLIMITED))
+        speed = _TRANSFERS * statistics.mean(block_bytes) / max(COMMUNICATION * turn_s - unlimited_s, 0.1 * turn_s)
         standard, overlapped = ask('standard', speed), ask('overlapped', speed)
     clients.close()
     wall = lambda found: statistics.median(second for one in found for second in one['round_s'])
@@ -141,6 +143,7 @@ def measure_round(small: bool, seed: int, rounds: int, block_bytes: Sequence[int
     return {
         'rounds': rounds,
         'bytes_per_s': speed,
+        'unlimited_average_s': unlimited_s,
         'computation_s': computation,
         'communication_s': communication,
         'communication_over_computation': communication / computation,
@@ -205,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     told = 'parts, and seeds of the last one, that have not begun by then are left out'
     parser.add_argument('--minutes', type=float, default=60.0, help=told)
     parser.add_argument('--seed', type=int, default=0, help='the first one')
-    parser.add_argument('--seeds', type=int, default=5, help='of the runs by rewards')
+    parser.add_argument('--seeds', type=int, default=5, help='of the runs by rewards; 0 = none')
     parser.add_argument('--steps', type=int, default=198, help='updates of a client in the runs by rewards')
     parser.add_argument('--rounds', type=int, default=3, help='that are timed')
     parser.add_argument('--json', type=pathlib.Path, help='where the report is written')
@@ -221,6 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         'round': lambda: measure_round(options.small, options.seed, options.rounds, numbers['bytes']['block_bytes']),
         'reward': lambda: measure_reward(range(options.seed, options.seed + options.seeds), options.steps, end_s),
     }
+    if not options.seeds:
+        del parts['reward']
     for name, measure in parts.items():
         if time.monotonic() > end_s:
             numbers['left_out'].append(name)

@@ -25,7 +25,7 @@ from areal_jax.app.parts.engines import bind_fetch
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.manifest import LeafDigest, host_manifest, leaves_by_path, manifest_hash
 from areal_jax.publication.record import Held, Record, RecordHeader, leaf_bytes
 from areal_jax.publication.weights_reader import WeightsReader
@@ -123,14 +123,16 @@ def _odd_versions(name: str, directory: pathlib.Path, params: Tree, rng: np.rand
             places = rng.random(words.size) < 0.01
             words[places] = rng.choice(ODD, places.sum())
         if version % WHOLE_EVERY == 0:
-            manifest = host_manifest(leaves)
-            parts = [leaf_bytes(leaf) for leaf in leaves.values()]
-            record = Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts)
+            record, manifest = _make_whole(version, leaves)
         else:
             assert base is not None
             record, manifest = _make_delta(version, before, leaves, base, manifest)
+        try:
+            address = sender.send(record)
+        except ChainFull:  # as the channel does
+            record, manifest = _make_whole(version, leaves)
+            address = sender.send(record)
         base = Held(version, manifest_hash(manifest))
-        address = sender.send(record)
         reader = reader or WeightsReader(open_receiver(address), jax.devices()[0])
         try:
             found = leaves_by_path(reader.receive(version, base.manifest_hash)[0])
@@ -140,6 +142,11 @@ def _odd_versions(name: str, directory: pathlib.Path, params: Tree, rng: np.rand
             continue
         yield all(_bits(found[path]) == _bits(leaf) for path, leaf in leaves.items())
         sender.release(version)
+
+
+def _make_whole(version: int, leaves: Mapping[str, np.ndarray]) -> tuple[Record, dict[str, LeafDigest]]:
+    manifest, parts = host_manifest(leaves), [leaf_bytes(leaf) for leaf in leaves.values()]
+    return Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts), manifest
 
 
 def _make_delta(
