@@ -33,7 +33,6 @@ from areal_jax.errors import UserError
 
 Block = Mapping[str, np.ndarray]  # float32 leaves by path
 _LOOK_S = 0.02  # between two looks at the directory
-_PATIENCE_S = 10.0  # that others wait for the client whose turn it is to make the mean
 _CHUNK = 1 << 16  # elements that are added up at once: float64 sums of a whole leaf would not fit the cache
 _TURN = re.compile(r'turn_(\d{6,})')
 _CLIENT = re.compile(r'client_(\d+)')
@@ -63,6 +62,7 @@ class Averages:
       run: digest of what must be equal in all clients: model, seed and optimizer.
       deadline_s: how long others are waited for after the block of this client is there.
       kept_turns: turns whose means stay, for clients that are resumed from an earlier checkpoint; 0 = all.
+      patience_s: how long others wait for the client whose turn it is to make the mean.
       pace: called with the bytes of each block that is sent or fetched; a simulated link waits in it.
     """
 
@@ -75,10 +75,12 @@ class Averages:
         run: str,
         deadline_s: float,
         kept_turns: int = 0,
+        patience_s: float = 10.0,
         pace: Callable[[int], None] = lambda nbytes: None,
     ):
         self._directory, self._client, self._clients = directory, client, clients
         self._run, self._deadline_s, self._kept_turns, self._pace = run, deadline_s, kept_turns, pace
+        self._patience_s = patience_s
 
     def require_new(self) -> None:
         """For a run that begins: raises AverageError where this client is in a mean already, of an earlier run."""
@@ -124,7 +126,7 @@ class Averages:
             there, is_late = self._list_clients(turn), time.monotonic() >= end_s
             is_complete = bool(there) and expected <= set(there)
             if is_complete and there[turn % len(there)] != self._client:
-                patience_ends_s = min(patience_ends_s, time.monotonic() + _PATIENCE_S)
+                patience_ends_s = min(patience_ends_s, time.monotonic() + self._patience_s)
                 is_complete = time.monotonic() >= patience_ends_s
             if is_late or is_complete:
                 if missing := sorted(expected - set(there)):

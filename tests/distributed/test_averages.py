@@ -88,6 +88,22 @@ def test_a_client_that_died_is_left_out_after_the_deadline(tmp_path, capsys):
     assert value_of(means[0]) == [6.0, 6.0]
 
 
+def test_another_client_makes_the_mean_where_the_one_whose_turn_it_is_has_died(tmp_path):
+    home = tmp_path / 'turn_000000'
+    home.mkdir()
+    (home / 'client_0').write_bytes(encode({'run': 'a', 'values': make_block(2.0)}))  # it sent its block, no more
+    own = Averages(tmp_path, 1, 2, run='a', deadline_s=20.0, patience_s=0.1).exchange(0, make_block(4.0))
+    assert (value_of(own), own.clients) == ([3.0, 3.0], (0, 1))
+    assert 0.1 <= own.waited_s < 10
+
+
+def test_large_leaves_are_added_up_in_parts_bit_for_bit():
+    rng = np.random.default_rng(0)
+    blocks = [{'a': rng.normal(size=(3, 70_001)).astype(np.float32)} for _ in range(3)]
+    whole = sum(block['a'].astype(np.float64) for block in blocks) / 3
+    np.testing.assert_array_equal(mean_blocks(blocks, None)['a'], whole.astype(np.float32))
+
+
 def test_a_late_client_goes_on_with_the_mean_of_the_others_and_takes_part_again(tmp_path, capsys):
     exchange_all(tmp_path, {0: 2.0}, clients=2, deadline_s=0.0)
     late = exchange_all(tmp_path, {1: 100.0}, clients=2)[1]
