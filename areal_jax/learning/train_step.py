@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,15 @@ class KnownTokens:
     values: np.ndarray | None = None  # of the critic
     returns: np.ndarray | None = None
     policy: np.ndarray | None = None  # log-probs that came with the values
+
+
+class _Scored(NamedTuple):
+    """What one read of the trunk gives of the loss tokens of a micro-batch."""
+
+    states: jax.Array  # [R, N, d], from which they are predicted
+    logprobs: jax.Array  # [R, N], as what follows
+    entropy: jax.Array
+    values: jax.Array | None  # of the critic, where there is one
 
 
 def training_rows(
@@ -174,9 +184,9 @@ class Programs:
         """(working, frozen, rows, scalars) -> (log-probs, values of the critic), [R, N] each."""
 
         def values(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
-            logprobs, _, values = self._scored(working, frozen, rows, scalars)
-            assert values is not None, 'compiled for learners with a critic'
-            return logprobs, values
+            scored = self._scored(trees.join(working, frozen), rows, scalars)
+            assert scored.values is not None, 'compiled for learners with a critic'
+            return scored.logprobs, scored.values
 
         return jax.jit(values, out_shardings=replicated(self.mesh))
 
@@ -253,16 +263,12 @@ class Programs:
         weights = trees.join(working, frozen)
         return self._score_targets(weights, self._states(self.decoder, weights, rows), rows, scalars, compute)
 
-    def _scored(
-        self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """(log-probs, entropy, values of the critic, where there is one) [R, N] each; the trunk is read once."""
-        weights = trees.join(working, frozen)
+    def _scored(self, weights: Tree, rows: Rows, scalars: Scalars) -> _Scored:
         states = self._states(self.decoder, weights, rows)
         values = self._values(weights, states, rows)
         if values is not None and self.settings.objective.scores_answers:  # the head over the vocabulary is not read
-            return jnp.zeros_like(values), jnp.zeros_like(values), values
-        return *self._score_targets(weights, states, rows, scalars), values
+            return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values)
+        return _Scored(states, *self._score_targets(weights, states, rows, scalars), values)
 
     def _states(self, decoder: Decoder, weights: Tree, rows: Rows) -> jax.Array:
         return predicting_states(decoder, weights, rows, attention=self.attention, mesh=self.mesh)
@@ -308,40 +314,30 @@ class Programs:
     ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
         """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
         weights = trees.join(working, frozen)
-        states = self._states(self.decoder, weights, rows)
-        policy_logprobs, entropy = self._score_targets(weights, states, rows, scalars)
-        values, statistics = self._values(weights, states, rows), self._statistics(weights, states, rows, scalars)
-        tokens = self._tokens(policy_logprobs, entropy, values, statistics, rows, scalars)
-        loss, metrics = require_loss(self.settings.objective, tokens)
-        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(entropy, rows['loss_mask'])}
-        return loss, (jax.lax.stop_gradient(metrics), policy_logprobs)
+        scored = self._scored(weights, rows, scalars)
+        statistics = self._statistics(weights, scored.states, rows, scalars)
+        loss, metrics = require_loss(self.settings.objective, self._tokens(scored, statistics, rows, scalars))
+        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
+        return loss, (jax.lax.stop_gradient(metrics), scored.logprobs)
 
-    def _tokens(
-        self,
-        policy_logprobs: jax.Array,
-        entropy: jax.Array,
-        values: jax.Array | None,
-        statistics: Mapping[str, jax.Array],
-        rows: Rows,
-        scalars: Scalars,
-    ) -> LossTokens:
+    def _tokens(self, scored: _Scored, statistics: Mapping[str, jax.Array], rows: Rows, scalars: Scalars) -> LossTokens:
         objective = self.settings.objective
         known = {name: rows[name] for name in objective.prepares}
         if VALUES in objective.reads:
             known |= {name: rows[name] for name in (VALUES, RETURNS)}
         if PROXIMAL in objective.reads:
             known[PROXIMAL] = recomputed_logprobs(
-                policy_logprobs, rows['recomputed_logprobs'], scalars['weights_are_proximal']
+                scored.logprobs, rows['recomputed_logprobs'], scalars['weights_are_proximal']
             )
         for name in {REFERENCE, TEACHER} & objective.reads:
             known[name] = rows['reference_logprobs']
         return LossTokens(
-            policy_logprobs=policy_logprobs,
-            entropy=entropy,
+            policy_logprobs=scored.logprobs,
+            entropy=scored.entropy,
             denominator=scalars['denominator'],
             version=scalars['version'],
             known=known,
-            values=values,
+            values=scored.values,
             statistics=statistics,
             **{name: rows[name] for name in _LOSS_FIELDS},
         )
