@@ -47,7 +47,7 @@ _ALONE = {
     'telemetry.tensorboard': False,
 }  # fmt: skip
 _UNLIMITED = 1e15  # bytes per second
-_TRANSFERS = 2.5  # blocks over a client's link in a turn: it sends one, fetches the mean, and every other time a block
+_TRANSFERS = 3  # of a block, one after the other: a client sends its own, one fetches the others', all fetch the mean
 
 
 def measure_bytes(small: bool) -> dict[str, Any]:
