@@ -6,7 +6,8 @@ A model of 4 layers of width 256 over 32,000 tokens, float32, AdamW: one update 
 step. For each method a learner with its objective and one with the default take turns in this process, a call each;
 ratios are method over default in the same turn, in CPU and wall seconds, advantages and gates on the host included. The
 bar, 1.05 in CPU seconds, holds for methods that need no further pass than the default. The others are reported with
-their passes of the model before the step: log-probs of the reference, or of the weights for a gate over the minibatch.
+their passes of the model before the step (log-probs of the reference, or of the weights for a gate over the minibatch),
+or with what they compute over the whole vocabulary.
 The method with a critic, a value head on the trunk, is compared in updates of four minibatches: its pass gives values
 and proximal log-probs, which the default computes for three of them. Its bar is 1.15.
 
@@ -31,7 +32,7 @@ from areal_jax.config.objectives import DECOUPLED_PPO, OBJECTIVES, is_policy
 from areal_jax.errors import UserError
 from areal_jax.learning.critic import VALUE_HEAD, make_value_head
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, Objective
+from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, COLLISION, POLICY, REFERENCE, VALUES, Objective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.models.decoder import Decoder
@@ -52,6 +53,7 @@ PASSES = {
     POLICY: 'log-probs of the weights',
     COLLISION: 'log-probs and collisions of the weights',
     VALUES: 'log-probs of the weights, and values',
+    CLAMPED_ENTROPY: 'no pass, but a statistic over the vocabulary: the entropy of the likeliest tokens',
 }
 _ARRAY = re.compile(r'\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]')
 
