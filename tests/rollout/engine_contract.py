@@ -53,9 +53,6 @@ class Setting:
     longest: int = LONGEST
     temperature: float = SAMPLING.temperature  # 0 where an interruption changes the noise
     slack: int = 0  # places by which answers may end out of order: those decoded together end together, in any order
-    awaits_tokens: bool = (
-        False  # a check waits for tokens instead of a while: the server streams, at a speed of its own
-    )
 
 
 @dataclasses.dataclass
