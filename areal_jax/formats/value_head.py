@@ -12,7 +12,6 @@ from areal_jax.formats.safetensors_file import SafetensorsError, list_tensors, w
 
 FILE = 'value_head.safetensors'
 DIRECTORY = 'critic'  # of an export: serving programs read every *.safetensors file beside config.json
-_SHAPES = {'weight': 1, 'bias': 0}  # tensors, and their numbers of axes
 
 ValueHead = dict[str, np.ndarray]  # {'weight': float32 [d], 'bias': float32 []}
 
@@ -25,7 +24,7 @@ def write_value_head(directory: pathlib.Path, head: ValueHead) -> None:
     """Writes the file into a directory, which is made where it is missing; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / f'{FILE}.part'
-    shapes = {name: jax.ShapeDtypeStruct(head[name].shape, np.float32) for name in _SHAPES}
+    shapes = {name: jax.ShapeDtypeStruct(values.shape, np.float32) for name, values in head.items()}
     write_tensors(unfinished, shapes, lambda name: np.asarray(head[name], np.float32))
     os.replace(unfinished, directory / FILE)
 

@@ -13,6 +13,7 @@ import pytest
 from areal_jax import config as schema
 from areal_jax.app.training import LoopRun, build_run
 from areal_jax.control.event_writer import check_types
+from areal_jax.telemetry.metrics import read_metrics
 
 
 def small_config(**fields):
@@ -109,3 +110,14 @@ def train_until_killed(run: SmallRun, step: int) -> None:
     call_after(run.session, step, die)
     with pytest.raises(KeyboardInterrupt):
         run.train()
+
+
+def resume_killed(directory: pathlib.Path, **fields) -> tuple[SmallRun, SmallRun]:
+    """(a run in `directory`/whole, the same in `directory`/killed, resumed), which have equal weights and metrics."""
+    whole = SmallRun(directory / 'whole', **fields).train()
+    train_until_killed(SmallRun(directory / 'killed', **fields), 3)
+    resumed = SmallRun(directory / 'killed', resume=True, **fields).train()
+    assert resumed.report['weights_sha256'] == whole.report['weights_sha256']
+    first, second = (read_metrics(directory / name / 'metrics.jsonl') for name in ('whole', 'killed'))
+    assert first == second
+    return whole, resumed

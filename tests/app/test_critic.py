@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from areal_jax.app.export.run_export import replace_export
 from areal_jax.app.training import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
@@ -16,7 +17,7 @@ from areal_jax.formats.value_head import FILE, ValueHeadError, read_value_head, 
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun, small_config, train_until_killed
+from tests.app.small import resume_killed, small_config
 from tests.learning.examples import tiny_decoder
 
 WIDE = Decoder(dataclasses.replace(tiny_decoder(1).config, vocab_size=4))
@@ -27,20 +28,18 @@ CRITIC = {'loss__objective': 'ppo_critic', 'critic__learning_rate': 1e-2, 'check
 @pytest.mark.parametrize('model', ['trunk', 'copy'])
 def test_a_killed_run_goes_on_with_its_critic_and_exports_it(tmp_path: pathlib.Path, model: str):
     fields = {**CRITIC, 'critic__model': model, 'run__export': True}
-    whole = SmallRun(tmp_path / 'whole', **fields).train()
-    killed = SmallRun(tmp_path / 'killed', **fields)
-    train_until_killed(killed, 3)
-    resumed = SmallRun(tmp_path / 'killed', resume=True, **fields).train()
-    assert resumed.report['weights_sha256'] == whole.report['weights_sha256']
-    lines = read_metrics(tmp_path / 'whole' / 'metrics.jsonl')
-    assert read_metrics(tmp_path / 'killed' / 'metrics.jsonl') == lines
-    assert all(line['critic/loss'] > 0 for line in lines)
+    resume_killed(tmp_path, **fields)
+    assert all(line['critic/loss'] > 0 for line in read_metrics(tmp_path / 'whole' / 'metrics.jsonl'))
     assert 'advantage gae' in (tmp_path / 'whole' / 'export' / 'README.md').read_text()
     exported = tmp_path / 'whole' / 'export'
     head = read_value_head(exported, 32)
     assert np.abs(head['weight']).max() > 0
     _, policy = load_hf(exported)[:2]
     assert 'critic' not in policy
+    assert (exported / 'critic' / FILE).is_file()
+    (exported / 'critic' / 'of_an_earlier_export').touch()
+    replace_export(tmp_path / 'whole', 5, 'float32')
+    assert not (exported / 'critic' / 'of_an_earlier_export').exists()
     assert (exported / 'critic' / FILE).is_file()
     if model == 'copy':
         _, values = load_hf(exported / 'critic')[:2]

@@ -13,7 +13,7 @@ from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun, small_config, train_until_killed
+from tests.app.small import SmallRun, resume_killed, small_config
 
 ON = {
     'friction__actor_share': 0.4, 'friction__reward_share': 0.3, 'friction__unrewarded_share': 0.3,
@@ -34,13 +34,7 @@ def find(events, kind):
 @pytest.mark.parametrize('actor', ACTORS)
 def test_a_killed_run_goes_on_with_the_same_frictions(tmp_path: pathlib.Path, actor: str):
     fields = {**ON, **ACTORS[actor], 'checkpoint__every': 2}
-    whole = SmallRun(tmp_path / 'whole', **fields).train()
-    killed = SmallRun(tmp_path / 'killed', **fields)
-    train_until_killed(killed, 3)
-    resumed = SmallRun(tmp_path / 'killed', resume=True, **fields).train()
-    assert resumed.report['weights_sha256'] == whole.report['weights_sha256']
-    lines = read_metrics(tmp_path / 'whole' / 'metrics.jsonl')
-    assert read_metrics(tmp_path / 'killed' / 'metrics.jsonl') == lines
+    whole, resumed = resume_killed(tmp_path, **fields)
     of_answers = lambda run: {(e['draw'], e['sample'], e['friction']): (e['before'], e['after']) for e in run}
     assert of_answers(find(resumed.events, 'friction')) == of_answers(find(whole.events, 'friction'))
     assert main_check_log.main([str(tmp_path / 'whole' / 'events.jsonl')]) == ExitCode.FINISHED

@@ -97,7 +97,7 @@ def _returns(
     divergences: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
     """Of each loss token R - β Σ kₛ over the loss tokens from it to the end of its answer; whitened if asked for."""
-    rewards = _spread(batches, concatenate([shape_rewards(group, choices) for group in groups], np.float64))
+    rewards = _spread_rewards(choices, groups, batches)
     later = [_sum_later(*of) for of in zip(batches, divergences, strict=True)]
     returns = [r - choices.kl_coefficient * k for r, k in zip(rewards, later, strict=True)]
     return returns if choices.whiten == 'none' else _whiten(batches, returns)
@@ -111,7 +111,7 @@ def _of_critic(
     divergences: Sequence[np.ndarray],
 ) -> list[TokenAdvantages]:
     """From the values of the critic; the reward of an answer comes with its last trained token."""
-    rewards = _spread(batches, concatenate([shape_rewards(group, choices) for group in groups], np.float64))
+    rewards = _spread_rewards(choices, groups, batches)
     cut = [trajectory.finish_reason == 'length' for group in groups for trajectory in group.trajectories]
     goes_on = _spread(batches, np.array(cut, np.float64) * (choices.truncated_value == 'last'))
     values = [_trained(batch, of[VALUES]).astype(np.float64) for batch, of in zip(batches, known, strict=True)]
@@ -145,6 +145,12 @@ def _sum_answers(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], a
 def _spread(batches: Sequence[PackedBatch], values: np.ndarray) -> list[np.ndarray]:
     """At each loss token the value of its answer."""
     return [np.where(b.loss_mask, values[np.where(b.loss_mask, b.trajectory_ids, 0)], 0.0) for b in batches]
+
+
+def _spread_rewards(
+    choices: PolicyChoices, groups: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch]
+) -> list[np.ndarray]:
+    return _spread(batches, concatenate([shape_rewards(group, choices) for group in groups], np.float64))
 
 
 def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
