@@ -38,8 +38,9 @@ class StandIn:
             os._exit(self.behaviour.get('stop_code', 0))
 
     def wait(self, beat=lambda: None):
-        while not (self.workdir / f'end_{self.name}').exists():
+        code = self.workdir / f'end_{self.name}'
+        while not code.exists() or not (text := code.read_text()):  # a file is empty between its creation and its write
             beat()
             time.sleep(0.02)
         self.note('ends')
-        return int((self.workdir / f'end_{self.name}').read_text())
+        return int(text)

@@ -121,7 +121,7 @@ def test_controller_and_learners_start_again_together_and_engines_serve_on(tmp_p
         assert all(is_alive(pid) for pid in after.values())
         end(tmp_path, 'controller-0', 0)
         code, output = run.finish()
-    assert code == 0
+    assert code == 0, output
     assert f'{lost} was ended by SIGKILL after ' in output
     assert 'controller and learners are started again in' in output
 

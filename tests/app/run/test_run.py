@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import shutil
@@ -85,7 +86,8 @@ class InjectedError(Exception):
 
 
 def held():
-    """What this process holds now, each with a name."""
+    """What this process holds now, each with a name; what tests before left to the collector is freed first."""
+    gc.collect()
     descriptors = {}
     for number in os.listdir('/proc/self/fd'):
         try:
