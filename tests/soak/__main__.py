@@ -1,10 +1,11 @@
-"""Soak: python -m tests.soak --minutes=10 --seed=0 --json=FILE [--clients=64].
+"""Soak: python -m tests.soak --minutes=10 --seed=0 --json=FILE [--clients=64] [--channel=shm_delta].
 
 Two servers, as processes, and a pool with 64 clients that uses them through proxies. At random moments, which the seed
 decides, weights change, the pool pauses, calls are aborted, bodies are malformed, oversized, slow or unauthenticated,
 readers hang up, connections are cut or slow, and a server is stopped (SIGSTOP) or killed (kill -9) and started again.
 Servers are killed in the first part of the time alone, so that the memory of one process is seen over the second half.
-One entry of the registry is that of a server that is dead from the beginning.
+One entry of the registry is that of a server that is dead from the beginning. Weights come from a process of their own,
+over --channel; it is killed while it sends a version, and its successor sends that one again, whole.
 
 Exit code 0 only if every answer ended once and was whole, every log-prob is that of its recorded version, every
 abusive request got the right status, no server was taken for a wrong one, nothing took longer than two minutes, and
@@ -46,21 +47,30 @@ from tests.soak.checks import (
 from tests.soak.load import END_S, SoakLoad
 from tests.soak.memory import WINDOW_S, MemoryTrack
 from tests.soak.proxy import Proxy
-from tests.soak.servers import START_S, ServerProcess
+from tests.soak.sender import SenderProcess
+from tests.soak.servers import CHANNELS, START_S, ServerProcess
 
 MOST_SECONDS = 120.0  # of an answer, an update and a pause
 SAMPLE_S = 1.0  # between two looks at the memory
 SLOW_BYTES_S = 2000.0
 KILLS = 0.4  # of the time: after that no server is killed, so that both are warm in the second half
-FAULTS = ('kill', 'stop', 'slow', 'cut')
+FAULTS = ('kill', 'stop', 'slow', 'cut', 'kill the sender')
 WANTED = ('started', 'ended', 'updates', 'pauses', *FAULTS, *(f'abuse: {refusal.name}' for refusal in abuse.REFUSALS))
 
 
 class Havoc:
     """Faults and abuse on threads of their own, until `stop`."""
 
-    def __init__(self, servers: Sequence[ServerProcess], proxies: Sequence[Proxy], seed: int, seconds: float):
-        self._servers, self._proxies, self._seed, self._seconds = servers, proxies, seed, seconds
+    def __init__(
+        self,
+        servers: Sequence[ServerProcess],
+        proxies: Sequence[Proxy],
+        sender: SenderProcess,
+        seed: int,
+        seconds: float,
+    ):
+        self._servers, self._proxies, self._sender = servers, proxies, sender
+        self._seed, self._seconds = seed, seconds
         self._began_s = time.monotonic()
         self._stop = threading.Event()
         self.memory = MemoryTrack()
@@ -103,6 +113,9 @@ class Havoc:
         while not self._stop.wait(chosen.uniform(pause_s / 2, 1.5 * pause_s)):
             kinds = FAULTS if self._elapsed_s < KILLS * self._seconds else FAULTS[1:]
             kind, number = next(each_once, None) or chosen.choice(kinds), chosen.randrange(len(self._servers))
+            if kind == 'kill the sender':
+                self._sender.kill_next(chosen.uniform(0.0, 1.0))
+                continue
             self.counts[kind] += 1
             self._do(kind, self._servers[number], self._proxies[number], chosen.uniform(1.0, 9.0))
 
@@ -148,7 +161,7 @@ def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
     """Everything that was found; `faults` is empty where all held."""
     seconds = 60 * flags.minutes
     Registration(workdir, describe_server('dead', 'http://127.0.0.1:9', 'own'))  # nobody listens, no heartbeat follows
-    servers = [ServerProcess(number, workdir) for number in range(2)]
+    servers = [ServerProcess(number, workdir, flags.channel) for number in range(2)]
     with contextlib.ExitStack() as parts:
         for server in servers:
             parts.callback(server.end)
@@ -157,22 +170,23 @@ def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
             server.wait_healthy()
         proxies = [parts.enter_context(Proxy(server.port)) for server in servers]
         urls = {server.url: proxy.url for server, proxy in zip(servers, proxies, strict=True)}
-        load = SoakLoad(workdir, urls, flags.seed, seconds, flags.clients)
-        havoc = Havoc(servers, proxies, flags.seed, seconds)
+        load = SoakLoad(workdir, urls, flags.seed, seconds, flags.clients, flags.channel)
+        havoc = Havoc(servers, proxies, load.sender, flags.seed, seconds)
         calm = threading.Timer(seconds, havoc.stop)  # the last answers end without further faults
         calm.daemon = True
-        with AnswerCheck(load.answered) as check:
+        with AnswerCheck(load.answered, load.dtype) as check:
             calm.start()
             with havoc:
                 load.run()
     events, counts = workdir / 'events.jsonl', load.counts | dict(sorted(havoc.counts.items()))
+    counts |= {'kill the sender': load.sender.kills, 'deltas': load.sender.deltas}
     slopes = havoc.memory.megabytes_a_minute(seconds / 2, min(WINDOW_S, seconds / 20))
     faults = [*load.faults, *load.lost, *check.faults, *havoc.faults, *check_events(events, load.counts['started'])]
     scored = {'scored_answers': check.scored, 'scored_of_several_versions': check.of_versions}
     quarantines = find_quarantines(events)
     faults += [f'a server that was right was taken for a wrong one: {text}' for text in quarantines]
     faults += check_memory(slopes, len(servers)) + check_seconds(load.slowest_s, MOST_SECONDS)
-    faults += check_seen(counts | scored, (*WANTED, *scored))
+    faults += check_seen(counts | scored, (*WANTED, *scored, *(['deltas'] if 'delta' in flags.channel else [])))
     return {
         'faults': faults, 'megabytes_a_minute': slopes, 'counts': counts, **scored, 'slowest_s': load.slowest_s,
         'quarantines': quarantines, 'events': count_events(events),
@@ -184,6 +198,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('--minutes', type=float, default=10.0)
     parser.add_argument('--seed', type=int, default=0, help='of all that is random but the moments at which work ends')
     parser.add_argument('--clients', type=int, default=64)
+    parser.add_argument('--channel', choices=CHANNELS, default='files', help='that carries the weights')
     parser.add_argument('--json', type=pathlib.Path, help='file for what was found')
     flags = parser.parse_args(arguments)
     workdir = pathlib.Path(tempfile.mkdtemp(prefix='soak_'))

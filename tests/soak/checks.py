@@ -19,8 +19,8 @@ MOST_MEGABYTES = 1.0  # a minute
 class AnswerCheck:
     """Scores answers on a thread of its own; a context manager, whose end scores the rest."""
 
-    def __init__(self, answered: queue.SimpleQueue[Answered]):
-        self._answered = answered
+    def __init__(self, answered: queue.SimpleQueue[Answered], dtype: str):
+        self._answered, self._dtype = answered, dtype
         self.faults: list[str] = []
         self.scored = self.of_versions = 0  # answers; those of several versions
         self._end = threading.Event()
@@ -35,7 +35,7 @@ class AnswerCheck:
         self._thread.join()
 
     def _run(self) -> None:
-        scores = Scores()
+        scores = Scores(self._dtype)
         while not self._end.is_set() or not self._answered.empty():
             try:
                 self._check(scores, self._answered.get(timeout=0.5))

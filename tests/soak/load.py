@@ -6,6 +6,8 @@ import dataclasses
 import pathlib
 import queue
 import random
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +16,6 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane, server_lanes
-from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect
@@ -24,19 +25,24 @@ from areal_jax.rollout.servers.server_entries import ServerEntry, read_registry
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
-from tests.soak.scores import Scores
-from tests.soak.servers import API_KEY, CONTEXT
+from tests.soak.scores import TOLERANCE, Scores
+from tests.soak.sender import SenderProcess
+from tests.soak.servers import API_KEY, CHANNELS, CONTEXT
 
 CHANNEL = 'channel'  # lane: versions are written in it
 PROMPT_TOKENS, NEW_TOKENS = (2, 24), (1, 200)
 CALLS = 64  # at once on a server: more than its slots, so that requests wait there too
 CONTROL_CALLS = 4
+Result = TypeVar('Result')
 STALL_S, END_S = 300.0, 120.0  # without any completion; for the last answers
-SETTINGS = ServerSettings(
-    max_retries=1000, max_failures=3, stage_s=20.0, swap_s=60.0, pause_s=60.0, ask_s=5.0, probe_s=60.0, drain_s=5.0,
-    retry_s=0.5, health_every_s=2.0, no_server_s=240.0,
-    probe=ProbeSettings(np.array([1, 2, 1], np.int32), max_difference=1e-3, max_mean=1e-3, again_s=5.0),
-)  # fmt: skip
+
+
+def make_settings(tolerance: float) -> ServerSettings:
+    probe = ProbeSettings(np.array([1, 2, 1], np.int32), max_difference=tolerance, max_mean=tolerance, again_s=5.0)
+    return ServerSettings(
+        max_retries=1000, max_failures=3, stage_s=20.0, swap_s=60.0, pause_s=60.0, ask_s=5.0, probe_s=60.0,
+        drain_s=5.0, retry_s=0.5, health_every_s=2.0, no_server_s=240.0, probe=probe,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +60,16 @@ class SoakLoad:
 
     Args:
       urls: of the servers as the pool reaches them, by the URL under which they register.
+      channel: one of servers.CHANNELS.
     """
 
-    def __init__(self, workdir: pathlib.Path, urls: dict[str, str], seed: int, seconds: float, clients: int):
+    def __init__(
+        self, workdir: pathlib.Path, urls: dict[str, str], seed: int, seconds: float, clients: int, channel: str
+    ):
         self._workdir, self._urls, self._seconds, self._clients = workdir, urls, seconds, clients
-        self._random, self._scores = random.Random(seed), Scores()
+        self._random = random.Random(seed)
+        self.dtype = str(CHANNELS[channel].get('publication.dtype', 'float32'))
+        self._scores = Scores(self.dtype)
         self.log = EventLog(workdir / 'events.jsonl')
         self._engines: list[OwnEngine] = []
         self._indices: dict[str, int] = {}  # of engines, by the name under which they register
@@ -67,7 +78,7 @@ class SoakLoad:
         lanes |= {control_lane(i): CONTROL_CALLS for i in engines}
         self._clock = RealClock(lanes | {REGISTRY: 1, CHANNEL: 1}, self.log, STALL_S)
         self._supervisor = Supervisor(self._clock)
-        self._channel = FilesChannel(workdir / 'publication', self._scores.decoder.config, verify=True)
+        self.sender = SenderProcess(workdir, channel)
         self.answered: queue.SimpleQueue[Answered] = queue.SimpleQueue()
         self.lost: list[str] = []
         self.faults: list[str] = []  # what should not have happened
@@ -81,12 +92,14 @@ class SoakLoad:
         try:
             self._clock.execute(self._supervisor.run(self._program()))
         finally:
+            self.faults += self.sender.end()
             self.log.close()
 
     async def _program(self) -> None:
         clock, supervisor = self._clock, self._supervisor
+        settings = make_settings(TOLERANCE[self.dtype])
         self._pool = ServerPool(
-            clock, self.log, supervisor, SETTINGS, published=await self._publish(0), score=self._score,
+            clock, self.log, supervisor, settings, published=await self._publish(0), score=self._score,
             on_no_server=self.faults.append,
         )  # fmt: skip
         self._pool.start()
@@ -147,7 +160,8 @@ class SoakLoad:
             published, began_s = await self._publish(version), self._clock.now()
             await self._pool.load_weights(published)
             self._note_end('update', began_s)
-            self._channel.release(version, self._pool.pinned_versions())
+            pinned = self._pool.pinned_versions()
+            await self._send(version, lambda version=version, pinned=pinned: self.sender.release(version, pinned))
             self.counts['updates'] += 1
 
     async def _pause(self) -> None:
@@ -161,8 +175,10 @@ class SoakLoad:
             self.counts['pauses'] += 1
 
     async def _publish(self, version: int) -> PublishedWeights:
-        write = lambda: self._channel.transfer(version, self._scores.params(version))
-        return await self._clock.run(CHANNEL, write, Work('publish', 1, {'version': version}))
+        return await self._send(version, lambda: self.sender.transfer(version))
+
+    async def _send(self, version: int, work: Callable[[], Result]) -> Result:
+        return await self._clock.run(CHANNEL, work, Work('publish', 1, {'version': version}))
 
     async def _score(self, version: int, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return self._scores.logprobs(version, prompt, tokens)

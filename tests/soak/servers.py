@@ -20,21 +20,32 @@ CONFIG = 'configs/tiny_cpu.py'
 OVERRIDES = {
     'rollout.context_tokens': CONTEXT, 'rollout.block_tokens': 64, 'rollout.slots': SLOTS,
     'rollout.prefill_buckets': '(64,512)', 'rollout.max_new_tokens': 200,
-    'rollout.server': 'own', 'publication.channel': 'files', 'server.max_body_bytes': 65536,
+    'rollout.server': 'own', 'server.max_body_bytes': 65536,
     'server.body_timeout_s': 2.0, 'server.max_streams': 80,
 }  # fmt: skip
+CHANNELS = {
+    'files': {'publication.channel': 'files'},
+    **{
+        f'{name}_delta': {'publication.channel': name, 'publication.delta': True, 'publication.dtype': 'bfloat16'}
+        for name in ('files', 'shm', 'stream')
+    },
+}  # by --channel: overrides of the config
 START_S = 180.0
 _RESTART_S = 1.0
+
+
+def list_flags(channel: str) -> list[str]:
+    return [f'--config.{name}={value}' for name, value in (OVERRIDES | CHANNELS[channel]).items()]
 
 
 class ServerProcess:
     """One server on a port that it keeps when it is started again. Every method may be called from any thread."""
 
-    def __init__(self, number: int, workdir: pathlib.Path):
+    def __init__(self, number: int, workdir: pathlib.Path, channel: str):
         with socket.socket() as taken:
             taken.bind(('127.0.0.1', 0))
             self.port = int(taken.getsockname()[1])
-        self.number, self.url = number, f'http://127.0.0.1:{self.port}'
+        self.number, self.url, self._channel = number, f'http://127.0.0.1:{self.port}', channel
         self._workdir, self._log = workdir, workdir / f'server_{number}.log'
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,7 +58,7 @@ class ServerProcess:
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
-        overrides = [f'--config.{name}={value}' for name, value in OVERRIDES.items()]
+        overrides = list_flags(self._channel)
         command = [sys.executable, '-m', 'areal_jax.main_serve', f'--config={CONFIG}', f'--port={self.port}']
         command += [f'--workdir={self._workdir}', f'--name={self.number}', *overrides]
         environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
