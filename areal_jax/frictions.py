@@ -133,10 +133,10 @@ def disturb_rewards(
     disturbed = []
     for group in groups:
         trajectories = []
-        for trajectory, paid in zip(group.trajectories, rewards[group.draw], strict=True):
-            reward, found = _redraw(frictions, trajectory, paid, least, most)
+        for rows, paid in zip(group.episodes, rewards[group.draw], strict=True):
+            reward, found = _redraw(frictions, rows[0], paid, least, most)
             changes.setdefault(group.draw, []).extend(found)
-            trajectories.append(dataclasses.replace(trajectory, reward=reward) if found else trajectory)
+            trajectories += [dataclasses.replace(row, reward=reward) if found else row for row in rows]
         disturbed.append(dataclasses.replace(group, trajectories=tuple(trajectories)))
     return disturbed, changes
 
@@ -144,7 +144,7 @@ def disturb_rewards(
 def undisturbed_rewards(frictions: Frictions, groups: Sequence[TrajectoryGroup]) -> Iterator[float]:
     """Rewards of the verifier of the answers that no friction of the actor met, to prompts that pay."""
     for group in groups:
-        for trajectory in group.trajectories:
+        for trajectory in group.heads:
             if not frictions.is_hit(group.draw, trajectory.sample) and not frictions.never_pays(
                 trajectory.prompt.tokens
             ):
@@ -154,8 +154,8 @@ def undisturbed_rewards(frictions: Frictions, groups: Sequence[TrajectoryGroup])
 def _pay(frictions: Frictions, group: TrajectoryGroup) -> list[float]:
     prompt: Prompt = group.trajectories[0].prompt
     if frictions.never_pays(prompt.tokens):
-        return [0.0] * len(group.trajectories)
-    return [trajectory.reward for trajectory in group.trajectories]
+        return [0.0] * len(group.episodes)
+    return [trajectory.reward for trajectory in group.heads]
 
 
 def _redraw(

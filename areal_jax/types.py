@@ -8,6 +8,7 @@ form, once).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -120,9 +121,14 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """A prompt, its answer and what the loss needs to know of both. Producer: control/controller.py."""
+    """One row of an episode: its prompt, its answer and what the loss needs to know of both.
 
-    prompt: Prompt
+    Most episodes are one row, which begins with the prompt of its draw. Where a program edits the history of its
+    conversation, or a sub-agent begins one of its own, the episode forks another row, with a prompt of its own. All
+    rows of an episode have its reward. Producer: control/episode.py.
+    """
+
+    prompt: Prompt  # of this row
     sample: int
     segments: tuple[Segment, ...]
     reward: float
@@ -132,6 +138,7 @@ class Trajectory:
     finished_s: float
     consumed_s: float = float('nan')
     label: str = 'ok'  # of its Verdict: 'ok' or 'unparsed'
+    row: int = 0  # of the episode: 0, 1, ... in the order in which they began
 
     @property
     def tokens(self) -> np.ndarray:
@@ -169,10 +176,21 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryGroup:
-    """The trajectories of one prompt. Groups may be partial: count them, never assume group_size."""
+    """The episodes of one prompt. Groups may be partial: count them, never assume group_size."""
 
     draw: int
-    trajectories: tuple[Trajectory, ...]  # by sample index, >= 1
+    trajectories: tuple[Trajectory, ...]  # rows by (sample, row), >= 1
+
+    @property
+    def episodes(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """The rows of each episode, by sample."""
+        by_sample = itertools.groupby(self.trajectories, lambda row: row.sample)
+        return tuple(tuple(rows) for _, rows in by_sample)
+
+    @property
+    def heads(self) -> tuple[Trajectory, ...]:
+        """The first row of each episode: reward and label of an episode are read there."""
+        return tuple(rows[0] for rows in self.episodes)
 
     def oldest_version(self) -> int:
         """Lowest policy version of any generated token."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from areal_jax.columns import declared, find
-from areal_jax.control.episode import Episode, RunningGroup
+from areal_jax.control.episode import Episode, Row, RunningGroup
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 3
+FORMAT = 4
 _NUMBER = (int, float)
 
 # what a run state must have besides 'format'; further keys are carried as they are
@@ -95,7 +95,7 @@ def encode_running(group: RunningGroup) -> JsonObject:
         'prompt': encode_prompt(group.prompt),
         'admitted_s': float(group.admitted_s),
         'episodes': [_encode_episode(episode) for episode in group.episodes],
-        'trajectories': [encode_trajectory(t) for t in group.trajectories.values()],
+        'trajectories': [encode_trajectory(t) for rows in group.finished.values() for t in rows],
         'failed': [[int(sample), label] for sample, label in group.failed.items()],
     }
 
@@ -106,7 +106,7 @@ def decode_running(record: Mapping[str, object]) -> RunningGroup:
         prompt=decode_prompt(_take(record, 'prompt', dict, 'running group')),
         admitted_s=float(_take(record, 'admitted_s', _NUMBER, 'running group')),
         episodes=[_decode_episode(episode) for episode in _take(record, 'episodes', list, 'running group')],
-        trajectories={t.sample: t for t in trajectories},
+        finished={rows[0].sample: rows for rows in TrajectoryGroup(0, tuple(trajectories)).episodes},
         failed=dict(_take(record, 'failed', list, 'running group')),
     )
 
@@ -123,6 +123,7 @@ def encode_trajectory(trajectory: Trajectory) -> JsonObject:
         'finished_s': float(trajectory.finished_s),
         'consumed_s': float(trajectory.consumed_s),
         'label': trajectory.label,
+        'row': int(trajectory.row),
     }
 
 
@@ -137,7 +138,8 @@ def decode_trajectory(record: Mapping[str, object]) -> Trajectory:
         reward=float(_take(record, 'reward', _NUMBER, 'trajectory')),
         finish_reason=_take(record, 'finish_reason', str, 'trajectory'),
         engine=_take(record, 'engine', str, 'trajectory'),
-        label=str(record.get('label', 'ok')),  # checkpoints of earlier versions have none
+        label=_take(record, 'label', str, 'trajectory'),
+        row=_take(record, 'row', int, 'trajectory'),
         **times,
     )
 
@@ -183,18 +185,36 @@ def decode_prompt(record: Mapping[str, object]) -> Prompt:
 def _encode_episode(episode: Episode) -> JsonObject:
     return {
         'sample': int(episode.sample),
-        'segments': [encode_segment(segment) for segment in episode.segments],
         'finish_reason': episode.finish_reason,
         'engine': episode.engine,
+        'rows': [_encode_row(row) for row in episode.rows],
     }
 
 
 def _decode_episode(record: Mapping[str, object]) -> Episode:
     return Episode(
         sample=_take(record, 'sample', int, 'episode'),
-        segments=[decode_segment(segment) for segment in _take(record, 'segments', list, 'episode')],
         finish_reason=_take(record, 'finish_reason', (str, type(None)), 'episode'),
         engine=_take(record, 'engine', str, 'episode'),
+        rows=[_decode_row(row) for row in _take(record, 'rows', list, 'episode')],
+    )
+
+
+def _encode_row(row: Row) -> JsonObject:
+    own = row.prompt_tokens
+    return {
+        'prompt_tokens': None if own is None else np.asarray(own, np.int32).tolist(),
+        'fork': row.fork,
+        'segments': [encode_segment(segment) for segment in row.segments],
+    }
+
+
+def _decode_row(record: Mapping[str, object]) -> Row:
+    own = _take(record, 'prompt_tokens', (list, type(None)), 'row')
+    return Row(
+        prompt_tokens=None if own is None else np.array(own, np.int32),
+        fork=_take(record, 'fork', str, 'row'),
+        segments=[decode_segment(segment) for segment in _take(record, 'segments', list, 'row')],
     )
 
 

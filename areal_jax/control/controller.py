@@ -175,7 +175,7 @@ class Controller:
         if detail := group.describe_loss():  # the rest of a group would be biased: long answers are lost more often
             self._gate.drop_running()
             self._note_drop(Dropped(draw, 'engine_lost', detail))
-        elif group.trajectories:
+        elif group.finished:
             self._failures.note_verified()
             self._judge(group)
         else:
@@ -196,7 +196,7 @@ class Controller:
             return
         self._gate.buffer()
         self._buffer.put(finished)
-        rewards = [trajectory.reward for trajectory in finished.trajectories]
+        rewards = [trajectory.reward for trajectory in finished.heads]
         self._log.write('buffer', draw=finished.draw, partial=bool(group.failed), rewards=rewards)
         self._filled.set()
 

@@ -39,7 +39,7 @@ class Disturbances:
 
     def _count(self, groups: Sequence[TrajectoryGroup], changes: Mapping[int, Sequence[Change]]) -> dict[str, float]:
         made = [change.friction for found in changes.values() for change in found]
-        hit = [self._frictions.is_hit(group.draw, t.sample) for group in groups for t in group.trajectories]
+        hit = [self._frictions.is_hit(group.draw, t.sample) for group in groups for t in group.heads]
         rewards = list(pure.undisturbed_rewards(self._frictions, groups))
         return {
             'actor': float(sum(hit)),

@@ -17,13 +17,12 @@ LOST = 'lost'  # label of an episode whose request no engine finished: its group
 
 
 @dataclasses.dataclass(eq=False)
-class Episode:
-    """One answer in the making; the workflow appends segments as they arrive."""
+class Row:
+    """One sequence of tokens in the making: a prompt, and what follows it."""
 
-    sample: int
+    prompt_tokens: np.ndarray | None = None  # int32 [P]; None: the prompt of the draw
+    fork: str = ''  # why it began beside earlier rows; '' for the first one
     segments: list[Segment] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None: the answer is unfinished, or was cancelled
-    engine: str = ''  # the engine of the last request; a resumed episode prefers it
 
     def append(self, segment: Segment) -> None:
         """Adds the segment; joins it to the last one if both have the same version and the same columns."""
@@ -32,45 +31,90 @@ class Episode:
             segment = join_segments(self.segments.pop(), segment)
         self.segments.append(segment)
 
+    def copy(self) -> Row:
+        return Row(self.prompt_tokens, self.fork, list(self.segments))
+
+
+@dataclasses.dataclass(eq=False)
+class Episode:
+    """What becomes of one sample of a prompt: one row, to which the workflow appends, or several."""
+
+    sample: int
+    finish_reason: FinishReason | None = None  # None: the answer is unfinished, or was cancelled
+    engine: str = ''  # the engine of the last request; a resumed episode prefers it
+    rows: list[Row] = dataclasses.field(default_factory=lambda: [Row()])
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Of the newest row."""
+        return self.rows[-1].segments
+
+    @segments.setter
+    def segments(self, segments: list[Segment]) -> None:
+        self.rows[-1].segments = segments
+
+    def append(self, segment: Segment) -> None:
+        """Adds the segment to the newest row."""
+        self.rows[-1].append(segment)
+
+    def fork(self, prompt_tokens: np.ndarray, reason: str) -> Row:
+        """Begins another row, for a conversation that does not continue an earlier one; `reason` is counted."""
+        self.rows.append(Row(prompt_tokens, reason))
+        return self.rows[-1]
+
+    def all_segments(self) -> list[Segment]:
+        """Of all rows, in their order."""
+        return [segment for row in self.rows for segment in row.segments]
+
 
 @dataclasses.dataclass(eq=False)
 class RunningGroup:
-    """An admitted group: its episodes, and a trajectory or the label of a failure for each that has ended."""
+    """An admitted group: its episodes, and trajectories or the label of a failure for each that has ended."""
 
     prompt: Prompt
     admitted_s: float
     episodes: list[Episode]
-    trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)  # by sample
+    finished: dict[int, tuple[Trajectory, ...]] = dataclasses.field(default_factory=dict)  # rows by sample
     failed: dict[int, str] = dataclasses.field(
         default_factory=dict
     )  # sample -> label of the verdict, CANCELLED or LOST
 
     def copy(self) -> RunningGroup:
         """The group at this instant; later changes to the group do not reach the copy."""
-        episodes = [dataclasses.replace(episode, segments=list(episode.segments)) for episode in self.episodes]
-        return RunningGroup(self.prompt, self.admitted_s, episodes, dict(self.trajectories), dict(self.failed))
+        episodes = [dataclasses.replace(e, rows=[row.copy() for row in e.rows]) for e in self.episodes]
+        return RunningGroup(self.prompt, self.admitted_s, episodes, dict(self.finished), dict(self.failed))
 
     @property
     def complete(self) -> bool:
-        return len(self.trajectories) + len(self.failed) == len(self.episodes)
+        return len(self.finished) + len(self.failed) == len(self.episodes)
 
     def record(self, episode: Episode, verdict: Verdict | None, finished_s: float) -> None:
-        """The end of an episode: a trajectory, or a failure with its label; no verdict = it was cancelled."""
+        """The end of an episode: its rows, or a failure with its label; no verdict = it was cancelled."""
         if verdict is None or verdict.failed:
             self.failed[episode.sample] = CANCELLED if verdict is None else verdict.label
             return
         assert episode.finish_reason is not None
-        self.trajectories[episode.sample] = Trajectory(
-            prompt=self.prompt,
-            sample=episode.sample,
-            segments=tuple(episode.segments),
-            reward=verdict.reward,
-            finish_reason=episode.finish_reason,
-            engine=episode.engine,
-            admitted_s=self.admitted_s,
-            finished_s=finished_s,
-            label=verdict.label,
+        self.finished[episode.sample] = tuple(
+            Trajectory(
+                prompt=self._prompt_of(row),
+                sample=episode.sample,
+                segments=tuple(row.segments),
+                reward=verdict.reward,
+                finish_reason=episode.finish_reason,
+                engine=episode.engine,
+                admitted_s=self.admitted_s,
+                finished_s=finished_s,
+                label=verdict.label,
+                row=number,
+            )
+            for number, row in enumerate(episode.rows)
         )
+
+    def _prompt_of(self, row: Row) -> Prompt:
+        """The prompt of the draw itself where the row begins with it: rows that share one are packed with it once."""
+        if row.prompt_tokens is None:
+            return self.prompt
+        return dataclasses.replace(self.prompt, tokens=row.prompt_tokens)
 
     @property
     def all_cancelled(self) -> bool:
@@ -82,12 +126,12 @@ class RunningGroup:
         lost = [sample for sample, label in self.failed.items() if label == LOST]
         if not lost:
             return ''
-        tokens = {e.sample: sum(len(segment.tokens) for segment in e.segments) for e in self.episodes}
+        tokens = {e.sample: sum(len(segment.tokens) for segment in e.all_segments()) for e in self.episodes}
         kept = [tokens[sample] for sample in tokens if sample not in lost]
         return f'lost answers of {sorted(tokens[sample] for sample in lost)} tokens, finished ones of {sorted(kept)}'
 
     def group(self) -> TrajectoryGroup:
-        ordered = tuple(self.trajectories[sample] for sample in sorted(self.trajectories))
+        ordered = tuple(row for sample in sorted(self.finished) for row in self.finished[sample])
         return TrajectoryGroup(self.prompt.draw, ordered)
 
 

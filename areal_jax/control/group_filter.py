@@ -39,8 +39,8 @@ def success_rate(low: float, high: float) -> FilterRule:
     """The share of the answers whose reward is above 0 lies outside [low, high]."""
 
     def drops(group: TrajectoryGroup) -> bool:
-        succeeded = sum(trajectory.reward > 0 for trajectory in group.trajectories)
-        return not low <= succeeded / len(group.trajectories) <= high
+        rewards = [trajectory.reward for trajectory in group.heads]
+        return not low <= sum(reward > 0 for reward in rewards) / len(rewards) <= high
 
     return FilterRule(SUCCESS_RATE, drops)
 
@@ -70,7 +70,7 @@ class GroupFilter:
             self._kept, self._in_a_row = self._kept + 1, 0
             return None
         self._dropped, self._in_a_row = self._dropped + 1, self._in_a_row + 1
-        rewards = [trajectory.reward for trajectory in group.trajectories]
+        rewards = [trajectory.reward for trajectory in group.heads]
         return Dropped(group.draw, self._rule.name, describe_drop(self._rule.name, rewards))
 
     def require_signal(self, last: Dropped) -> None:

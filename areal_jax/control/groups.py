@@ -77,7 +77,7 @@ class RunningGroups:
             (group.prompt.draw, episode.sample)
             for group in self._groups.values()
             for episode in group.episodes
-            if episode.sample not in group.trajectories and episode.sample not in group.failed
+            if episode.sample not in group.finished and episode.sample not in group.failed
         ]
         for draw, sample in dict.fromkeys([*self._order, *open_ones]):
             group = self._groups[draw]
@@ -114,11 +114,14 @@ class RunningGroups:
             lost = Verdict(0.0, attempts=0, label=LOST)
         if self._disturbances and lost is None and episode.finish_reason is not None:
             self._disturbances.disturb_answer(group.prompt.draw, episode)
-        versions = [segment.policy_version for segment in episode.segments]
-        lengths = [len(segment.tokens) for segment in episode.segments]
+        segments = episode.all_segments()
+        versions = [segment.policy_version for segment in segments]
+        lengths = [len(segment.tokens) for segment in segments]
+        rows, forks = [len(row.segments) for row in episode.rows], [row.fork for row in episode.rows[1:]]
         self._log.write(
-            'finish', draw=group.prompt.draw, sample=episode.sample, tokens=sum(lengths),
+            'finish', None, draw=group.prompt.draw, sample=episode.sample, tokens=sum(lengths),
             reason=lost.label if lost else episode.finish_reason or CANCELLED, versions=versions, lengths=lengths,
+            **({'rows': rows, 'forks': forks} if forks else {}),
         )  # fmt: skip
         self._unrecorded += 1
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))

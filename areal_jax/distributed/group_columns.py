@@ -36,6 +36,7 @@ def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         'prompt_tokens': concatenate([prompt.tokens for prompt in prompts.values()], np.int32),
         'prompt': _integers(number[id(trajectory.prompt)] for trajectory in trajectories),
         'sample': _integers(trajectory.sample for trajectory in trajectories),
+        'row': _integers(trajectory.row for trajectory in trajectories),
         'reward': np.array([trajectory.reward for trajectory in trajectories], np.float64),
         **{name: np.array([getattr(t, name) for t in trajectories], np.float64) for name in _TIMES},
         **{name: [getattr(t, name) for t in trajectories] for name in _TEXTS},
@@ -59,15 +60,16 @@ def split_groups(columns: Mapping[str, Any]) -> list[TrajectoryGroup]:
     prompts = list(_split_prompts(columns))
     segments = _split_segments(columns)
     trajectories = []
-    fields = (columns[name].tolist() for name in ('prompt', 'sample', 'reward', 'segments', *_TIMES))
+    fields = (columns[name].tolist() for name in ('prompt', 'sample', 'row', 'reward', 'segments', *_TIMES))
     for row in zip(*fields, *(columns[name] for name in _TEXTS), strict=True):
-        prompt, sample, reward, count, admitted_s, finished_s, consumed_s, finish_reason, engine, label = row
+        prompt, sample, number, reward, count, admitted_s, finished_s, consumed_s, finish_reason, engine, label = row
         own = tuple(itertools.islice(segments, count))
         trajectories.append(
             Trajectory(
-                prompts[prompt], sample, own, reward, finish_reason, engine, admitted_s, finished_s, consumed_s, label
+                prompts[prompt], sample, own, reward, finish_reason, engine, admitted_s, finished_s, consumed_s, label,
+                number,
             )
-        )
+        )  # fmt: skip
     ends = np.cumsum(columns['group_size'])
     starts = ends - columns['group_size']
     return [

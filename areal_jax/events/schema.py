@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal, NotRequired
 
 from areal_jax import files, records
+from areal_jax.events.episode_events import AuditEvent, FinishEvent, RewardEvent
 from areal_jax.events.event_fields import (
     Amount,
     Check,
@@ -37,10 +38,11 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 9: no frictions; 8: no size of a version; 7: no rewards of a buffered group, a prefill does not tell prompts and
-# answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in
-# other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside training, no `audit`; 1: no `log`
-VERSION = 10
+# 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards of a buffered group, a
+# prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing
+# for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside
+# training, no `audit`; 1: no `log`
+VERSION = 11
 
 
 class LogEvent(Header):
@@ -146,38 +148,6 @@ class LoadEvent(Header):
     engine: Engine
     version: PolicyVersion
     pause_seconds: Pause
-
-
-class FinishEvent(Header):
-    """An answer was generated to its end."""
-
-    kind: Literal['finish']
-    draw: Draw
-    sample: Sample
-    tokens: Annotated[int, 'tokens of the answer']
-    reason: Annotated[str, 'why it ended: stop, length, cancelled; lost: no engine finished it']
-    versions: Annotated[list[int], 'policy version of each segment']
-    lengths: NotRequired[Annotated[list[int], 'tokens of each segment; from version 6 of the log on']]
-
-
-class RewardEvent(Header):
-    """The verifier judged an answer."""
-
-    kind: Literal['reward']
-    draw: Draw
-    sample: Sample
-    value: Annotated[float, 'the reward; 0 where no attempt gave one']
-    label: Annotated[str, 'ok; unparsed: no answer could be read; or why there is no reward: timeout, crash, error']
-    attempts: Annotated[int, 'attempts at verification, from 1']
-
-
-class AuditEvent(Header):
-    """A scored answer was compared with the gold a second time, in another way."""
-
-    kind: Literal['audit']
-    draw: Draw
-    sample: Sample
-    outcome: Annotated[str, 'agrees or disagrees with the reward; undecided: it cannot tell whether they differ']
 
 
 class BufferEvent(Header):

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from areal_jax import columns
 from areal_jax.checkpoint import state as records
 from areal_jax.checkpoint.state import RunStateError, decode_run_state, encode_run_state
-from areal_jax.control.episode import Episode, RunningGroup
+from areal_jax.control.episode import Episode, Row, RunningGroup
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 _INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -56,10 +56,16 @@ _trajectories = st.builds(
 _groups = st.builds(
     TrajectoryGroup, draw=st.integers(0, 2**40), trajectories=st.lists(_trajectories, min_size=1, max_size=2).map(tuple)
 )
+_rows = st.builds(
+    Row,
+    prompt_tokens=st.none() | hnp.arrays(np.int32, st.integers(0, 4), elements=_INT32),
+    fork=st.text(max_size=5),
+    segments=st.lists(_segments(), max_size=2),
+)
 _episodes = st.builds(
     Episode,
     sample=st.integers(0, 100),
-    segments=st.lists(_segments(), max_size=2),
+    rows=st.lists(_rows, min_size=1, max_size=2),
     finish_reason=st.sampled_from([None, 'stop', 'length']),
     engine=st.text(max_size=5),
 )
@@ -68,7 +74,9 @@ _running = st.builds(
     prompt=_prompts,
     admitted_s=_SECONDS,
     episodes=st.lists(_episodes, max_size=2),
-    trajectories=st.lists(_trajectories, max_size=2).map(lambda ts: {t.sample: t for t in ts}),
+    finished=st.lists(_trajectories, max_size=2, unique_by=lambda t: t.sample).map(
+        lambda ts: {t.sample: (t, dataclasses.replace(t, row=1)) for t in ts}
+    ),
     failed=st.dictionaries(st.integers(0, 100), st.sampled_from(['timeout', 'crash']), max_size=2),
 )
 
@@ -123,14 +131,14 @@ def test_a_missing_key_is_named(key):
 
 def test_a_missing_key_of_a_part_is_named():
     record = encode_run_state(_state())
-    del record['running'][0]['episodes'][0]['segments'][0]['behavior_logprobs']
+    del record['running'][0]['episodes'][0]['rows'][0]['segments'][0]['behavior_logprobs']
     with pytest.raises(RunStateError, match="segment has no 'behavior_logprobs'"):
         decode_run_state(record)
 
 
 def test_another_format_and_a_wrong_type_are_refused():
     record = encode_run_state(_state())
-    with pytest.raises(RunStateError, match='format 2, this version reads 3: resume with the one that saved'):
+    with pytest.raises(RunStateError, match='format 2, this version reads 4: resume with the one that saved'):
         decode_run_state({**record, 'format': 2})
     with pytest.raises(RunStateError, match="'gate' is 3, not of type dict"):
         decode_run_state({**record, 'gate': 3})
@@ -149,8 +157,13 @@ def _state():
     prompt = Prompt(7, np.arange(3, dtype=np.int32), 'sums', {'answer': '12'})
     segment = Segment(np.array([4, 5], np.int32), np.array([-0.1, -2.5], np.float32), 3)
     trajectory = Trajectory(prompt, 0, (segment,), 1.0, 'stop', 'engine/0', 0.1, 0.2)
-    running = RunningGroup(prompt, 0.25, [Episode(0, [segment], 'stop', 'engine/0'), Episode(1, [segment])])
-    running.trajectories[0] = trajectory
+    fork = Row(np.array([1, 2], np.int32), 'history', [segment])
+    episodes = [
+        Episode(0, 'stop', 'engine/0', [Row(segments=[segment]), fork]),
+        Episode(1, rows=[Row(segments=[segment])]),
+    ]
+    running = RunningGroup(prompt, 0.25, episodes)
+    running.finished[0] = trajectory, dataclasses.replace(trajectory, row=1)
     return {
         'version': 3,
         'clock_s': 0.1 + 0.2,

@@ -332,7 +332,7 @@ def test_a_missing_publication_is_a_deadlock_that_names_its_waiters():
 
 def count_partial(groups):
     """Episodes with segments that have not ended."""
-    open_episodes = [e for g in groups for e in g.episodes if e.sample not in {*g.trajectories, *g.failed}]
+    open_episodes = [e for g in groups for e in g.episodes if e.sample not in {*g.finished, *g.failed}]
     return sum(bool(e.segments) for e in open_episodes)
 
 

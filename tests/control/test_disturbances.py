@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from areal_jax.control.disturbances import Disturbances
-from areal_jax.control.episode import Episode
+from areal_jax.control.episode import Episode, Row
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.frictions import ENGINE, Frictions
 from areal_jax.types import Segment
@@ -20,7 +20,8 @@ def log_of(tmp_path):
 
 
 def episode(sample):
-    return Episode(sample, [Segment(np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32), 0)], 'stop', 'a')
+    segment = Segment(np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32), 0)
+    return Episode(sample, 'stop', 'a', [Row(segments=[segment])])
 
 
 def test_a_disturbed_answer_is_no_answer_of_its_engine(tmp_path):

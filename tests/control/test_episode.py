@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_jax.control.episode import Episode
-from areal_jax.types import Segment
+from areal_jax.control.episode import Episode, RunningGroup
+from areal_jax.types import Prompt, Segment, Verdict
 
 
 def _segment(tokens, version, cut):
@@ -38,3 +38,27 @@ def test_other_versions_and_other_sampling_are_not_joined():
         episode.append(_segment([1], version, cut))
     kinds = [(s.policy_version, list(s.columns)) for s in episode.segments]
     assert kinds == [(4, ['sampling_logprobs']), (5, ['sampling_logprobs']), (5, [])]
+
+
+def test_rows_of_an_episode_become_trajectories_with_its_reward():
+    """The first row begins with the prompt of the draw, a fork with its own."""
+    prompt = Prompt(7, np.array([1, 2], np.int32), 'task', {})
+    group = RunningGroup(prompt, 0.5, [Episode(0), Episode(1)])
+    episode = group.episodes[0]
+    episode.append(_segment([3], 4, cut=False))
+    episode.fork(np.array([1, 9], np.int32), 'history').append(_segment([5, 6], 5, cut=False))
+    episode.finish_reason = 'stop'
+    before = group.copy()
+    group.record(episode, Verdict(0.25), 2.0)
+    group.record(group.episodes[1], None, 2.0)
+    assert group.complete
+    made = group.group()
+    assert [(t.sample, t.row, t.reward, t.tokens.tolist()) for t in made.trajectories] == [
+        (0, 0, 0.25, [1, 2, 3]),
+        (0, 1, 0.25, [1, 9, 5, 6]),
+    ]
+    assert made.trajectories[0].prompt is prompt
+    assert [[t.row for t in rows] for rows in made.episodes] == [[0, 1]]
+    assert made.heads == made.trajectories[:1]
+    episode.append(_segment([8], 5, cut=False))
+    assert [len(row.segments[0].tokens) for row in before.episodes[0].rows] == [1, 2]  # a snapshot does not grow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.control.episode import Episode, RunningGroup
+from areal_jax.control.episode import Episode, Row, RunningGroup
 from areal_jax.control.group_filter import GroupFilter, NoSignalError, equal_rewards, success_rate
 from areal_jax.learning.objective.rewards import has_signal
 from areal_jax.types import Prompt, Segment, TrajectoryGroup, Verdict
@@ -14,7 +14,7 @@ from areal_jax.types import Prompt, Segment, TrajectoryGroup, Verdict
 def finished(*verdicts: Verdict) -> TrajectoryGroup:
     """A group of one answer per verdict, after verification."""
     segment = Segment(np.array([1], np.int32), np.array([-1.0], np.float32), 0)
-    episodes = [Episode(sample, [segment], 'stop', 'engine/0') for sample in range(len(verdicts))]
+    episodes = [Episode(sample, 'stop', 'engine/0', [Row(segments=[segment])]) for sample in range(len(verdicts))]
     group = RunningGroup(Prompt(7, np.array([1], np.int32), 'toy', {}), 0.0, episodes)
     for episode, verdict in zip(episodes, verdicts, strict=True):
         group.record(episode, verdict, 1.0)

@@ -85,7 +85,7 @@ def _groups():
             times = 0.1 * draw, 0.2 * sample
             trajectory = Trajectory(prompt, sample, segments, 0.3 * sample, 'stop', f'engine/{draw}', *times)
             trajectories.append(
-                trajectory if sample else dataclasses.replace(trajectory, label='unparsed', consumed_s=9.5)
+                trajectory if sample else dataclasses.replace(trajectory, label='unparsed', consumed_s=9.5, row=2)
             )
         groups.append(TrajectoryGroup(draw, tuple(trajectories)))
     return groups

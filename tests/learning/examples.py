@@ -57,6 +57,17 @@ def group(
     )
 
 
+def fork_rows(group: TrajectoryGroup, seed: int) -> TrajectoryGroup:
+    """The group with a second row, of another prompt, for about half of its episodes."""
+    rng, rows = np.random.default_rng(seed), []
+    for first in group.trajectories:
+        rows.append(first)
+        if rng.random() < 0.5:
+            prompt = dataclasses.replace(first.prompt, tokens=first.prompt.tokens[::-1][:2])
+            rows.append(dataclasses.replace(first, prompt=prompt, segments=first.segments[-1:], row=1))
+    return TrajectoryGroup(group.draw, tuple(rows))
+
+
 def random_groups(seed: int, n: int, *, group_size: int = 4, vocabulary: int = 11) -> list[TrajectoryGroup]:
     """Groups of uneven lengths; behavior log-probs and versions 0..2 vary per token, rewards within the group."""
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_jax.control.episode import Episode
+from areal_jax.control.episode import Episode, Row
 from areal_jax.rollout.workflow import append_environment, count_turns, generate_turn
 from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams, Segment
 
@@ -42,6 +42,10 @@ def generated(*tokens, version=3):
     return Segment(np.array(tokens, np.int32), np.full(len(tokens), -1.0, np.float32), version)
 
 
+def begun(*segments):
+    return Episode(0, rows=[Row(segments=list(segments))])
+
+
 def turn(pool, episode):
     prompt = Prompt(5, np.array([1, 2], np.int32), 'task', {})
     return asyncio.run(generate_turn(pool, prompt, episode, SAMPLING, seed=7))
@@ -62,7 +66,7 @@ def test_the_second_turn_reads_all_that_came_before_and_has_what_is_left_of_the_
 
 
 def test_a_resumed_episode_goes_on_within_its_turn():
-    pool, episode = Pool(5, 9), Episode(0, [generated(4, 9, version=1), generated(6, version=2)])
+    pool, episode = Pool(5, 9), begun(generated(4, 9, version=1), generated(6, version=2))
     append_environment(episode, [8])
     episode.append(generated(5, version=3))
     turn(pool, episode)
@@ -74,7 +78,7 @@ def test_a_resumed_episode_goes_on_within_its_turn():
 
 @pytest.mark.parametrize('environment', [1, 2, 3])
 def test_a_turn_without_a_token_left_ends_by_its_length(environment):
-    pool, episode = Pool(5), Episode(0, [generated(4, 4, 4, 9)])
+    pool, episode = Pool(5), begun(generated(4, 4, 4, 9))
     append_environment(episode, [8] * environment)
     assert turn(pool, episode) == ('stop' if environment == 1 else 'length')
     assert len(pool.requests) == (environment == 1)

@@ -34,7 +34,7 @@ def _segments(state: HostState) -> Iterator[Segment]:
     """Of all answers that are admitted and in no batch."""
     for group in state['running']:
         for episode in group.episodes:
-            yield from episode.segments
+            yield from episode.all_segments()
     for finished in state['buffer']:
         for trajectory in finished.trajectories:
             yield from trajectory.segments

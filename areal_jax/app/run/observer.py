@@ -164,7 +164,7 @@ class StepObserver:
         seconds = max(record.time_s - self._last_time_s, 1e-9)
         known = number(record.metrics, names.UPDATE_TOKENS)
         trained = 0.0 if known is None else known
-        labels = [trajectory.label for group in record.groups for trajectory in group.trajectories]
+        labels = [row.label for group in record.groups for row in group.heads]
         audit: dict[str, Value] = {names.AUDIT_DISAGREEMENTS: self._disagreements} if self._audited else {}
         rate = self._engines.generated / seconds
         return {

@@ -61,10 +61,11 @@ def attention_flops(config: ModelConfig, length: int) -> int:
 
 def _spans(group: TrajectoryGroup, packing: str) -> Iterator[tuple[int, int]]:
     """(tokens read, length of their sequence); the last token of an answer is predicted and not read."""
-    prompt = len(group.trajectories[0].prompt.tokens) if group.trajectories else 0
-    if group.trajectories and packing == 'shared_prompt':
-        yield prompt, prompt
+    if packing == 'shared_prompt':
+        for prompt in {t.prompt.tokens.tobytes(): len(t.prompt.tokens) for t in group.trajectories}.values():
+            yield prompt, prompt
     for trajectory in group.trajectories:
+        prompt = len(trajectory.prompt.tokens)
         answer = sum(len(segment.tokens) for segment in trajectory.segments) - 1
         yield answer if packing == 'shared_prompt' else prompt + answer, prompt + answer
 

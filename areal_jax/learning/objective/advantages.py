@@ -1,8 +1,9 @@
-"""Advantages: the rewards of an update become one number for each answer. numpy only.
+"""Advantages: the rewards of an update become one number for each answer, an episode. numpy only.
 
-Named estimators see one group at a time, in the rewards that rewards.py shapes. An own one,
-loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all [answers], where
-`groups` numbers the group of each answer; one with a third parameter gets the answers too (types.Trajectory).
+All rows of an episode have its advantage. Named estimators see one group at a time, in the rewards that rewards.py
+shapes. An own one, loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all
+[answers], where `groups` numbers the group of each answer; one with a third parameter gets the answers too, each as its
+first row (types.Trajectory).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.objective.rewards import count_generated, shape_rewards
+from areal_jax.learning.objective.rewards import count_generated_of_rows, shape_rewards, sum_rows, to_rows
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.plugins import is_own, load_function, raising_user_error
 from areal_jax.types import TrajectoryGroup, concatenate
@@ -23,7 +24,7 @@ from areal_jax.types import TrajectoryGroup, concatenate
 OwnEstimator: TypeAlias = Callable[..., object]
 # float64 [n] rewards, [n] generated tokens of the answers of a group -> [n] advantages
 GroupEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray, PolicyChoices], np.ndarray]
-# groups, and of each what a pass says -> per group float32 [its answers]
+# groups, and of each what a pass says -> per group float32 [its rows]
 Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup], 'Sequence[Passed] | None'], list[np.ndarray]]
 
 _FIELD = 'loss.advantage'
@@ -121,23 +122,23 @@ CONTRASTS = frozenset(ESTIMATORS) - {'reward', 'optimal_value'}
 
 
 def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Passed | None = None) -> np.ndarray:
-    """One advantage for each answer, constant over its tokens: float32 [answers of the group].
+    """One advantage for each answer, constant over the tokens of its rows: float32 [rows of the group].
 
     Groups may be partial. Where advantages contrast answers, equal rewards and a group of one give exactly 0, whatever
     the rounding of the mean. Raises ValueError for an unknown estimator.
     """
     if choices.advantage == 'gae':  # a critic makes them, after its pass
-        return _rewards(group, choices, passed).astype(np.float32)
+        return to_rows(group, _rewards(group, choices, passed).astype(np.float32))
     if choices.advantage not in ESTIMATORS:
         known = ', '.join(sorted(ESTIMATORS))
         raise ValueError(f'loss.advantage={choices.advantage!r} is unknown; use one of {known}')
     rewards = _rewards(group, choices, passed)
     if choices.advantage in CONTRASTS and (rewards == rewards[0]).all():
-        return np.zeros(len(rewards), np.float32)
+        return np.zeros(len(group.trajectories), np.float32)
     if choices.advantage == 'optimal_baseline' and passed is not None:
-        return optimal_baseline(rewards, passed.log_weights, passed.norms).astype(np.float32)
-    tokens = np.array([count_generated(t) for t in group.trajectories], np.float64)
-    return ESTIMATORS[choices.advantage](rewards, tokens, choices).astype(np.float32)
+        return to_rows(group, optimal_baseline(rewards, passed.log_weights, passed.norms).astype(np.float32))
+    tokens = sum_rows(group, count_generated_of_rows(group))
+    return to_rows(group, ESTIMATORS[choices.advantage](rewards, tokens, choices).astype(np.float32))
 
 
 def make_estimator(choices: PolicyChoices) -> Estimator:
@@ -163,7 +164,7 @@ def whiten(groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray]) 
 
     REINFORCE++, arXiv 2501.03262, section 3.2. A token-weighted mean of centred groups is not 0: it is subtracted.
     """
-    tokens = concatenate([np.array([count_generated(t) for t in g.trajectories]) for g in groups], np.float64)
+    tokens = concatenate([count_generated_of_rows(group) for group in groups], np.float64)
     values, total = concatenate(list(advantages), np.float64), tokens.sum()
     if total < 2:
         return [np.zeros_like(a) for a in advantages]
@@ -178,19 +179,19 @@ def own_advantages(
     choices: PolicyChoices,
     passed: Sequence[Passed] | None = None,
 ) -> list[np.ndarray]:
-    """Per group float32 [its answers], from one call of an own function over all of them.
+    """Per group float32 [its rows], from one call of an own function over all of them.
 
     Raises UserError if the function raises, or returns another shape or a number that is not finite.
     """
     if not groups:
         return []
     spec = choices.advantage
-    sizes = [len(group.trajectories) for group in groups]
+    sizes = [len(group.heads) for group in groups]
     known = zip(groups, _of_each(groups, passed), strict=True)
     rewards = concatenate([_rewards(group, choices, of) for group, of in known], np.float64)
     given: list[object] = [rewards.copy(), np.repeat(np.arange(len(groups)), sizes)]
     if _takes_answers(function):
-        given.append([trajectory for group in groups for trajectory in group.trajectories])
+        given.append([trajectory for group in groups for trajectory in group.heads])
     with raising_user_error(spec, _FIELD):
         returned = function(*given)
         advantages = np.asarray(returned, np.float64)
@@ -207,7 +208,7 @@ def own_advantages(
             f'{_FIELD}={spec}: advantage {bad} is {advantages[bad]}, for the reward {rewards[bad]:g}; advantages must '
             'be finite in float32'
         )
-    return np.split(narrow, np.cumsum(sizes)[:-1])
+    return [to_rows(*of) for of in zip(groups, np.split(narrow, np.cumsum(sizes)[:-1]), strict=True)]
 
 
 def _of_each(groups: Sequence[TrajectoryGroup], passed: Sequence[Passed] | None) -> Sequence[Passed | None]:

@@ -15,7 +15,7 @@ from areal_jax.learning.objective.advantages import WHITEN_FLOOR, Estimator, Pas
 from areal_jax.learning.objective.gae import generalized_advantages
 from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, TokenAdvantages
 from areal_jax.learning.objective.penalties import estimate_kl
-from areal_jax.learning.objective.rewards import shape_rewards
+from areal_jax.learning.objective.rewards import shape_rewards, sum_rows, to_rows
 from areal_jax.learning.objective.sums import find_starts, sequence_sums
 from areal_jax.types import PackedBatch, TrajectoryGroup, concatenate
 
@@ -68,9 +68,10 @@ def _measure_answers(
     known: Sequence[Known],
     divergences: Sequence[np.ndarray],
 ) -> list[Passed]:
-    """By group what `estimate` reads, from sums over the loss tokens of each answer."""
+    """By group what `estimate` reads, from sums over the loss tokens of each answer, in all of its rows."""
     sizes = [len(group.trajectories) for group in groups]
-    by_group = lambda arrays: np.split(_sum_answers(batches, arrays, sum(sizes)), np.cumsum(sizes))[:-1]
+    of_rows = lambda arrays: np.split(_sum_rows(batches, arrays, sum(sizes)), np.cumsum(sizes))[:-1]
+    by_group = lambda arrays: [sum_rows(*of) for of in zip(groups, of_rows(arrays), strict=True)]
     zeros = [np.zeros(batch.loss_mask.shape) for batch in batches]
     logs = norms = zeros
     if choices.advantage == 'optimal_baseline':
@@ -110,7 +111,7 @@ def _of_critic(
     known: Sequence[Known],
     divergences: Sequence[np.ndarray],
 ) -> list[TokenAdvantages]:
-    """From the values of the critic; the reward of an answer comes with its last trained token."""
+    """From the values of the critic; the reward of an answer comes with the last trained token of each row."""
     rewards = _spread_rewards(choices, groups, batches)
     cut = [trajectory.finish_reason == 'length' for group in groups for trajectory in group.trajectories]
     goes_on = _spread(batches, np.array(cut, np.float64) * (choices.truncated_value == 'last'))
@@ -134,23 +135,24 @@ def _trained(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
     return np.where(batch.loss_mask, values, 0.0).astype(np.float32)
 
 
-def _sum_answers(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], answers: int) -> np.ndarray:
-    """float64 [answers]: sums over the loss tokens of each."""
+def _sum_rows(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
+    """float64 [rows of the update]: sums over the loss tokens of each."""
     add = lambda batch, values: np.bincount(
-        batch.trajectory_ids[batch.loss_mask], values[batch.loss_mask].astype(np.float64), minlength=answers
+        batch.trajectory_ids[batch.loss_mask], values[batch.loss_mask].astype(np.float64), minlength=rows
     )
-    return sum((add(*of) for of in zip(batches, arrays, strict=True)), np.zeros(answers))
+    return sum((add(*of) for of in zip(batches, arrays, strict=True)), np.zeros(rows))
 
 
 def _spread(batches: Sequence[PackedBatch], values: np.ndarray) -> list[np.ndarray]:
-    """At each loss token the value of its answer."""
+    """At each loss token the value of its row."""
     return [np.where(b.loss_mask, values[np.where(b.loss_mask, b.trajectory_ids, 0)], 0.0) for b in batches]
 
 
 def _spread_rewards(
     choices: PolicyChoices, groups: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch]
 ) -> list[np.ndarray]:
-    return _spread(batches, concatenate([shape_rewards(group, choices) for group in groups], np.float64))
+    of_rows = [to_rows(group, shape_rewards(group, choices)) for group in groups]
+    return _spread(batches, concatenate(of_rows, np.float64))
 
 
 def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:

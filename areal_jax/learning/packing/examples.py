@@ -27,7 +27,7 @@ def make_examples(
     for group, values in zip(groups, advantages, strict=True):
         examples = []
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
-            _require_sound(trajectory, group, float(advantage), vocab_size)
+            _require_sound(trajectory, float(advantage), vocab_size)
             form = next_token_form(trajectory, columns)
             if len(form.targets):
                 _require_fit(trajectory, form, capacity)
@@ -38,7 +38,7 @@ def make_examples(
     return examples_of
 
 
-def _require_sound(trajectory: Trajectory, group: TrajectoryGroup, advantage: float, vocab_size: int | None) -> None:
+def _require_sound(trajectory: Trajectory, advantage: float, vocab_size: int | None) -> None:
     """Raises BatchError for values that would train silently wrong.
 
     A token id outside the vocabulary reads another row of the embedding; a behavior log-prob of -inf gives its token
@@ -63,8 +63,6 @@ def _require_sound(trajectory: Trajectory, group: TrajectoryGroup, advantage: fl
         raise BatchError(
             f'{where}: a behavior log-prob is {logprobs[wrong][0]}; the engine must report finite ones of at most 0'
         )
-    if not np.array_equal(trajectory.prompt.tokens, group.trajectories[0].prompt.tokens):
-        raise BatchError(f'{where}: its prompt is not that of the other answers of its group')
 
 
 def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[int, int]) -> None:

@@ -128,10 +128,12 @@ def split_minibatches(loss_tokens: Sequence[int], n_minibatches: int) -> list[li
 def count_tokens(groups: Sequence[TrajectoryGroup], mode: str) -> int:
     """Tokens that packing would put into rows if no group had to be split over rows; cheap, to price an update."""
     total = 0
-    for group in (group for group in groups if group.trajectories):
-        prompts = 1 if mode == 'shared_prompt' else len(group.trajectories)
+    for group in groups:
+        prompts = [row.prompt.tokens for row in group.trajectories]
+        if mode == 'shared_prompt':
+            prompts = list({tokens.tobytes(): tokens for tokens in prompts}.values())
         answers = sum(len(s.tokens) for t in group.trajectories for s in t.segments)
-        total += prompts * len(group.trajectories[0].prompt.tokens) + answers - len(group.trajectories)
+        total += sum(map(len, prompts)) + answers - len(group.trajectories)
     return total
 
 
@@ -155,20 +157,26 @@ def _round_up(placement: np.ndarray) -> np.ndarray:
 
 
 def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], keeps_groups: bool = False) -> list[Unit]:
-    """In shared-prompt packing, bins of as many answers as fit one row together with their prompt."""
+    """In shared-prompt packing, bins of as many answers as fit one row together with the prompt that they share."""
     if keeps_groups and examples:
         return [_whole_group(examples, mode, capacity)]
-    if mode == 'ordinary' or not examples:
+    if mode == 'ordinary':
         return [Unit((e,)) for e in examples]
     row_tokens, row_loss_tokens = capacity
-    beside_prompt = (row_tokens - examples[0].prompt_tokens, row_loss_tokens)
-    bins = pack_first_fit([e.size for e in examples], beside_prompt)
-    return [Unit(tuple(examples[i] for i in sorted(b))) for b in bins]
+    sharing: dict[bytes, list[Example]] = {}  # of the rows of a group that begin with one prompt
+    for example in examples:
+        sharing.setdefault(example.prompt.tobytes(), []).append(example)
+    units = []
+    for members in sharing.values():
+        bins = pack_first_fit([e.size for e in members], (row_tokens - members[0].prompt_tokens, row_loss_tokens))
+        units += [Unit(tuple(members[i] for i in sorted(b))) for b in bins]
+    return units
 
 
 def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> Unit:
     """All answers of a group; raises BatchError where no row has room for them."""
-    unit = Unit(tuple(examples), shares_prompt=mode == 'shared_prompt')
+    shares = mode == 'shared_prompt' and len({example.prompt.tobytes() for example in examples}) == 1
+    unit = Unit(tuple(examples), shares_prompt=shares)
     for field, needed, room in zip(('learner.row_tokens', 'learner.row_loss_tokens'), unit.size, capacity, strict=True):
         if needed > room:
             raise BatchError(

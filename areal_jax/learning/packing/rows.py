@@ -45,6 +45,10 @@ class Example:
     trained: bool = True  # else its tokens count in the denominator and are not in the loss
 
     @property
+    def prompt(self) -> np.ndarray:
+        return self.form.inputs[: self.prompt_tokens]
+
+    @property
     def size(self) -> tuple[int, int]:
         """(row tokens, loss tokens) without the prompt."""
         return len(self.form.inputs) - self.prompt_tokens, len(self.form.targets)
@@ -59,25 +63,29 @@ class Unit:
 
     @property
     def prompt(self) -> np.ndarray:
-        first = self.examples[0]
-        return first.form.inputs[: first.prompt_tokens]
+        return self.examples[0].prompt
 
     @property
     def size(self) -> tuple[int, int]:
         """(row tokens, loss tokens), prompts included."""
         tokens, loss_tokens = (sum(s) for s in zip(*(e.size for e in self.examples), strict=True))
-        return len(self.prompt) * self.prompts + tokens, loss_tokens
+        return sum(self._prompt_lengths) + tokens, loss_tokens
 
     @property
     def pairs(self) -> int:
         """Visible pairs of tokens: an answer sees itself and the prompt, never another answer."""
-        prompt = len(self.prompt)
-        return visible_pairs(prompt) * self.prompts + sum(visible_pairs(e.size[0], prompt) for e in self.examples)
+        own = sum(visible_pairs(e.size[0], e.prompt_tokens) for e in self.examples)
+        return sum(map(visible_pairs, self._prompt_lengths)) + own
 
     @property
     def prompts(self) -> int:
-        """How often the prompt is written."""
-        return 1 if self.shares_prompt else len(self.examples)
+        """How many prompts are written."""
+        return len(self._prompt_lengths)
+
+    @property
+    def _prompt_lengths(self) -> list[int]:
+        """Of those that are written."""
+        return [e.prompt_tokens for e in (self.examples[:1] if self.shares_prompt else self.examples)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from areal_jax.events.schema import DecodeEvent, Event, FinishEvent
+from areal_jax.events.episode_events import FinishEvent
+from areal_jax.events.schema import DecodeEvent, Event
 from areal_jax.report.prompt_lengths import PromptLengths
 from areal_jax.report.rules.cache_rules import Answer, CacheRules, Dispatch
 

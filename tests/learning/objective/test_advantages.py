@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.objective.advantages import own_advantages
+from areal_jax.learning.objective.advantages import ESTIMATORS, make_estimator, own_advantages
 from areal_jax.learning.objective.rewards import has_signal
-from tests.learning.examples import group
+from areal_jax.types import TrajectoryGroup
+from tests.learning.examples import group, segment, trajectory
 from tests.learning.objective.tokens import group_advantages_of as group_advantages
 
 _ESTIMATORS = ('group', 'group_mean', 'rloo')
@@ -107,3 +110,50 @@ def test_an_own_estimator_sees_all_rewards_of_the_update_once_with_the_number_of
 def test_what_an_own_estimator_must_not_return_is_named(returned, message):
     with pytest.raises(UserError, match=message):
         own_advantages([_group(2, 4)], lambda rewards, groups: returned, PolicyChoices(advantage='f.py:g'))
+
+
+# Episodes of several rows.
+
+
+def _forked():
+    """Rewards 1, 0 and 0.5 of episodes with 1, 2 and 3 rows, whose rows have 2, 1, 3, 1, 1 and 2 tokens."""
+    rows = []
+    for sample, (reward, lengths) in enumerate(((1.0, [2]), (0.0, [1, 3]), (0.5, [1, 1, 2]))):
+        for row, length in enumerate(lengths):
+            made = trajectory([7], [segment([1] * length, 0)], reward=reward, sample=sample)
+            rows.append(dataclasses.replace(made, row=row))
+    return TrajectoryGroup(0, tuple(rows))
+
+
+@pytest.mark.parametrize('estimator', sorted(ESTIMATORS))
+def test_the_rows_of_an_episode_have_the_advantage_of_one_row_with_all_their_tokens(estimator):
+    whole = [trajectory([7], [segment([1] * n, 0)], reward=r, sample=i) for i, (r, n) in enumerate(_ONE_ROW)]
+    expected = group_advantages(TrajectoryGroup(0, tuple(whole)), estimator)
+    assert group_advantages(_forked(), estimator).tolist() == np.repeat(expected, [1, 2, 3]).tolist()
+
+
+_ONE_ROW = ((1.0, 2), (0.0, 4), (0.5, 4))
+
+
+def test_an_overlong_penalty_counts_the_tokens_of_all_rows():
+    choices = {'overlong_tokens': 2, 'overlong_penalty': 1.0, 'longest_answer': 4}  # begins above 2 tokens, whole at 4
+    assert group_advantages(_forked(), 'reward', **choices).tolist() == [1, -1, -1, -0.5, -0.5, -0.5]
+
+
+def test_whitening_weighs_an_episode_with_the_tokens_of_its_rows():
+    (found,) = make_estimator(PolicyChoices(advantage='reward', whiten='batch'))([_forked()], None)
+    each_token = np.repeat([1.0, 0.0, 0.0, 0.5, 0.5, 0.5], [2, 1, 3, 1, 1, 2])
+    expected = (np.array([1, 0, 0, 0.5, 0.5, 0.5]) - each_token.mean()) / np.sqrt(each_token.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_an_own_estimator_gets_one_reward_an_episode():
+    seen = []
+
+    def estimate(rewards, groups, answers):
+        seen.append((rewards.tolist(), groups.tolist(), [(a.sample, a.row) for a in answers]))
+        return rewards
+
+    (found,) = own_advantages([_forked()], estimate, PolicyChoices(advantage='own'))
+    assert seen == [([1.0, 0.0, 0.5], [0, 0, 0], [(0, 0), (1, 0), (2, 0)])]
+    assert found.tolist() == [1, 0, 0, 0.5, 0.5, 0.5]

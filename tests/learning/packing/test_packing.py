@@ -14,7 +14,7 @@ from areal_jax.learning.packing.examples import next_token_form
 from areal_jax.learning.packing.packing import FILLS, count_tokens, empty_batch, pack, split_minibatches
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
-from tests.learning.examples import group, random_groups, segment, trajectory
+from tests.learning.examples import fork_rows, group, random_groups, segment, trajectory
 
 _WAYS = [(m, f) for m in ('shared_prompt', 'ordinary') for f in FILLS if (m, f) != ('shared_prompt', 'padded')]
 _COST = CostCoefficients(per_token=1.0, per_pair=0.5)
@@ -191,12 +191,14 @@ def _read_back(batch: PackedBatch) -> dict[int, list[tuple]]:
     rows_per_shard=st.integers(1, 2),
     data_shards=st.integers(1, 3),
     n_minibatches=st.integers(1, 3),
+    forks=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_loss_token_sees_its_own_trajectory_and_nothing_else(
-    seed, way, rows_per_shard, data_shards, n_minibatches
+    seed, way, rows_per_shard, data_shards, n_minibatches, forks
 ):
     groups, (mode, fill) = random_groups(seed, 4), way
+    groups = [fork_rows(group, seed) for group in groups] if forks else groups
     rows = {'rows_per_microbatch': rows_per_shard * data_shards, 'data_shards': data_shards}
     buckets = (RowShape(16, 8), RowShape(32, 16))
     batches, report = _pack(
@@ -221,6 +223,7 @@ def test_every_loss_token_sees_its_own_trajectory_and_nothing_else(
 @pytest.mark.parametrize('mode', ['shared_prompt', 'ordinary'])
 def test_count_is_what_packing_reads_where_no_group_is_split(mode):
     groups = [group([1, 2, 3], [[4, 5], [6], [7, 8, 9]], draw=i) for i in range(3)]
+    groups.append(fork_rows(groups[0], seed=0))
     _, report = _pack(groups, mode=mode, row_tokens=64)
     assert count_tokens(groups, mode) == report.tokens
     assert count_tokens([], mode) == 0
@@ -407,11 +410,12 @@ def test_what_no_kernel_would_notice_is_refused(wrong, sentence):
         _pack([TrajectoryGroup(0, tuple(answers))], vocab_size=11)
 
 
-def test_a_group_of_two_prompts_is_refused():
-    # sharing the prompt would train the second answer under the first one's
-    answers = trajectory([1, 2], [segment([3], 0)]), trajectory([1, 4], [segment([3], 0)], sample=1)
-    with pytest.raises(BatchError, match='draw 0, sample 1: its prompt is not that of the other answers'):
-        _pack([TrajectoryGroup(0, answers)])
+def test_rows_of_a_group_share_only_the_prompt_that_they_begin_with():
+    rows = [trajectory(p, [segment([3, 4], 0)], sample=i) for i, p in enumerate(([1, 2], [1, 5], [1, 2], [1, 5]))]
+    group = TrajectoryGroup(0, tuple(rows))
+    (batch,), report = _pack([group], mode='shared_prompt', row_tokens=16)
+    assert batch.tokens[0, 0].tolist()[:8] == [1, 2, 3, 3, 1, 5, 3, 3]
+    assert report.tokens == count_tokens([group], 'shared_prompt') == 8
 
 
 def test_a_group_without_trajectories_counts_nothing():

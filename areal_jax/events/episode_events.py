@@ -1,0 +1,39 @@
+"""Events of an episode: its end, and what the verifier says of it."""
+
+from typing import Annotated, Literal, NotRequired
+
+from areal_jax.events.event_fields import Draw, Header, Sample
+
+
+class FinishEvent(Header):
+    """An answer, an episode with all of its rows, was generated to its end."""
+
+    kind: Literal['finish']
+    draw: Draw
+    sample: Sample
+    tokens: Annotated[int, 'tokens of the answer']
+    reason: Annotated[str, 'why it ended: stop, length, cancelled; lost: no engine finished it']
+    versions: Annotated[list[int], 'policy version of each segment']
+    lengths: NotRequired[Annotated[list[int], 'tokens of each segment; from version 6 of the log on']]
+    rows: NotRequired[Annotated[list[int], 'segments of each row of the episode; one row where it is left out']]
+    forks: NotRequired[Annotated[list[str], 'why each row after the first one began']]
+
+
+class RewardEvent(Header):
+    """The verifier judged an answer."""
+
+    kind: Literal['reward']
+    draw: Draw
+    sample: Sample
+    value: Annotated[float, 'the reward; 0 where no attempt gave one']
+    label: Annotated[str, 'ok; unparsed: no answer could be read; or why there is no reward: timeout, crash, error']
+    attempts: Annotated[int, 'attempts at verification, from 1']
+
+
+class AuditEvent(Header):
+    """A scored answer was compared with the gold a second time, in another way."""
+
+    kind: Literal['audit']
+    draw: Draw
+    sample: Sample
+    outcome: Annotated[str, 'agrees or disagrees with the reward; undecided: it cannot tell whether they differ']
