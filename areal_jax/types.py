@@ -26,6 +26,7 @@ PauseMode = Literal['retract', 'in_place', 'abort']
 KvPolicy = Literal['recompute', 'keep', 'wait']
 NOT_GENERATED = -1  # policy version of a token that no policy generated (prompt, tool output)
 MOST_ALTERNATIVES = 20  # that a request may ask for in the place of a token
+_ROW_SHIFT = 16  # of the row beside the sample, which is below 2^16
 LARGEST_LOGPROB = 1e-2  # rounding gives some almost certain tokens a log-prob above 0, never above this
 
 
@@ -109,10 +110,17 @@ class GenerationRequest:
     version: int | None = None  # None: the newest weights; else evaluation under a version that the engine has pinned
     name: str = ''  # of a request that may share its noise with another one; '' = the noise names it
     cache_salt: str = ''  # requests with different ones share no KV
+    row: int = 0  # of the episode
 
     @property
     def request_id(self) -> str:
-        return self.name or f'{self.seed}/{self.draw}/{self.sample}'
+        own = f'{self.seed}/{self.draw}/{self.sample}'
+        return self.name or (f'{own}/{self.row}' if self.row else own)
+
+    @property
+    def noise_sample(self) -> int:
+        """What stands for the sample in the noise: rows of one episode have noise of their own."""
+        return self.sample + (self.row << _ROW_SHIFT)
 
     @property
     def prefix_tokens(self) -> np.ndarray:

@@ -18,7 +18,7 @@ LAYERS = [
     {'tasks', 'control', 'sharding', 'telemetry', 'native', 'registry'},
     {'models', 'formats'},
     {'rollout', 'learning', 'publication', 'checkpoint'},
-    {'distributed', 'simulation', 'evaluation', 'report'},
+    {'agents', 'distributed', 'simulation', 'evaluation', 'report'},
     {'app'},
     {'studies'},
     {'commands'},

@@ -6,13 +6,14 @@ float64, which is exact; NaN and infinity are spelled as Python's json does.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from areal_jax.columns import declared, find
-from areal_jax.control.episode import Episode, Row, RunningGroup
+from areal_jax.control.episode import Call, Episode, Row, RunningGroup
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
@@ -188,6 +189,10 @@ def _encode_episode(episode: Episode) -> JsonObject:
         'finish_reason': episode.finish_reason,
         'engine': episode.engine,
         'rows': [_encode_row(row) for row in episode.rows],
+        'calls': [dataclasses.asdict(call) for call in episode.calls],
+        'results': list(episode.results),
+        'label': episode.label,
+        'discarded': sorted([version, tokens] for version, tokens in episode.discarded.items()),
     }
 
 
@@ -197,6 +202,10 @@ def _decode_episode(record: Mapping[str, object]) -> Episode:
         finish_reason=_take(record, 'finish_reason', (str, type(None)), 'episode'),
         engine=_take(record, 'engine', str, 'episode'),
         rows=[_decode_row(row) for row in _take(record, 'rows', list, 'episode')],
+        calls=[Call(**call) for call in _take(record, 'calls', list, 'episode')],
+        results=_take(record, 'results', list, 'episode'),
+        label=_take(record, 'label', str, 'episode'),
+        discarded=dict(_take(record, 'discarded', list, 'episode')),
     )
 
 

@@ -6,14 +6,18 @@ The controller drives them, workflows fill episodes (protocols.Episode), checkpo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from areal_jax.columns import join
-from areal_jax.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
+from areal_jax.files import JsonObject
+from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
+AGENT_ERROR, ENV_ERROR = 'agent_error', 'env_error'  # labels of an episode whose program or tool failed
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,6 +40,27 @@ class Row:
 
 
 @dataclasses.dataclass(eq=False)
+class Call:
+    """A call for the next turn of a conversation, as a resumed episode finds it: what was asked, where the answer is.
+
+    Histories are digests of messages and tools in hexadecimal digits (agents/conversation.py).
+    """
+
+    asked: str  # history that the call came with
+    first: str  # digest of its first message
+    row: int  # number of the row that the answer is in
+    start: int  # segments of the row before the answer
+    began_row: bool  # the row began with this call
+    # what follows is known when the answer is complete
+    reply: Mapping[str, Any] | None = None  # the message that the program got; None: the answer is under way
+    after: str = ''  # history that ends with the reply
+    after_without_tools: str = ''
+    end: int = 0  # tokens of the row, its prompt included, that end with the answer
+    closed: bool = False  # the last of them ends a turn
+    finish_reason: str = ''  # of the reply
+
+
+@dataclasses.dataclass(eq=False)
 class Episode:
     """What becomes of one sample of a prompt: one row, to which the workflow appends, or several."""
 
@@ -43,6 +68,10 @@ class Episode:
     finish_reason: FinishReason | None = None  # None: the answer is unfinished, or was cancelled
     engine: str = ''  # the engine of the last request; a resumed episode prefers it
     rows: list[Row] = dataclasses.field(default_factory=lambda: [Row()])
+    calls: list[Call] = dataclasses.field(default_factory=list)  # of a program, in the order in which they came
+    results: list[JsonObject] = dataclasses.field(default_factory=list)  # of tools: {call, text}
+    label: str = ''  # of an agent, why it ended (agents/dialogue.py); '' = it goes on, or has the finish reason alone
+    discarded: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens that were taken out again, by version
 
     @property
     def segments(self) -> list[Segment]:
@@ -61,6 +90,20 @@ class Episode:
         """Begins another row, for a conversation that does not continue an earlier one; `reason` is counted."""
         self.rows.append(Row(prompt_tokens, reason))
         return self.rows[-1]
+
+    def copy(self) -> Episode:
+        """The episode at this instant; later changes do not reach the copy."""
+        rows, calls = [row.copy() for row in self.rows], [dataclasses.replace(call) for call in self.calls]
+        return dataclasses.replace(
+            self, rows=rows, calls=calls, results=list(self.results), discarded=dict(self.discarded)
+        )
+
+    def discard(self, segments: Iterable[Segment]) -> None:
+        """Counts tokens that were sampled and taken out of their row again."""
+        for segment in segments:
+            if segment.policy_version != NOT_GENERATED:
+                before = self.discarded.get(segment.policy_version, 0)
+                self.discarded[segment.policy_version] = before + len(segment.tokens)
 
     def all_segments(self) -> list[Segment]:
         """Of all rows, in their order."""
@@ -81,7 +124,7 @@ class RunningGroup:
 
     def copy(self) -> RunningGroup:
         """The group at this instant; later changes to the group do not reach the copy."""
-        episodes = [dataclasses.replace(e, rows=[row.copy() for row in e.rows]) for e in self.episodes]
+        episodes = [episode.copy() for episode in self.episodes]
         return RunningGroup(self.prompt, self.admitted_s, episodes, dict(self.finished), dict(self.failed))
 
     @property

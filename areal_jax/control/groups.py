@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from areal_jax.control.disturbances import Disturbances
-from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup
+from areal_jax.control.episode import AGENT_ERROR, CANCELLED, ENV_ERROR, LOST, Episode, RunningGroup
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
@@ -112,6 +112,8 @@ class RunningGroups:
             await self._workflow.run(group.prompt, episode)
         except RequestLostError:
             lost = Verdict(0.0, attempts=0, label=LOST)
+        if episode.label in (AGENT_ERROR, ENV_ERROR):
+            lost = Verdict(0.0, attempts=0, label=episode.label)
         if self._disturbances and lost is None and episode.finish_reason is not None:
             self._disturbances.disturb_answer(group.prompt.draw, episode)
         segments = episode.all_segments()
@@ -120,8 +122,9 @@ class RunningGroups:
         rows, forks = [len(row.segments) for row in episode.rows], [row.fork for row in episode.rows[1:]]
         self._log.write(
             'finish', None, draw=group.prompt.draw, sample=episode.sample, tokens=sum(lengths),
-            reason=lost.label if lost else episode.finish_reason or CANCELLED, versions=versions, lengths=lengths,
-            **({'rows': rows, 'forks': forks} if forks else {}),
+            reason=lost.label if lost else episode.label or episode.finish_reason or CANCELLED,
+            versions=versions, lengths=lengths, **({'rows': rows, 'forks': forks} if forks else {}),
+            **({'discarded': sorted(map(list, episode.discarded.items()))} if episode.discarded else {}),
         )  # fmt: skip
         self._unrecorded += 1
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))

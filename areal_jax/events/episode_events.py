@@ -12,10 +12,15 @@ class FinishEvent(Header):
     draw: Draw
     sample: Sample
     tokens: Annotated[int, 'tokens of the answer']
-    reason: Annotated[str, 'why it ended: stop, length, cancelled; lost: no engine finished it']
+    reason: Annotated[
+        str,
+        'why it ended: stop, length, cancelled; lost: no engine finished it; of an agent also turns, deadline, '
+        'agent_error, env_error',
+    ]
     versions: Annotated[list[int], 'policy version of each segment']
     lengths: NotRequired[Annotated[list[int], 'tokens of each segment; from version 6 of the log on']]
     rows: NotRequired[Annotated[list[int], 'segments of each row of the episode; one row where it is left out']]
+    discarded: NotRequired[Annotated[list[list[int]], '[policy version, tokens] that were taken out of rows again']]
     forks: NotRequired[Annotated[list[str], 'why each row after the first one began']]
 
 

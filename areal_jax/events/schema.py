@@ -197,7 +197,9 @@ class RunStartEvent(Header):
     amount: Amount
     update: NotRequired[Annotated[int, 'update that the work belongs to (train, snapshot, save)']]
     version: NotRequired[Annotated[int, 'policy version of the weights (decode, prefill, publish, load)']]
-    draw: NotRequired[Annotated[int, 'draw of the answer (reward)']]
+    draw: NotRequired[Annotated[int, 'draw of the answer (reward, tool)']]
+    sample: NotRequired[Annotated[int, 'sample of the episode (tool)']]
+    tool: NotRequired[Annotated[str, 'name of the tool (tool)']]
     attempt: NotRequired[Annotated[int, 'number of the attempt, from 1 (reward)']]
     worker: NotRequired[Annotated[Literal['start'], 'the work is the start of a worker process (reward)']]
 
@@ -211,7 +213,9 @@ class RunDoneEvent(Header):
     amount: Amount
     started: Annotated[float, 'clock seconds at which the work began']
     seconds: Annotated[float, 'how long it took, on the clock']
-    reply: NotRequired[Annotated[str, 'of a worker process, as JSON (reward); from version 6 of the log on']]
+    reply: NotRequired[
+        Annotated[str, 'of a worker process or a tool, as JSON (reward, tool); from version 6 of the log on']
+    ]
     failure: NotRequired[Annotated[str, 'type of the exception instead of a reply; from version 6 of the log on']]
     check: NotRequired[Check]
 

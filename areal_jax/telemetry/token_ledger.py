@@ -46,7 +46,8 @@ UNKNOWN_AGE = -1  # of tokens without a version
 FIRST_VERSION = 6  # of the event log, with the lengths of segments
 _PROBE_DRAW = 2**31 - 1  # of requests that the pool of servers probes engines with: no draw of a run is that high
 _SCORED = ('ok', 'unparsed')  # labels of answers with a reward
-_LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost'}  # reason of a finish without an answer -> of the drop
+# reason of a finish without an answer -> of the drop
+_LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost', 'agent_error': 'agent_error', 'env_error': 'env_error'}
 
 
 class LedgerError(RuntimeError):
@@ -218,7 +219,7 @@ class TokenLedger:
     def _receive(self, request: str, tokens: int) -> None:
         """A call to a server ended. What the pool has lost or refused of it shows when the answer ends."""
         self._from_servers = True
-        _, draw, sample = request.split('/')
+        _, draw, sample, *_ = request.split('/')  # the row of an episode may follow
         if int(draw) == _PROBE_DRAW:
             return
         counted = min(tokens, self._credits[f'{draw}/{sample}'])
@@ -252,6 +253,12 @@ class TokenLedger:
         group.answers[event['sample']] = tokens
         if self._from_servers:
             self._settle(event, group, sum(tokens.values()))
+        else:
+            self._decide(
+                f'{DROPPED}diverged',
+                _by_version(event.get('discarded', [])),
+                self._trained_version,
+            )
         if reason := _LOST.get(event['reason']):
             group.failed[event['sample']] = reason
 
@@ -296,6 +303,10 @@ def _total(group: _Group) -> Counts:
     for tokens in group.answers.values():
         total.update(tokens)
     return total
+
+
+def _by_version(pairs: Sequence[Sequence[int]]) -> dict[int, int]:
+    return {pair[0]: pair[1] for pair in pairs}
 
 
 def _describe(tokens: Mapping[int, int]) -> str:

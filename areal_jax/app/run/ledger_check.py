@@ -23,6 +23,10 @@ def find_ledger_fault(ledger: TokenLedger | None, state: HostState) -> LedgerErr
     for segment in _segments(state):
         if segment.policy_version != NOT_GENERATED:
             rest[segment.policy_version] += len(segment.tokens)
+    for group in state['running']:
+        for episode in group.episodes:
+            if episode.finish_reason is None and not episode.label:  # its end tells what was discarded
+                rest.update(episode.discarded)
     try:
         ledger.require_closed(rest)
     except LedgerError as error:

@@ -79,7 +79,7 @@ def fill_batch(rows: Sequence[DecodeRow], size: int, sizes: CacheSizes, adjusted
         batch.temperature[place], batch.top_k[place] = params.temperature, params.top_k
         batch.top_p[place], batch.min_p[place] = params.top_p, params.min_p
         batch.stop_tokens[place, : len(params.stop_tokens)] = params.stop_tokens
-        words = request.seed >> 32, request.seed, request.draw, request.sample
+        words = request.seed >> 32, request.seed, request.draw, request.noise_sample
         batch.seed[place] = [word & 0xFFFFFFFF for word in words]
         blocks = row.blocks[: sizes.table_blocks]
         batch.table[place, : len(blocks)] = blocks

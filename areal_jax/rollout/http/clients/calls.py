@@ -63,7 +63,7 @@ def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: st
         logprobs=True,
         columns=tuple(column.name for column in of_request(sampling) if column.published),
         draw=request.draw,
-        sample=request.sample,
+        sample=request.noise_sample,
     )
 
 

@@ -7,52 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_jax.agents.conversation import Conversation, count_forks
 from areal_jax.control.episode import Episode
-from areal_jax.rollout.conversation import Conversation, count_forks
 from areal_jax.types import NOT_GENERATED, Segment
+from tests.agents.toy_format import CLOSE, ToyFormat, reply, result, user
 
 PROMPT = np.array([1, 2], np.int32)
-CLOSE, CHANGED = 3, 999
 SYSTEM, USER = {'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}
 CALL = {'id': 'c1', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"b": 2, "a": 1}'}}
-
-
-def user(text):
-    return {'role': 'user', 'content': text}
-
-
-def result(text, call='c1'):
-    return {'role': 'tool', 'content': text, 'tool_call_id': call}
-
-
-def reply(text, **fields):
-    return {'role': 'assistant', 'content': text, **fields}
-
-
-class Template:
-    """Writes a character as its number, a role as its length, and a close after each turn."""
-
-    is_stable = True
-
-    def render(self, messages, tools):
-        turns = [id_ for message in messages for id_ in self._turn(message)]
-        return np.array([*(900 for _ in tools), *turns, 9], np.int32)
-
-    def extend(self, messages, tools, *, closed):
-        if not self.is_stable:
-            return None
-        turns = [id_ for message in messages for id_ in self._turn(message)]
-        return np.array([*([] if closed else [CLOSE]), *turns, 9], np.int32)
-
-    def _turn(self, message):
-        return [len(message['role']), *map(ord, message['content'] or ''), CLOSE]
 
 
 class Program:
     """An episode whose answers are given: ids that no encoding of their text gives."""
 
     def __init__(self):
-        self.episode, self.template = Episode(0), Template()
+        self.episode, self.template = Episode(0), ToyFormat()
         self.conversation = Conversation(self.episode, PROMPT, self.template)
         self.version = 0
 
@@ -61,7 +30,7 @@ class Program:
         self.version += 1
         tokens = np.array(ids, np.int32)
         self.episode.rows[opened.row].append(Segment(tokens, np.full(len(ids), -1.0, np.float32), self.version))
-        self.conversation.end(opened, messages, tools, answer, closed=closed)
+        self.conversation.end(opened, messages, tools, answer, closed=closed, finish_reason='stop')
         return opened.row
 
     def rows(self):
@@ -75,7 +44,7 @@ def test_turns_continue_one_row_behind_the_sampled_ids():
     history = [*history, reply('A'), user('v')]
     assert program.ask(history, [503, CLOSE], reply('B'), closed=True) == 0
     program.ask([*history, reply('B'), user('w')], [504], reply('C'))
-    first = Template().render([SYSTEM, USER], ()).tolist()
+    first = ToyFormat().render([SYSTEM, USER], ()).tolist()
     turn_v, turn_w = [4, ord('v'), CLOSE, 9], [4, ord('w'), CLOSE, 9]
     assert program.rows() == [[*first, 501, 502, CLOSE, *turn_v, 503, CLOSE, *turn_w, 504]]
     (row,) = program.episode.rows
@@ -106,7 +75,7 @@ def test_another_history_begins_another_row(messages, tools, fork):
     program.ask([USER], [501], reply('A'))
     assert program.ask(messages, [502], reply('B'), tools) == 1
     assert count_forks(program.episode) == {fork: 1}
-    assert program.rows()[1] == [*Template().render(messages, tools).tolist(), 502]
+    assert program.rows()[1] == [*ToyFormat().render(messages, tools).tolist(), 502]
 
 
 def test_a_template_that_writes_history_otherwise_forks():
@@ -135,13 +104,13 @@ def test_two_sub_agents_at_once_have_a_row_each():
     one, other = (program.conversation.begin([user(text)], ()) for text in 'vw')
     assert (one.row, other.row) == (0, 1)
     program.episode.rows[one.row].append(Segment(np.array([501], np.int32), np.zeros(1, np.float32), 0))
-    program.conversation.end(one, [user('v')], (), reply('A'), closed=False)
+    program.conversation.end(one, [user('v')], (), reply('A'), closed=False, finish_reason='stop')
     assert program.conversation.begin([user('v'), reply('A'), user('z')], ()).row == 0
 
 
 def test_the_prompt_of_the_draw_is_not_repeated():
     episode = Episode(0)
-    conversation = Conversation(episode, Template().render([USER], ()), Template())
+    conversation = Conversation(episode, ToyFormat().render([USER], ()), ToyFormat())
     conversation.begin([USER], ())
     assert episode.rows[0].prompt_tokens is None
 

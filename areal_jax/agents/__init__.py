@@ -1,0 +1,4 @@
+"""Programs that talk to the policy: which tokens their calls continue, and what a resumed episode answers itself.
+
+conversation.py keeps the rows of an episode, dialogue.py answers calls, agent_workflow.py runs a function of the user.
+"""

@@ -1,0 +1,54 @@
+"""A workflow that runs a function of the user for each episode: an agent, which talks to the policy and calls tools."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label
+from areal_jax.control.episode import Episode
+from areal_jax.types import FinishReason, Prompt
+
+Agent: TypeAlias = Callable[[Prompt, Dialogue], Awaitable[object]]  # returns when the episode is over
+_FINISH: dict[Label, FinishReason] = {'stop': 'stop', 'length': 'length', 'turns': 'length', 'deadline': 'length'}
+
+
+class AgentWorkflow:
+    """Implements protocols.Workflow for episodes of control/episode.py.
+
+    Args:
+      agent: what a program does; it starts again in a resumed run, and its calls are answered from the record.
+      make_dialogue: the calls of an episode.
+      on_error: called with the prompt and the exception of an agent that raised.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        make_dialogue: Callable[[Prompt, Episode], Dialogue],
+        on_error: Callable[[Prompt, Exception], None],
+    ):
+        self._agent, self._make_dialogue, self._on_error = agent, make_dialogue, on_error
+
+    async def run(self, prompt: Prompt, episode: Episode) -> None:
+        """Sets the label of the episode, and the finish reason of one that is scored."""
+        label = await self._run(prompt, episode)
+        if label == 'cancelled':
+            return
+        episode.label = label
+        episode.finish_reason = _FINISH.get(label)
+
+    async def _run(self, prompt: Prompt, episode: Episode) -> Label:
+        try:
+            await self._agent(prompt, self._make_dialogue(prompt, episode))
+        except EpisodeEnd as end:
+            return end.label if any(call.reply for call in episode.calls) else _without_answer(end.label)
+        except Exception as error:  # of the program: it ends this episode alone
+            self._on_error(prompt, error)
+            return 'agent_error'
+        return 'stop' if any(call.reply for call in episode.calls) else 'agent_error'
+
+
+def _without_answer(label: Label) -> Label:
+    """An episode whose first call did not fit has nothing to score."""
+    return label if label in ('cancelled', 'env_error') else 'agent_error'

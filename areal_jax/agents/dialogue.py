@@ -1,0 +1,223 @@
+"""Answers the calls of a program in one episode: it generates the next turn of a conversation, within the budgets.
+
+A resumed episode starts its program again. Calls that it repeats are answered from the record, without a token sampled;
+the answer that was under way goes on where it was. The first call that differs ends the use of the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests
+from areal_jax.control.episode import Call, Episode
+from areal_jax.protocols import Clock, Generator
+from areal_jax.types import NOT_GENERATED, GenerationRequest, Prompt, SamplingParams, Segment, Work
+
+# why an episode ended; the first four are scored and trained, the others have no reward
+Label: TypeAlias = Literal['stop', 'length', 'turns', 'deadline', 'agent_error', 'env_error', 'cancelled']
+
+
+class EpisodeEnd(BaseException):
+    """Ends the program of an episode, whatever it catches: a budget is used up, or the run stops."""
+
+    def __init__(self, label: Label):
+        super().__init__(label)
+        self.label = label
+
+
+class ToolFailedError(Exception):
+    """Raised by a tool that cannot do its work: the episode ends as env_error, without a reward."""
+
+
+class ChatFormat(Renderer, Protocol):
+    """A chat template together with the notation of calls in it."""
+
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> Message:
+        """The message in sampled ids, int32 [n]: text, and calls of tools, whose ids begin with `prefix`."""
+        ...
+
+    def closes(self, token: int) -> bool:
+        """Whether the token ends a turn."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgets:
+    """Of an episode; rollout.max_new_tokens bounds the sampled tokens of all turns and comes with the sampling."""
+
+    max_turns: int  # agent.max_turns; 0 = no bound
+    max_turn_tokens: int  # agent.max_turn_tokens: sampled in one turn; 0 = no bound of its own
+    context_tokens: int  # rollout.context_tokens: of a row
+    tool_deadline_s: float  # agent.tool_deadline_s
+    tool_bytes: int  # agent.tool_bytes: of the result of a tool; the rest is cut off
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """The next turn."""
+
+    message: Message  # to put into the history as it is
+    finish_reason: str  # 'stop', 'tool_calls', or 'length': cut off by a budget, and the next call ends the episode
+
+    @property
+    def text(self) -> str:
+        """The content; '' where there is none."""
+        return str(self.message.get('content') or '')
+
+    @property
+    def tool_calls(self) -> Sequence[Message]:
+        calls = self.message.get('tool_calls')
+        return calls if isinstance(calls, (list, tuple)) else ()
+
+
+class Dialogue:
+    """The calls of one episode.
+
+    Args:
+      episode: empty, or that of a checkpoint.
+      lane: of the clock, on which tools are called.
+    """
+
+    def __init__(
+        self,
+        pool: Generator,
+        clock: Clock,
+        prompt: Prompt,
+        episode: Episode,
+        *,
+        sampling: SamplingParams,
+        seed: int,
+        chat_format: ChatFormat,
+        budgets: Budgets,
+        lane: str,
+    ):
+        self._pool, self._clock, self._prompt, self._episode, self._lane = pool, clock, prompt, episode, lane
+        self._sampling, self._seed, self._format, self._budgets = sampling, seed, chat_format, budgets
+        self._conversation = Conversation(episode, prompt.tokens, chat_format)
+        self._recorded = list(episode.calls)  # not yet repeated by a program that was started again
+        self._results = list(episode.results)
+
+    async def chat(self, messages: Messages, tools: Tools = ()) -> Reply:
+        """The reply of the policy to a conversation; raises EpisodeEnd where no budget is left."""
+        if not messages:
+            raise ValueError('chat() was called without a message: give at least one turn')
+        call = self._find_recorded(messages, tools)
+        if call is None:
+            self._require_turn()
+            call = self._conversation.begin(messages, tools)
+        if call.reply is None:
+            await self._answer(call, messages, tools)
+        assert call.reply is not None
+        return Reply(call.reply, call.finish_reason)
+
+    async def call_tool(self, name: str, arguments: object, tool: Callable[[], Awaitable[str]]) -> str:
+        """The text that a tool gives, cut to agent.tool_bytes; a call that the record has is not made again.
+
+        `tool` is awaited on the I/O loop and touches nothing of the run. Raises EpisodeEnd('env_error') where it raises
+        ToolFailedError; what else it raises, and a deadline, is the result: the model reads it.
+        """
+        key = digests([{'role': 'tool', 'name': name, 'content': arguments}], ())[-1]
+        recorded = next((result for result in self._results if result['call'] == key), None)
+        if recorded is not None:
+            self._results.remove(recorded)
+        else:
+            detail = {'draw': self._prompt.draw, 'sample': self._episode.sample, 'tool': name}
+            work = Work('tool', 1.0, detail, recorded=True)
+            run = lambda: _describe_result(tool, self._budgets)
+            recorded = {'call': key, **await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)}
+            self._episode.results.append(recorded)
+        if recorded['failed']:
+            raise EpisodeEnd('env_error')
+        return str(recorded['text'])
+
+    def _find_recorded(self, messages: Messages, tools: Tools) -> Call | None:
+        """The call of the record that this one repeats; the first one that repeats none drops the record."""
+        if not self._recorded:
+            return None
+        asked = digests(messages, tools)[-1]
+        found = next((call for call in self._recorded if call.asked == asked), None)
+        if found is not None:
+            self._recorded.remove(found)
+            return found
+        for call in reversed(self._recorded):  # the program of before got them, this one goes another way
+            self._conversation.undo(call)
+        self._recorded.clear()
+        return None
+
+    def _require_turn(self) -> None:
+        answered = [call for call in self._episode.calls if call.reply is not None]
+        if any(call.finish_reason == 'length' for call in answered):
+            raise EpisodeEnd('length')
+        if self._budgets.max_turns and len(self._episode.calls) >= self._budgets.max_turns:
+            raise EpisodeEnd('turns')
+
+    async def _answer(self, call: Call, messages: Messages, tools: Tools) -> None:
+        """Generates into the row of the call, after what a resumed episode has of the answer already."""
+        row = self._episode.rows[call.row]
+        prompt = self._conversation.tokens_before(call.row, call.start)
+        begun = tuple(row.segments[call.start :])
+        room = self._room(call, len(prompt))
+        if room < 1:
+            if not begun:
+                self._conversation.undo(call)
+            raise EpisodeEnd('length')
+        request = GenerationRequest(
+            draw=self._prompt.draw,
+            sample=self._episode.sample,
+            seed=self._seed,
+            prompt_tokens=prompt,
+            sampling=dataclasses.replace(self._sampling, max_new_tokens=room),
+            prefix=begun,
+            row=call.row,
+        )
+        generation = self._pool.generate(request, prefer=self._episode.engine)
+        self._episode.engine = generation.engine
+        async for segment in generation:
+            row.append(segment)
+        self._episode.engine = generation.engine  # it may have moved
+        if generation.finish_reason == 'cancelled':
+            raise EpisodeEnd('cancelled')  # the record keeps what there is, for a run that goes on
+        self._finish(call, messages, tools, row.segments[call.start :], generation.finish_reason == 'length')
+
+    def _room(self, call: Call, prompt_tokens: int) -> int:
+        """Most tokens of the answer, those that it has included."""
+        before = sum(len(segment.tokens) for segment in self._generated()) - sum(
+            len(segment.tokens) for segment in self._episode.rows[call.row].segments[call.start :]
+        )
+        rooms = [self._sampling.max_new_tokens - before, self._budgets.context_tokens - prompt_tokens]
+        return min(rooms + ([self._budgets.max_turn_tokens] if self._budgets.max_turn_tokens else []))
+
+    def _finish(self, call: Call, messages: Messages, tools: Tools, answer: Sequence[Segment], is_cut: bool) -> None:
+        ids = np.concatenate([segment.tokens for segment in answer])
+        reply = self._format.parse(ids, tools, f'call_{self._episode.calls.index(call)}')
+        reason = 'length' if is_cut else 'tool_calls' if reply.get('tool_calls') else 'stop'
+        closed = self._format.closes(int(ids[-1]))
+        self._conversation.end(call, messages, tools, reply, closed=closed, finish_reason=reason)
+
+    def _generated(self) -> list[Segment]:
+        rows = itertools.chain.from_iterable(row.segments for row in self._episode.rows)
+        return [segment for segment in rows if segment.policy_version != NOT_GENERATED]
+
+
+async def _describe_result(tool: Callable[[], Awaitable[str]], budgets: Budgets) -> dict[str, object]:
+    """What the log keeps of a call: JSON, whatever the tool does."""
+    import asyncio
+
+    try:
+        async with asyncio.timeout(budgets.tool_deadline_s):
+            text = str(await tool())
+    except ToolFailedError as error:
+        return {'text': str(error), 'failed': True}
+    except TimeoutError:
+        text = f'error: no result within {budgets.tool_deadline_s:g} s'
+    except Exception as error:
+        text = f'error: {type(error).__name__}: {error}'
+    content = text.encode(errors='replace')
+    if len(content) > budgets.tool_bytes:
+        text = content[: budgets.tool_bytes].decode(errors='ignore') + ' [cut off]'
+    return {'text': text, 'failed': False}
