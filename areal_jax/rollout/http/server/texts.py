@@ -27,7 +27,7 @@ class Texts:
         return self._tokenizer.encode(text)
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
-        """int32 [P]; takes about 0.1 s, since templates run in a process of their own.
+        """int32 [P]; calls take turns, since one process renders all of them, and the first one starts it.
 
         Raises RequestError for tools that the template of the model does not show.
         """
