@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import numpy as np
 from areal_jax.files import JsonObject
 from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
 from areal_jax.text.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError, Tools
+from areal_jax.text.spellings import Spellings
 from areal_jax.text.tokenizer_files import CONFIG, TOKENIZER, describe_tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are below it
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added."""
+        """int32 [n], nothing added. Where the text spells a special token it becomes that token."""
         ...
 
     @property
@@ -41,6 +43,7 @@ class Tokenizer(Protocol):
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
+        Messages and tools are ordinary text, whatever they spell: the special tokens are those of the form itself.
         `tools` are for forms that show them. Raises ConversationError for the first one that has no such form.
         """
         ...
@@ -119,8 +122,12 @@ class _BpeTokenizer(_SizedTokenizer):
         return self._template is not None and self._template.takes_tools
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
+        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError.
+
+        What the template writes may become a special token. A spelling of one in the messages or tools is text.
+        """
         assert self._template is not None
+        (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.source)
         texts = self._template.render(conversations, tools)
         for index, text in enumerate(texts):
             try:
@@ -128,16 +135,22 @@ class _BpeTokenizer(_SizedTokenizer):
             except UnicodeEncodeError as error:
                 half = f'half of a surrogate pair, {text[error.start]!r}'
                 raise ConversationError(index, f'its prompt has {half}: write the whole character') from error
-        batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
-        found = [tokens for batch in batches for tokens in self._encode_batch(batch)]
+        found = self._encode_rendered(texts, mark)
         for index, tokens in enumerate(found):
             if not len(tokens):
                 raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
         return found
 
-    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    @functools.cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self._bpe, self.special_token_ids(), self.source)
+
+    def _encode_rendered(self, texts: list[str], mark: str) -> list[np.ndarray]:
+        """int32 [n] of each text that the template wrote from messages with this mark; '' = without any."""
+        bpe, texts = self._spellings.separate(texts, mark) if mark else (self._bpe, texts)
         with naming(f'{self.source}: the prompts cannot be encoded'):
-            found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+            batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+            found = [one for batch in batches for one in bpe.encode_batch_fast(batch, add_special_tokens=False)]
         return [np.asarray(encoding.ids, np.int32) for encoding in found]
 
     def decode(self, tokens: np.ndarray) -> str:
