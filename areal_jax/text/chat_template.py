@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
@@ -33,6 +34,14 @@ class ConversationError(TokenizerError):
     def __init__(self, index: int, message: str):
         super().__init__(message)
         self.index = index
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenTemplate:
+    """A template in place of the one that came with the weights. Producer: app/model/given_template.py."""
+
+    source: str  # in jinja2
+    place: str  # where it comes from, for errors
 
 
 class ChatTemplate:

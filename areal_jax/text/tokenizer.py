@@ -13,7 +13,14 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
-from areal_jax.text.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError, Tools
+from areal_jax.text.chat_template import (
+    ChatTemplate,
+    ConversationError,
+    GivenTemplate,
+    Messages,
+    TokenizerError,
+    Tools,
+)  # fmt: skip
 from areal_jax.text.spellings import Spellings
 from areal_jax.text.tokenizer_files import CONFIG, TOKENIZER, describe_tokenizer
 
@@ -170,11 +177,14 @@ class GgufTokenizer(_BpeTokenizer):
 
     `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
     pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally bos_id, pad_id, unk_id, add_bos and add_eos,
-    as formats.gguf.describe_gguf has them. Raises TokenizerError for a missing field, an unknown `pre`, an unknown id,
-    and fields that do not fit together.
+    as formats.gguf.describe_gguf has them. `template` goes before that of the fields.
+
+    Raises TokenizerError for a missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
     """
 
-    def __init__(self, fields: JsonObject, source: str = 'the GGUF file'):
+    def __init__(self, fields: JsonObject, source: str = 'the GGUF file', template: GivenTemplate | None = None):
+        if template is not None:
+            fields = {**fields, 'chat_template': template.source}
         required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
         if missing := [name for name in required if fields.get(name) in (None, '', [])]:
             raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
@@ -190,7 +200,7 @@ class GgufTokenizer(_BpeTokenizer):
         self._bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
         bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
         values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
-        self._template = ChatTemplate(fields['chat_template'], values, source)
+        self._template = ChatTemplate(fields['chat_template'], values, source if template is None else template.place)
 
     def hf_files(self) -> dict[str, str]:
         """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
@@ -206,15 +216,15 @@ class HfTokenizer(_BpeTokenizer):
     """Tokenizer and chat template of a local Hugging Face checkpoint directory.
 
     Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
-    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. Without any
-    template `encode_chats` raises; everything else works. Templates see no clock: those that ask whether `strftime_now`
-    exists fall back to their fixed date, and prompts do not change overnight.
+    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. `template`
+    goes before both. Without any `encode_chats` raises; everything else works. Templates see no clock: those that ask
+    whether `strftime_now` exists fall back to their fixed date, and prompts do not change overnight.
 
     Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
     id the two files disagree about.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
+    def __init__(self, directory: str | os.PathLike[str], template: GivenTemplate | None = None):
         directory = pathlib.Path(directory)
         self.source = str(directory / TOKENIZER)
         path = directory / CONFIG
@@ -229,7 +239,12 @@ class HfTokenizer(_BpeTokenizer):
             raise TokenizerError(f'{path}: eos_token={specials["eos_token"]!r} is not in the vocabulary')
         self.eos_id = int(eos_id)
         self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
-        self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None})
+        self._given = template
+        self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None}, template)
+
+    def hf_files(self) -> dict[str, str]:
+        """The contents of files that go before those of the directory, by name: a given chat template."""
+        return {} if self._given is None else {_HF_TEMPLATE: self._given.source}
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         if self._template is None:
@@ -343,8 +358,12 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Pa
             )
 
 
-def _hf_template(directory: pathlib.Path, fields: JsonObject, values: JsonObject) -> ChatTemplate | None:
+def _hf_template(
+    directory: pathlib.Path, fields: JsonObject, values: JsonObject, given: GivenTemplate | None
+) -> ChatTemplate | None:
     """The chat template, or None; of several that have names the one called default."""
+    if given is not None:
+        return ChatTemplate(given.source, values, given.place)
     path, source = directory / CONFIG, fields.get('chat_template')
     if (directory / _HF_TEMPLATE).is_file():
         path = directory / _HF_TEMPLATE
