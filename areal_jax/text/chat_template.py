@@ -56,7 +56,7 @@ class ChatTemplate:
 
     Args:
       source: of the template, in jinja2.
-      values: what it sees besides messages and add_generation_prompt, e.g. bos_token; JSON-able.
+      values: what it sees besides messages and add_generation_prompt=True, e.g. bos_token; JSON-able.
       place: the file that it comes from, for errors.
 
     Raises TokenizerError for a source that cannot be parsed.
@@ -74,22 +74,17 @@ class ChatTemplate:
         self.takes_tools = _parse(source, place)  # whether it reads `tools`
         self._worker = TemplateWorker(source)
 
-    def render(
-        self, conversations: Sequence[Messages], tools: Tools = (), *, add_generation_prompt: bool = True
-    ) -> list[str]:
-        """The text of each conversation, with `add_generation_prompt` up to where the answer begins.
+    def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
+        """The prompt of each conversation, up to where the answer begins; threads take turns.
 
-        Threads take turns. Raises ConversationError.
+        Raises ConversationError.
         """
         if not conversations:
             return []
         messages = [[dict(message) for message in conversation] for conversation in conversations]
-        values = (
-            self._values | {'add_generation_prompt': add_generation_prompt} | ({'tools': list(tools)} if tools else {})
-        )
-        replies, ended = self._find_worker().render(
-            {'conversations': messages, 'values': values, **self._bound(messages, tools)}
-        )
+        values = self._values | ({'tools': list(tools)} if tools else {})
+        request = {'conversations': messages, 'values': values, **self._bound(messages, tools)}
+        replies, ended = self._find_worker().render(request)
         texts = [reply['text'] for reply in replies if 'text' in reply]
         if len(texts) == len(conversations):
             return texts

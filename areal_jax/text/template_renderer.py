@@ -84,7 +84,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 def render(template: jinja2.Template, values: dict[str, object], messages: list[object], characters: int) -> str:
     """The text of one conversation; raises ValueError once it has more than so many characters."""
     parts, length = [], 0
-    for part in template.generate(values, messages=messages):
+    for part in template.generate(values, messages=messages, add_generation_prompt=True):
         length += len(part)
         if length > characters:
             raise ValueError(f'its text has more than the {characters} characters that are left for it')
