@@ -7,8 +7,8 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from areal_jax.text.bpe import naming
 from areal_jax.text.chat_template import TokenizerError
@@ -51,15 +51,15 @@ class Spellings:
         A text that ends within a spelling is marked too: the next one may complete it. The mark occurs neither in the
         texts nor in the source of the template. Raises TokenizerError for texts that leave no character for it.
         """
-        texts: list[str] = []
-        _map_texts(value, lambda text: texts.append(text) or text)
+        texts = list(_list_texts(value))
         if not any(self._find(text) for text in texts):
             return value, ''
         used = set(template).union(*texts)
         mark = next((chr(code) for code in itertools.chain(*_PRIVATE) if chr(code) not in used), None)
         if mark is None:
             raise TokenizerError('the messages spell a special token and use every private character: leave out one')
-        return _map_texts(value, lambda text: _insert(mark, text, self._find(text))), mark
+        marked = _map_texts(value, lambda text: _insert(mark, text, self._find(text)))
+        return cast(_Value, marked), mark
 
     def separate(self, texts: Sequence[str], mark: str) -> tuple[tokenizers.Tokenizer, list[str]]:
         """(the tokenizer for them, the rendered texts for it)."""
@@ -109,7 +109,18 @@ def _insert(mark: str, text: str, places: Sequence[int]) -> str:
     return text[: ends[0]] + ''.join(mark + text[start:end] for start, end in itertools.pairwise(ends))
 
 
-def _map_texts(value: _Value, change: Callable[[str], str]) -> _Value:
+def _list_texts(value: object) -> Iterator[str]:
+    """Every text and every name in the JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _list_texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _list_texts(entry)
+
+
+def _map_texts(value: object, change: Callable[[str], str]) -> object:
     """A copy of the JSON value in which every text and every name has gone through `change`."""
     if isinstance(value, str):
         return change(value)
