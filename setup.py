@@ -41,6 +41,7 @@ setup(
         'areal_jax.native': ['*.cc', '*.h'],
         'areal_jax.report.pages': ['*.html'],
         'areal_jax.launch': ['*.j2'],
+        'areal_jax.configs': ['templates/*.jinja'],
     },
     install_requires=[
         'jax>=0.10.2,<0.13',

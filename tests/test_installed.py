@@ -52,7 +52,7 @@ def expected_files():
         f'areal_jax/{path.relative_to(ROOT).as_posix()}'
         for name in BESIDE
         for path in (ROOT / name).rglob('*')
-        if path.suffix in ('.py', '.j2')
+        if path.suffix in ('.py', '.j2', '.jinja')
     }
     return inside | beside
 
@@ -61,7 +61,7 @@ def test_one_package_is_installed_with_all_its_files(clone, tmp_path):
     build(clone, 'build_py', f'--build-lib={tmp_path}')
     assert {path.name for path in tmp_path.iterdir()} == {'areal_jax'}
     assert list_files(tmp_path) == expected_files()
-    needed = ('py.typed', 'configs/templates/two_turns.py', 'launch/slurm.sbatch.j2', 'native/kernels.cc')
+    needed = ('py.typed', 'configs/templates/hermes.jinja', 'launch/slurm.sbatch.j2', 'native/kernels.cc')
     assert all((tmp_path / 'areal_jax' / name).is_file() for name in needed)
 
 

@@ -288,6 +288,8 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
     if model.source == 'run' and not model.path:
         yield "model.source='run' needs model.path: the --workdir of another run"
+    if model.source == 'random' and model.chat_template:
+        yield f"model.chat_template={model.chat_template!r} is of no use with model.source='random': remove it"
     if model.source == 'random' and len(set(model.characters)) != len(model.characters):
         yield f'model.characters={model.characters!r} must have each character once'
     if model.source == 'random' and model.n_heads % model.n_kv_heads:

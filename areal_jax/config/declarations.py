@@ -67,6 +67,7 @@ SECTIONS: Mapping[str, Section] = {
         'The model; fields marked random are read with model.source=random only',
         source=Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
         path=Text('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
+        chat_template=Text('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
         characters=Text('', "random: one token each; '' = those of the task token_reversal"),
         family=Choice(
             'llama',

@@ -20,6 +20,7 @@ OTHER_NAMES: Mapping[str, str] = {
     'run.export_dtype': 'save_dtype',
     'model.path': 'model_name model_name_or_path model_path pretrain pretrained pretrained_path checkpoint ckpt '
     'init_from load_from tokenizer_path hf_path',
+    'model.chat_template': 'chat_template_path custom_chat_template',
     'model.n_layers': 'num_hidden_layers num_layers depth',
     'model.d_model': 'hidden_size hidden_dim embed_dim width',
     'model.d_ff': 'intermediate_size ffn_dim mlp_dim',

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
-import signal
-import subprocess
-import sys
+import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.text.template_worker import TemplateWorker
 
 Messages = Sequence[Mapping[str, object]]  # {'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text, ...}
 Tools = Sequence[JsonObject]  # {'type': 'function', 'function': {'name': ..., ...}}, as OpenAI's chat has them
 
-_RENDERER = pathlib.Path(__file__).with_name('template_renderer.py')
 _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less than 2**15
 # Limits of the output in characters: per call, per conversation, and per character of the messages.
 _CHARACTERS, _CHARACTERS_EACH, _CHARACTERS_PER_CHARACTER = 2**20, 2**14, 16
@@ -39,14 +36,23 @@ class ConversationError(TokenizerError):
         self.index = index
 
 
+@dataclasses.dataclass(frozen=True)
+class GivenTemplate:
+    """A template in place of the one that came with the weights. Producer: app/model/given_template.py."""
+
+    source: str  # in jinja2
+    place: str  # where it comes from, for errors
+
+
 class ChatTemplate:
     """A jinja2 template that came with the weights, from outside.
 
-    It runs in jinja2's sandbox, in a process that is started for each call of `render` and ends with it. That process
-    has at most `cpu_seconds` of CPU time and one more for every 500 conversations, 1 GiB of memory besides its input
-    and output, and it may write 2**20 characters, and for each conversation 2**14 and 16 times the length of its
-    messages. So a template that loops, allocates or recurses without end costs seconds and an error, never this
-    process. A call takes about 0.1 s, a conversation about 50 microseconds.
+    It runs in jinja2's sandbox, in a process that the first call of `render` starts and that answers the later ones;
+    see TemplateWorker for its end. A call has at most `cpu_seconds` of CPU time and one more for every 500
+    conversations, 1 GiB of memory besides its input and output, and it may write 2**20 characters, and for each
+    conversation 2**14 and 16 times the length of its messages. So a template that loops, allocates or recurses without
+    end costs seconds and an error, never this process. The first call takes about 0.1 s, a conversation about 50
+    microseconds.
 
     Args:
       source: of the template, in jinja2.
@@ -56,34 +62,29 @@ class ChatTemplate:
     Raises TokenizerError for a source that cannot be parsed.
     """
 
-    def __init__(self, source: object, values: JsonObject, place: str, cpu_seconds: int = _CPU_SECONDS):
-        self._source, self._values, self._place, self._cpu_seconds = source, dict(values), place, cpu_seconds
+    def __init__(self, source: object, values: JsonObject, place: str, cpu_seconds: float = _CPU_SECONDS):
+        self._values, self._place, self._cpu_seconds = dict(values), place, cpu_seconds
         if not isinstance(source, str):
             raise TokenizerError(f'{place}: the chat template is a {type(source).__name__}, not a text')
         if len(source) > _LARGEST_SOURCE:
             raise TokenizerError(
                 f'{place}: the chat template has {len(source)} characters, more than {_LARGEST_SOURCE}; is it one?'
             )
+        self.source = source
         self.takes_tools = _parse(source, place)  # whether it reads `tools`
+        self._worker = TemplateWorker(source)
 
     def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
-        """The prompt of each conversation, up to where the answer begins; raises ConversationError."""
+        """The prompt of each conversation, up to where the answer begins; threads take turns.
+
+        Raises ConversationError.
+        """
         if not conversations:
             return []
-        cpu_seconds = self._cpu_seconds + len(conversations) // _CONVERSATIONS_PER_CPU_SECOND
         messages = [[dict(message) for message in conversation] for conversation in conversations]
-        length = sum(len(str(text)) for conversation in messages for m in conversation for text in m.values())
-        length += len(conversations) * len(str(tools))
-        characters = _CHARACTERS + _CHARACTERS_EACH * len(messages) + _CHARACTERS_PER_CHARACTER * length
-        request = {
-            'source': self._source,
-            'values': self._values | ({'tools': list(tools)} if tools else {}),
-            'conversations': messages,
-            'characters': characters,
-            'memory_bytes': _MEMORY_BYTES + 16 * length + 4 * characters,
-            'cpu_seconds': cpu_seconds,
-        }
-        replies, ended = _run(request)
+        values = self._values | ({'tools': list(tools)} if tools else {})
+        request = {'conversations': messages, 'values': values, **self._bound(messages, tools)}
+        replies, ended = self._find_worker().render(request)
         texts = [reply['text'] for reply in replies if 'text' in reply]
         if len(texts) == len(conversations):
             return texts
@@ -92,6 +93,28 @@ class ChatTemplate:
         raise ConversationError(
             len(texts), f'{self._place}: the chat template gives no prompt: {reason}. Use the template of the model'
         )
+
+    def close(self) -> None:
+        """Ends the process; a later call of `render` starts a new one."""
+        self._worker.close()
+
+    def _find_worker(self) -> TemplateWorker:
+        if self._worker.owner != os.getpid():  # this is a fork, and the process is its parent's
+            self._worker = TemplateWorker(self.source)
+        return self._worker
+
+    def _bound(self, conversations: Sequence[Messages], tools: Tools) -> dict[str, float]:
+        """The limits of a call."""
+        length = sum(len(str(text)) for messages in conversations for m in messages for text in m.values())
+        length += len(conversations) * len(str(tools))
+        characters = _CHARACTERS + _CHARACTERS_EACH * len(conversations) + _CHARACTERS_PER_CHARACTER * length
+        cpu_seconds = self._cpu_seconds + len(conversations) // _CONVERSATIONS_PER_CPU_SECOND
+        return {
+            'characters': characters,
+            'memory_bytes': _MEMORY_BYTES + 16 * length + 4 * characters,
+            'cpu_seconds': cpu_seconds,
+            'wall_seconds': cpu_seconds * _WALL_SECONDS_PER_CPU_SECOND,
+        }
 
 
 def _parse(source: str, place: str) -> bool:
@@ -108,25 +131,3 @@ def _parse(source: str, place: str) -> bool:
         raise TokenizerError(f'{place}: the chat template cannot be read: line {error.lineno}: {error}') from error
     except RecursionError as error:
         raise TokenizerError(f'{place}: the chat template cannot be read: it is nested too deep') from error
-
-
-def _run(request: JsonObject) -> tuple[list[dict[str, str]], str]:
-    """(the lines that the process wrote, how it ended)."""
-    cpu_seconds = request['cpu_seconds']
-    wall_seconds = cpu_seconds * _WALL_SECONDS_PER_CPU_SECOND
-    command = [sys.executable, '-P', str(_RENDERER)]  # -P: no module of this directory hides one of a library
-    text = json.dumps(request).encode()
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, timeout=wall_seconds, check=False)
-        written, ended = done.stdout, _describe_end(done.returncode, done.stderr, cpu_seconds)
-    except subprocess.TimeoutExpired as error:
-        written, ended = error.stdout or b'', f'it takes more than {wall_seconds} s'
-    lines = written.split(b'\n')[:-1]  # the last one is empty, or was cut
-    return [json.loads(line) for line in lines], ended
-
-
-def _describe_end(status: int, said: bytes, cpu_seconds: int) -> str:
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):  # SIGXCPU at the limit, SIGKILL a moment later
-        return f'it takes more than {cpu_seconds} s of CPU time'
-    last_line = said.decode(errors='replace').strip().rpartition('\n')[2]
-    return f'the process that renders it ended with status {status}: {last_line[:300]}'

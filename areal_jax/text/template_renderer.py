@@ -1,14 +1,20 @@
-"""Renders chat templates in a separate process, which chat_template.py starts and limits. Imports jinja2 alone.
+"""Renders one chat template in a process of its own, which template_worker.py starts. Imports jinja2 alone.
 
-stdin: one JSON object {source, values, conversations, characters, memory_bytes, cpu_seconds}. stdout: a JSON line for
-each conversation in their order, {"text": ...}, or {"error": ...} for the first one that fails, which ends the process.
+Its argument is the id of the parent, with which it ends. stdin: a JSON line for each call, {conversations, values,
+characters, memory_bytes, cpu_seconds, wall_seconds}, in the first one also {source}. stdout: a JSON line for each
+conversation in their order, {"text": ...}, or {"error": ...} for the first one that fails, and an empty line after the
+last one, unless a limit was met, which ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
+import signal
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 import jinja2
@@ -16,37 +22,53 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _LONGEST_ERROR = 300  # characters of an error message that are kept
 
+_Request = dict  # of JSON
+_TIMERS = ('cpu_seconds', signal.ITIMER_PROF), ('wall_seconds', signal.ITIMER_REAL)
+
 
 class _RefusedMessagesError(Exception):
     """The template called raise_exception."""
 
 
 def main() -> None:
-    """Render the conversations of the request on stdin."""
-    request = json.load(sys.stdin)
-    limit_process(request['memory_bytes'], request['cpu_seconds'])
-    left = request['characters']
-    try:
-        template = make_environment().from_string(request['source'])
-        for messages in request['conversations']:
-            text = render(template, request['values'], messages, left)
-            left -= len(text)
-            _write({'text': text})
-    except MemoryError:
-        _write({'error': f'it needs more than {request["memory_bytes"] >> 20} MiB of memory'})
-    except Exception as error:
-        _write({'error': _describe(error)})
+    """Answer calls until the parent closes stdin or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches the group, and is for the parent
+    limit_core()
+    source, template = '', None
+    for request in _read_requests(int(sys.argv[1])):
+        source = request.get('source', source)
+        try:
+            limit_call(request)
+            template = template or make_environment().from_string(source)
+            _answer(template, request)
+        except MemoryError:
+            _write({'error': f'it needs more than {request["memory_bytes"] >> 20} MiB of memory'})
+            return
+        except Exception as error:
+            _write({'error': _describe(error)})
+        _end_call()
 
 
-def limit_process(memory_bytes: int, cpu_seconds: int) -> None:
-    """Beyond `memory_bytes` allocations raise MemoryError; beyond `cpu_seconds` the kernel kills the process."""
+def limit_core() -> None:
+    """A process that is killed at a limit leaves no file."""
     import resource
 
-    for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_seconds)):
-        with contextlib.suppress(ValueError, OSError):  # a hard limit is lower, or the platform has no such limit
-            resource.setrlimit(kind, (limit, limit))
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_call(request: _Request) -> None:
+    """Beyond `memory_bytes` allocations raise MemoryError; beyond its seconds the kernel ends the process.
+
+    The timers count the seconds of this call alone, RLIMIT_CPU would count those of the process.
+    """
+    import resource
+
+    with contextlib.suppress(ValueError, OSError):  # the hard limit is lower, or the platform has none
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (request['memory_bytes'], hard))
+    for name, timer in _TIMERS:
+        signal.setitimer(timer, request[name])
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
@@ -68,6 +90,35 @@ def render(template: jinja2.Template, values: dict[str, object], messages: list[
             raise ValueError(f'its text has more than the {characters} characters that are left for it')
         parts.append(part)
     return ''.join(parts)
+
+
+def _read_requests(parent: int) -> Iterator[_Request]:
+    """What the parent sends, until it closes stdin or ends."""
+    poller = select.poll()
+    poller.register(0, select.POLLIN)
+    # A fork of the parent keeps the other end of stdin open, so that its end says nothing of the parent's.
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or older than 5.3
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+    while os.getppid() == parent and all(number == 0 for number, _ in poller.poll()):
+        line = sys.stdin.buffer.readline()
+        if not line.endswith(b'\n'):
+            return
+        yield json.loads(line)
+
+
+def _answer(template: jinja2.Template, request: _Request) -> None:
+    left = request['characters']
+    for messages in request['conversations']:
+        text = render(template, request['values'], messages, left)
+        left -= len(text)
+        _write({'text': text})
+
+
+def _end_call() -> None:
+    for _, timer in _TIMERS:
+        signal.setitimer(timer, 0)
+    sys.stdout.write('\n')
+    sys.stdout.flush()
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

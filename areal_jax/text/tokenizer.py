@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -12,14 +12,32 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
-from areal_jax.text.chat_template import ChatTemplate, ConversationError, Messages, TokenizerError, Tools
-from areal_jax.text.tokenizer_files import CONFIG, TOKENIZER, describe_tokenizer
+from areal_jax.text.chat_template import (
+    ChatTemplate,
+    ConversationError,
+    GivenTemplate,
+    Messages,
+    TokenizerError,
+    Tools,
+)  # fmt: skip
+from areal_jax.text.extension import Extension, can_extend
+from areal_jax.text.spellings import Spellings
+from areal_jax.text.tokenizer_files import (
+    CONFIG,
+    TEMPLATE,
+    TOKENIZER,
+    add_tokens,
+    describe_tokenizer,
+    read_hf_template,
+    read_hf_tokenizer,
+    read_object,
+    token_text,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import tokenizers
 
 _BATCH = 1024  # texts encoded at once: bounds memory
-_HF_TEMPLATE = 'chat_template.jinja'
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
@@ -30,7 +48,7 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are below it
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added."""
+        """int32 [n], nothing added. Where the text spells a special token it becomes that token."""
         ...
 
     @property
@@ -41,7 +59,24 @@ class Tokenizer(Protocol):
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
+        Messages and tools are ordinary text, whatever they spell: the special tokens are those of the form itself.
         `tools` are for forms that show them. Raises ConversationError for the first one that has no such form.
+        """
+        ...
+
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, is_closed: bool) -> np.ndarray | None:
+        """int32 [n] that follow a sampled answer in the model's chat form, up to where the next answer begins.
+
+        The row of a conversation is then prompt + sampled ids + these, and the sampled ids are never encoded again.
+
+        Args:
+          messages: all that came after the answer: results of tools, then at most one message of the user.
+          tools: those of the prompt.
+          is_closed: whether the sampled ids end with `eos_id`; else what closes the turn begins these.
+
+        None where the form does not go on like that: other messages, a form that refuses them, that changes earlier
+        turns (e.g. takes out their reasoning), or that closes a turn with another token than `eos_id`. The whole
+        conversation must then be encoded anew. Raises TokenizerError for texts that have no ids.
         """
         ...
 
@@ -119,25 +154,53 @@ class _BpeTokenizer(_SizedTokenizer):
         return self._template is not None and self._template.takes_tools
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError."""
+        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError.
+
+        What the template writes may become a special token. A spelling of one in the messages or tools is text.
+        """
         assert self._template is not None
+        (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.source)
         texts = self._template.render(conversations, tools)
+        found = self._encode_rendered(texts, mark)
+        for index, tokens in enumerate(found):
+            if not len(tokens):
+                raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
+        return found
+
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, is_closed: bool) -> np.ndarray | None:
+        """int32 [n] that follow a sampled answer, by template difference; see Tokenizer."""
+        if self._template is None:
+            return None
+        (messages, tools), mark = self._spellings.mark((messages, tools), self._template.source)
+        text = self._extension.render(messages, tools)
+        if text is None:
+            return None
+        [tokens] = self._encode_rendered([text], mark)
+        if not is_closed:
+            return tokens
+        return tokens[1:] if tokens[:1] == [self.eos_id] else None
+
+    @functools.cached_property
+    def _extension(self) -> Extension:
+        assert self._template is not None
+        return Extension(self._template)
+
+    @functools.cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self._bpe, self.special_token_ids(), self.source)
+
+    def _encode_rendered(self, texts: list[str], mark: str) -> list[np.ndarray]:
+        """int32 [n] of each text that the template wrote from messages with this mark; '' = without any."""
         for index, text in enumerate(texts):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 half = f'half of a surrogate pair, {text[error.start]!r}'
                 raise ConversationError(index, f'its prompt has {half}: write the whole character') from error
-        batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
-        found = [tokens for batch in batches for tokens in self._encode_batch(batch)]
-        for index, tokens in enumerate(found):
-            if not len(tokens):
-                raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
-        return found
-
-    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        bpe, texts = self._spellings.separate(texts, mark) if mark else (self._bpe, texts)
         with naming(f'{self.source}: the prompts cannot be encoded'):
-            found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+            batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+            found = [one for batch in batches for one in bpe.encode_batch_fast(batch, add_special_tokens=False)]
         return [np.asarray(encoding.ids, np.int32) for encoding in found]
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -157,11 +220,14 @@ class GgufTokenizer(_BpeTokenizer):
 
     `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
     pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally bos_id, pad_id, unk_id, add_bos and add_eos,
-    as formats.gguf.describe_gguf has them. Raises TokenizerError for a missing field, an unknown `pre`, an unknown id,
-    and fields that do not fit together.
+    as formats.gguf.describe_gguf has them. `template` goes before that of the fields.
+
+    Raises TokenizerError for a missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
     """
 
-    def __init__(self, fields: JsonObject, source: str = 'the GGUF file'):
+    def __init__(self, fields: JsonObject, source: str = 'the GGUF file', template: GivenTemplate | None = None):
+        if template is not None:
+            fields = {**fields, 'chat_template': template.source}
         required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
         if missing := [name for name in required if fields.get(name) in (None, '', [])]:
             raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
@@ -177,7 +243,7 @@ class GgufTokenizer(_BpeTokenizer):
         self._bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
         bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
         values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
-        self._template = ChatTemplate(fields['chat_template'], values, source)
+        self._template = ChatTemplate(fields['chat_template'], values, source if template is None else template.place)
 
     def hf_files(self) -> dict[str, str]:
         """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
@@ -193,22 +259,22 @@ class HfTokenizer(_BpeTokenizer):
     """Tokenizer and chat template of a local Hugging Face checkpoint directory.
 
     Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
-    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. Without any
-    template `encode_chats` raises; everything else works. Templates see no clock: those that ask whether `strftime_now`
-    exists fall back to their fixed date, and prompts do not change overnight.
+    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. `template`
+    goes before both. Without any `encode_chats` raises; everything else works. Templates see no clock: those that ask
+    whether `strftime_now` exists fall back to their fixed date, and prompts do not change overnight.
 
     Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
     id the two files disagree about.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
+    def __init__(self, directory: str | os.PathLike[str], template: GivenTemplate | None = None):
         directory = pathlib.Path(directory)
         self.source = str(directory / TOKENIZER)
         path = directory / CONFIG
-        fields = _read_object(path)
-        self._bpe = _read_hf_tokenizer(directory / TOKENIZER)
-        _add_tokens(self._bpe, fields.get('added_tokens_decoder') or {}, path)
-        specials = {name: _token_text(fields[name], path, name) for name in _HF_SPECIALS if fields.get(name)}
+        fields = read_object(path)
+        self._bpe = read_hf_tokenizer(directory / TOKENIZER)
+        add_tokens(self._bpe, fields.get('added_tokens_decoder') or {}, path)
+        specials = {name: token_text(fields[name], path, name) for name in _HF_SPECIALS if fields.get(name)}
         if 'eos_token' not in specials:
             raise TokenizerError(f'{path} has no eos_token; name the token that ends an answer')
         eos_id = self._bpe.token_to_id(specials['eos_token'])
@@ -216,13 +282,18 @@ class HfTokenizer(_BpeTokenizer):
             raise TokenizerError(f'{path}: eos_token={specials["eos_token"]!r} is not in the vocabulary')
         self.eos_id = int(eos_id)
         self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
-        self._template = _hf_template(directory, fields, {**specials, 'tools': None, 'documents': None})
+        self._given = template
+        self._template = read_hf_template(directory, fields, {**specials, 'tools': None, 'documents': None}, template)
+
+    def hf_files(self) -> dict[str, str]:
+        """The contents of files that go before those of the directory, by name: a given chat template."""
+        return {} if self._given is None else {TEMPLATE: self._given.source}
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         if self._template is None:
             raise ConversationError(
                 0,
-                f'{pathlib.Path(self.source).parent} has a chat template neither in {_HF_TEMPLATE} nor in '
+                f'{pathlib.Path(self.source).parent} has a chat template neither in {TEMPLATE} nor in '
                 f'{CONFIG}: its model was not trained to chat, or the file was not copied',
             )
         return super().encode_chats(conversations, tools)
@@ -262,81 +333,13 @@ class CharacterTokenizer(_SizedTokenizer):
                 raise ConversationError(index, str(error)) from error
         return found
 
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, is_closed: bool) -> np.ndarray | None:
+        """int32 [n]: the contents one after the other. Nothing closes a turn here."""
+        return self.encode_chats([messages])[0] if can_extend(messages) else None
+
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, `eos_text` for an EOS that is not the last token."""
         return ''.join(self._texts[token] for token in self._without_final_eos(tokens))
 
     def special_token_ids(self) -> frozenset[int]:
         return frozenset({self.eos_id} if self.eos_id < self.vocab_size else ())
-
-
-def _read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Reader
-
-    text = _read_text(path)
-    with naming(f'{path} describes no tokenizer'):
-        tokenizer = Reader.from_str(text)
-        if not tokenizer.get_vocab(with_added_tokens=True):
-            raise ValueError('it has no tokens')
-        tokenizer.no_padding()  # the file may ask for both, meant for other models: prompts stay as they are
-        tokenizer.no_truncation()
-        return tokenizer
-
-
-def _read_text(path: pathlib.Path) -> str:
-    try:
-        return path.read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f'{path} cannot be read ({error}); a directory with a tokenizer has it') from error
-
-
-def _read_object(path: pathlib.Path) -> JsonObject:
-    text = _read_text(path)
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f'{path} is no JSON: {error}') from error
-    if not isinstance(fields, dict):
-        raise TokenizerError(f'{path} holds a {type(fields).__name__}, not an object')
-    return fields
-
-
-def _token_text(value: object, path: pathlib.Path, name: str) -> str:
-    """A token is its text, or an object with its text and how it is matched."""
-    text = value.get('content') if isinstance(value, dict) else value
-    if not isinstance(text, str) or any('\ud800' <= character <= '\udfff' for character in text):
-        raise TokenizerError(f'{path}: {name}={value!r} is no token')
-    return text
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Path) -> None:
-    """Tokens that tokenizer_config.json adds to tokenizer.json, by id."""
-    from tokenizers import AddedToken
-
-    flags = ('special', 'normalized', 'lstrip', 'rstrip', 'single_word')
-    if not isinstance(added, dict) or not all(number.isdecimal() and len(number) < 10 for number in added):
-        raise TokenizerError(f'{path}: added_tokens_decoder={str(added)[:80]} must have the ids of tokens as its keys')
-    for number, fields in sorted(added.items(), key=lambda item: int(item[0])):
-        text = _token_text(fields, path, f'added_tokens_decoder.{number}')
-        if tokenizer.token_to_id(text) is None:
-            chosen = {flag: fields[flag] for flag in flags if flag in fields} if isinstance(fields, dict) else {}
-            add = tokenizer.add_special_tokens if chosen.get('special') else tokenizer.add_tokens
-            with naming(f'{path}: added_tokens_decoder.{number} cannot be added'):
-                add([AddedToken(text, **chosen)])
-        if tokenizer.token_to_id(text) != int(number):
-            raise TokenizerError(
-                f'{path}: added_tokens_decoder gives {text!r} the id {number}, {TOKENIZER} the id '
-                f'{tokenizer.token_to_id(text)}: take both files from the same checkpoint'
-            )
-
-
-def _hf_template(directory: pathlib.Path, fields: JsonObject, values: JsonObject) -> ChatTemplate | None:
-    """The chat template, or None; of several that have names the one called default."""
-    path, source = directory / CONFIG, fields.get('chat_template')
-    if (directory / _HF_TEMPLATE).is_file():
-        path = directory / _HF_TEMPLATE
-        source = _read_text(path)
-    elif isinstance(source, list):
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get('name') == 'default']
-        source = named[0].get('template') if named else None
-    return None if source is None else ChatTemplate(source, values, str(path))

@@ -25,7 +25,9 @@ def test_chats_are_those_of_transformers(directory):
     for chat, expected in zip(hf_directory.CHATS, recorded['chats'], strict=True):
         tokens = tokenizer.encode_chat(chat)
         assert tokens.dtype == np.int32
-        assert tokens.tolist() == expected['tokens']
+        # of the content 'two<|end|>' transformers makes the token that ends a turn
+        is_spelled = any('<|end|>' in message['content'] for message in chat)
+        assert (tokens.tolist() == expected['tokens']) is not is_spelled
         assert tokenizer.decode(np.append(tokens, tokenizer.eos_id)) == expected['text']
 
 

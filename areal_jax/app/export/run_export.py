@@ -149,7 +149,7 @@ def build_companions(workdir: pathlib.Path, model: Model) -> HfCompanions:
 
 def _companions(values: Values, model: Model) -> HfCompanions:
     tokenizer = model.tokenizer
-    texts = tokenizer.hf_files() if isinstance(tokenizer, GgufTokenizer) else {}
+    texts = tokenizer.hf_files() if isinstance(tokenizer, (GgufTokenizer, HfTokenizer)) else {}
     generation = _json(_generation_config(values, model))
     return HfCompanions(model.companions, _token_ids(model), {**texts, _GENERATION: generation})
 

@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable
 
 from areal_jax.app.model.earlier_run import EarlierRun
+from areal_jax.app.model.given_template import read_given_template
 from areal_jax.app.model.text_model import character_tokenizer, describe_text_model, gguf_file, random_shape
 from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.config import TrackedConfig
@@ -47,7 +48,8 @@ def build_model(config: TrackedConfig, announce: Announce = announce_nothing) ->
     if config.model.source == 'gguf':
         file = gguf_file(config)
         model_config, params, fields = load_gguf(file, announce)
-        model = Model(Decoder(model_config), params, GgufTokenizer(fields, str(file)), file)
+        tokenizer: Tokenizer = GgufTokenizer(fields, str(file), read_given_template(config))
+        model = Model(Decoder(model_config), params, tokenizer, file)
     elif config.model.source == 'hf':
         model = _load_hf_model(config, pathlib.Path(config.model.path), announce)
     elif config.model.source == 'run':
@@ -66,13 +68,14 @@ def _load_hf_model(config: TrackedConfig, directory: pathlib.Path, announce: Ann
     decoder = Decoder(read_hf_config(directory))
     shardings = cut_params(config, decoder.config)(decoder.abstract())
     params = load_hf_weights(directory, decoder.config, shardings=shardings, announce=announce)
-    return Model(decoder, params, HfTokenizer(directory), directory, companions=directory)
+    tokenizer = HfTokenizer(directory, read_given_template(config))
+    return Model(decoder, params, tokenizer, directory, companions=directory)
 
 
 def _load_run_model(config: TrackedConfig, announce: Announce) -> Model:
-    """The weights of another run, with the tokenizer that it was trained with."""
+    """The weights of another run, with the tokenizer that it was trained with, unless model.chat_template is set."""
     run = EarlierRun(config.model.path)
-    model = describe_model(run.config)
+    model = describe_model(config)
     run.require_shape(config, model.decoder.config)
     model.params = run.read_weights(model.decoder, cut_params(config, model.decoder.config), announce)
     model.source = run.checkpoint

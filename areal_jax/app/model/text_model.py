@@ -10,6 +10,7 @@ import pathlib
 
 from ml_collections import config_dict
 
+from areal_jax.app.model.given_template import read_given_template
 from areal_jax.app.model.run_config import find_checkpoint, read_run_config
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.objectives import find_objective
@@ -31,15 +32,20 @@ class TextModel:
 
 
 def describe_text_model(config: TrackedConfig) -> TextModel:
-    """Shape and tokenizer of the model that model.source names; raises TokenizerError where the two do not fit."""
-    config = find_origin(config)
+    """Shape and tokenizer of the model that model.source names.
+
+    Raises TokenizerError where the two do not fit, and ConfigError for a chat template that cannot be read.
+    """
+    template, config = read_given_template(config), find_origin(config)
     if config.model.source == 'gguf':
         file = gguf_file(config)
         shape, fields = describe_gguf(file)
-        return TextModel(shape, GgufTokenizer(fields, str(file)))
+        return TextModel(shape, GgufTokenizer(fields, str(file), template))
     if config.model.source == 'hf':
         directory = pathlib.Path(config.model.path)
-        return TextModel(read_hf_config(directory), HfTokenizer(directory), directory)
+        return TextModel(read_hf_config(directory), HfTokenizer(directory, template), directory)
+    if template is not None:
+        raise ConfigError(f"{template.place} is of no use with model.source='random', which drew this model: remove it")
     tokenizer = character_tokenizer(config)
     return TextModel(random_shape(config, tokenizer.vocab_size), tokenizer)
 

@@ -23,12 +23,13 @@ class Texts:
         self._hidden = tokenizer.special_token_ids()
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n]."""
+        """int32 [n] of a plain prompt, as of /v1/completions and /tokenize: what spells a special token becomes it."""
         return self._tokenizer.encode(text)
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
-        """int32 [P]; takes about 0.1 s, since templates run in a process of their own.
+        """int32 [P]: special tokens where the template writes them, ordinary text where messages or tools spell them.
 
+        Calls take turns, since one process renders all of them. The first one starts it.
         Raises RequestError for tools that the template of the model does not show.
         """
         if not self._tokenizer.takes_tools:
