@@ -16,7 +16,7 @@ from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
 from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, ReplyInfo, RequestError
+from areal_jax.rollout.http.wire.exchange import MISSED, Answer, Call, Piece, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.sse import DONE, frame
 
 _LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events
@@ -67,7 +67,9 @@ def _handle(dialect: Dialect, model: str) -> Handler:
                 else:
                     answers = await exchange.finish()
                     await score_answers(bridge, call, answers)
-                    response = web.json_response(dialect.render(call, answers, info))
+                    misses = exchange.note_misses()
+                    headers = {MISSED: ', '.join(misses)} if misses else {}
+                    response = web.json_response(dialect.render(call, answers, info), headers=headers)
             return response
         except TimeoutError:
             raise RequestError('', _describe_late(bridge.limits.request_s), TOO_LATE) from None
@@ -108,6 +110,7 @@ async def _write_events(
             await response.write(dialect.render_event(call, *first, info))
         async for answer, piece in pieces:
             await response.write(dialect.render_event(call, answer, piece, info))
+        exchange.note_misses()
         return dialect.render_last(call, exchange.answers, info)
     except RequestError as error:
         return frame(dialect.render_error(str(error), error.status, error.field))

@@ -50,7 +50,8 @@ _RAW: dict[str, JsonObject] = {
     'messages.tool_calls': _list(OBJECT, 1024),
     'messages.tool_calls.function.arguments': {'type': ['string', 'object']},
     'tools': _list(OBJECT, 1024),
-    'response_format': {'enum': [{'type': 'text'}]},
+    'tool_choice': _either({'enum': ['auto', 'none', 'required']}, {'type': 'object'}),
+    'response_format': {'type': 'object'},
     'modalities': {'enum': [['text']]},
 }
 
