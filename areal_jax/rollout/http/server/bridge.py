@@ -93,11 +93,16 @@ class Bridge:
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
+        call = await self.encode(call)
+        for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
+            self._require_fit(call, cast(np.ndarray, prompt), sampling)
+        return call
+
+    async def encode(self, call: Call) -> Call:
+        """The same, also for prompts that the context has no room for."""
         call = grant(call, self.required)
         if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
             call = await asyncio.to_thread(self._tokenize, call)
-        for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
-            self._require_fit(call, cast(np.ndarray, prompt), sampling)
         return call
 
     def open(self, call: Call) -> Exchange:

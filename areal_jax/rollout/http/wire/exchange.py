@@ -216,7 +216,8 @@ class Written:
     """What events have carried, for a dialect whose events say everything again or number their parts."""
 
     events: int = 0
-    parts: list[JsonObject] = dataclasses.field(default_factory=list)  # begun; all but the last are complete
+    parts: int = 0  # of the answer's parts, begun
+    in_text: bool = False  # the last of them is a text that goes on
     tokens: int = 0
     characters: int = 0  # of the answer's text
     text: str = ''  # without quotes
