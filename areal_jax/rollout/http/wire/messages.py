@@ -168,6 +168,7 @@ def _read_assistant_block(fields: Fields) -> Message | None:
     if fields.take_choice('type', kinds) in _THOUGHTS:
         return None
     given = fields.peek('input')
+    fields.require_shallow('input', given)
     fields.take_fields('input')
     call_id, name = fields.take_text('id'), take_name(fields)
     fields.take_ignored('cache_control', 'caller')

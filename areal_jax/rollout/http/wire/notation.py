@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-_MOST_LEVELS = 128  # of arguments, which replies may hold as objects
+from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, count_levels
+
 SPACE = ' \t\r\n'  # white space of JSON
 # One character each in the place of a mark that is a token of its own. Decoded text has no half of a surrogate pair.
 BEGIN_TOKEN, END_TOKEN = '\ud800', '\ud801'
@@ -166,17 +167,14 @@ def read_hermes(text: str) -> tuple[str, str] | None:
     try:
         members = _read_members(text)
         (name, _), (arguments, written) = members['name'], members['arguments']
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict) or _is_deep(arguments):
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            return None
+        if count_levels(arguments) > MOST_LEVELS:
             return None
         (name + written).encode()  # no half of a surrogate pair
         return name, written
     except (ValueError, KeyError, RecursionError):
         return None
-
-
-def _is_deep(value: object, most: int = _MOST_LEVELS) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not most or any(_is_deep(one, most - 1) for one in inside if isinstance(one, dict | list))
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -23,6 +23,7 @@ _LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and event
 _LONGEST_ID = 10  # digits of the largest token id
 MOST_PROMPTS = 4096  # of one request, and entries of other lists of texts
 _MOST_BIASES = 1024
+MOST_LEVELS = 128  # of JSON that goes to the model or comes from it
 TOKEN_ID: JsonObject = {'type': 'integer', 'minimum': 0, 'maximum': _LARGEST_TOKEN}  # schemas, as the next
 _TEXT: JsonObject = {'type': 'string', 'minLength': 1}
 _BIAS: JsonObject = {
@@ -200,6 +201,11 @@ class Fields:
         if isinstance(value, list | dict) and len(value) > most:
             raise self.refuse(field, value, f'has {len(value)} entries: send {most} at most')
 
+    def require_shallow(self, field: str, value: object) -> None:
+        """Raises RequestError for JSON of more levels than replies and templates are to write."""
+        if count_levels(value) > MOST_LEVELS:
+            raise self.refuse(field, '...', f'is nested more than {MOST_LEVELS} levels deep: make it flatter')
+
     def take_bias(self, field: str) -> tuple[tuple[int, float], ...]:
         """An object of token ids and what is added to their logits, which is in [-100, 100]."""
         value = self.take(field, type='object', **_BIAS)
@@ -262,6 +268,15 @@ class Fields:
         if not fits:
             raise self.refuse(field, value, f'must be a number {"above" if above else "from"} {least:g} to {most:g}')
         return float(typing.cast(float, value))
+
+
+def count_levels(value: object) -> int:
+    """Of objects and lists inside of each other."""
+    levels, layer = 0, [value]
+    while layer := [one for one in layer if isinstance(one, dict | list)]:
+        levels += 1
+        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
+    return levels
 
 
 def _is_token_id(text: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Message, Wish
-from areal_jax.rollout.http.wire.request_fields import Fields, refuse
+from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, Fields, count_levels, refuse
 from areal_jax.rollout.http.wire.wishes import call_wish
 
 _MOST_TOOLS = 1024  # of a request, and calls in one turn
@@ -49,6 +49,7 @@ def read_function(function: Fields, parameters: str = 'parameters') -> JsonObjec
     order = [name for name in function.names() if name in ('name', 'description', parameters)]
     function.take_ignored(*_IGNORED)
     schema = function.peek(parameters)
+    function.require_shallow(parameters, schema)
     values = {'name': take_name(function), 'description': function.take_text('description', longest=None)}
     function.take_fields(parameters)  # a JSON schema, which is the model's to read
     function.finish()
@@ -101,9 +102,10 @@ def take_arguments(function: Fields) -> JsonObject | str:
             value = json.loads(given or '{}')
         except (ValueError, RecursionError):
             return given
-        return value if isinstance(value, dict) else given
+        return value if isinstance(value, dict) and count_levels(value) <= MOST_LEVELS else given
     if not isinstance(given, dict):
         raise function.refuse('arguments', given, 'must be a string, with a JSON object in it')
+    function.require_shallow('arguments', given)
     return given
 
 

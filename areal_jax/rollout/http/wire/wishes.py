@@ -50,6 +50,7 @@ def read_format(fields: Fields, field: str, nested: bool = False) -> tuple[Wish,
         found = inner.take('schema', type='object')
         if found is not None and not isinstance(found, dict):
             raise inner.refuse('schema', found, 'must be a JSON schema')
+        inner.require_shallow('schema', found)
         schema = found
         if nested:
             inner.finish()

@@ -1,11 +1,13 @@
 """One conversation in three dialects is one call: messages, tools, sampling and wishes."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from areal_jax.rollout.http.wire import chat, messages, responses
-from areal_jax.rollout.http.wire.exchange import Message
+from areal_jax.rollout.http.wire.exchange import Message, RequestError
+from tests.rollout.http.server.test_malformed import BAD, places, replace
 
 FUNCTION = {'name': 'add', 'description': 'a sum', 'parameters': {'type': 'object'}}
 ARGUMENTS = '{"a": 1}'
@@ -94,6 +96,38 @@ def test_named_tools_are_wishes_and_none_hides_the_tools():
     assert messages.parse(MESSAGES | {'tool_choice': {'type': 'tool', 'name': 'add'}}).wishes[0].tool == 'add'
     assert messages.parse(MESSAGES | {'tool_choice': {'type': 'none'}}).tools == ()
     assert responses.parse(RESPONSES | {'tool_choice': 'none'}).tools == ()
+
+
+@pytest.mark.parametrize(('module', 'body'), [(chat, CHAT), (responses, RESPONSES), (messages, MESSAGES)])
+def test_no_value_of_a_body_breaks_a_parser(module, body):
+    """Every value inside in turn is replaced by every bad one: the call is made or refused."""
+    outcomes = set()
+    for place, bad in itertools.product(places(body), BAD):
+        try:
+            module.parse(replace(body, place, bad))
+        except RequestError as error:
+            str(error).encode('utf-8', 'replace')
+            outcomes.add(error.field.split('[')[0].split('.')[0])
+        else:
+            outcomes.add('accepted')
+    assert outcomes > {'accepted', 'body', 'tools', 'tool_choice', 'temperature', 'stream'}
+
+
+def test_json_for_the_model_has_a_bound_of_levels():
+    deep = {}
+    for _ in range(200):
+        deep = {'a': deep}
+    function = {'name': 'f', 'parameters': deep}
+    for module, body, field in (
+        (chat, {'tools': [{'type': 'function', 'function': function}]}, 'tools[0].function.parameters'),
+        (responses, {'tools': [{'type': 'function'} | function]}, 'tools[0].parameters'),
+        (messages, {'tools': [{'name': 'f', 'input_schema': deep}]}, 'tools[0].input_schema'),
+        (responses, {'text': {'format': {'type': 'json_schema', 'schema': deep}}}, 'text.format.schema'),
+    ):
+        whole = {chat: CHAT, responses: RESPONSES, messages: MESSAGES}[module]
+        with pytest.raises(RequestError, match='more than 128 levels') as error:
+            module.parse(whole | {'tool_choice': None} | body)
+        assert error.value.field == field
 
 
 def test_a_text_between_results_is_a_turn_of_its_own():
