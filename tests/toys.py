@@ -159,9 +159,8 @@ class ToyBackend:
             for step in range(steps):
                 position = len(tokens)
                 new.write(row.blocks, position - 1, tokens[-1:], weights.version)
-                answered = position + 1 - len(request.prompt_tokens)
-                last = STOP in request.sampling.stop_tokens and answered == length(request.draw, request.sample)
-                tokens.append(STOP if last else token(weights.w, request.draw, request.sample, position))
+                drawn, last = self.draw_token(weights.w, request, position)
+                tokens.append(drawn)
                 output.tokens[step, index] = tokens[-1]
                 output.logprobs[step, index] = logprob(weights.w, position, stale)
                 cut[step, index] = output.logprobs[step, index] + np.log(2) * request.sampling.changes_softmax
@@ -169,6 +168,12 @@ class ToyBackend:
                 if last or len(tokens) == row.limit:
                     break
         return new, output
+
+    def draw_token(self, w: int, request: GenerationRequest, position: int) -> tuple[int, bool]:
+        """(the token at a position of the sequence, whether it ends the answer)."""
+        answered = position + 1 - len(request.prompt_tokens)
+        last = STOP in request.sampling.stop_tokens and answered == length(request.draw, request.sample)
+        return STOP if last else token(w, request.draw, request.sample, position), last
 
     def _tokens_of(self, request: GenerationRequest) -> list[int]:
         """Prompt and answer so far, as this backend has generated it."""

@@ -320,6 +320,11 @@ SECTIONS: Mapping[str, Section] = {
         request_timeout_s=Real(3600.0, SECONDS, 'for the answers of a request, else 504'),
         write_timeout_s=Real(120.0, SECONDS, 'for a client to read on, else the connection is closed'),
         drain_timeout_s=Real(30.0, SECONDS, 'for running answers when the server is told to stop'),
+        required=Choice(
+            'refuse',
+            ('refuse', 'wish'),
+            'requests whose answers must be a call or JSON: refused with 400, or shown to the model, misses counted',
+        ),
     ),
     'diagnostics': Section(
         'What a run measures beside its loss, see docs/diagnostics.md',

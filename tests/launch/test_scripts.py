@@ -66,6 +66,18 @@ def test_a_missing_schemathesis_is_refused_with_what_to_install():
     assert 'pip install schemathesis' in said
 
 
+def test_an_interpreter_without_the_packages_of_agents_is_refused(tmp_path):
+    python = tmp_path / 'python'
+    python.write_text('#!/bin/bash\nexit 1\n')
+    python.chmod(0o755)
+    code, said = run('launch/test_agents.sh', AREAL_JAX_AGENTS_PYTHON=str(python))
+    assert code == 2
+    assert said == (
+        f'error: AREAL_JAX_AGENTS_PYTHON={python} lacks openai, openai-agents, pydantic-ai-slim or anthropic: name an '
+        'interpreter that has them, or unset the variable\n'
+    )
+
+
 @pytest.mark.parametrize('arguments', [(), ('tgi',)])
 def test_a_command_that_is_none_is_refused(arguments):
     code, said = run('launch/test_external.sh', *arguments)

@@ -267,8 +267,9 @@ class _Server:
             self._name, config.model.path, f'{family}ForCausalLM', __version__, int(time.time())
         )  # fmt: skip
         served = self._served = ServedModel(
-            Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts
-        )
+            Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts,
+            config.server.required,
+        )  # fmt: skip
         limits = Limits(
             body_bytes=config.server.max_body_bytes,
             body_s=config.server.body_timeout_s,

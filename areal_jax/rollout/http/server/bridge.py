@@ -16,9 +16,12 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.server.answer_readers import AnswerReaders
+from areal_jax.rollout.http.server.counts import Counts
 from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
+from areal_jax.rollout.http.wire.answer_reader import AnswerReader
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -31,6 +34,7 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
     tokenize_call,
 )
+from areal_jax.rollout.http.wire.wishes import Required, find_misses, grant
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
 from areal_jax.text.chat_template import TokenizerError
@@ -47,9 +51,15 @@ class Bridge:
     Args:
       vocab_size: of the model: ids are below it.
       seed: of the noise of requests that bring none.
+      required: what becomes of a request whose answers must be a call of a tool or JSON.
     """
 
-    def __init__(self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int):
+    def __init__(
+        self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int,
+        required: Required = 'refuse',
+    ):  # fmt: skip
+        self.counts, self.required = Counts(), required
+        self._readers = AnswerReaders(texts)
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
         self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
         self._loop = asyncio.get_running_loop()
@@ -83,15 +93,22 @@ class Bridge:
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
-        if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
-            call = await asyncio.to_thread(self._tokenize, call)
+        call = await self.encode(call)
         for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
             self._require_fit(call, cast(np.ndarray, prompt), sampling)
+        return call
+
+    async def encode(self, call: Call) -> Call:
+        """The same, also for prompts that the context has no room for."""
+        call = grant(call, self.required)
+        if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
+            call = await asyncio.to_thread(self._tokenize, call)
         return call
 
     def open(self, call: Call) -> Exchange:
         """Submits a call of token ids; its answers come out of the exchange, which must be closed."""
         exchange = Exchange(self, call)
+        self.counts.note_call(call)
         for submission in exchange.submissions:
             self._inbox.put(submission)
         return exchange
@@ -105,6 +122,10 @@ class Bridge:
         self._inbox.put(
             Action('withdraw', lambda service: service.withdraw_scoring(requests), lambda result, error: None)
         )
+
+    def open_reader(self, call: Call, answer: int) -> AnswerReader:
+        """Of the answer with this index, from its beginning."""
+        return self._readers.open(call, call.sampling[answer // call.n])
 
     def describe(self, call: Call, answers: Sequence[Answer], put: Callable[[int, Delivery], None]) -> list[Submission]:
         """What the service is to generate for the answers of a call; `put` is called with what it delivers."""
@@ -202,7 +223,7 @@ class Exchange:
             Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index, prompt_text=_echo(call, index))
             for index, name in enumerate(names)
         ]
-        self._texts = [bridge.texts.answer(call.sampling[index // call.n]) for index in range(len(names))]
+        self._readers = [bridge.open_reader(call, index) for index in range(len(names))]
         self.submissions = bridge.describe(call, self.answers, self.put)
         bridge.load.admit(call.n_answers, call.stream)  # last: nothing is to be given back where anything before fails
 
@@ -232,6 +253,12 @@ class Exchange:
             pass
         return self.answers
 
+    def note_misses(self) -> list[str]:
+        """Counts, when all answers are complete, the fields whose wishes at least one of them misses."""
+        misses = find_misses(self._call, self.answers)
+        self._bridge.counts.note_misses(misses)
+        return misses
+
     async def finish_within(self, seconds: float) -> list[Answer]:
         """The same; raises TimeoutError."""
         async with asyncio.timeout(seconds):
@@ -255,14 +282,15 @@ class Exchange:
         return found
 
     def _with_text(self, index: int, delivery: Delivery) -> Sequence[Piece]:
-        """The pieces with their texts; an empty one where an answer ends without."""
-        text = self._texts[index]
+        """The pieces with their texts and calls; an empty one where an answer ends without."""
+        reader = self._readers[index]
         found: list[Piece] = []
         pieces = join_pieces(delivery.pieces) or [Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), '')]
         for position, piece in enumerate(pieces):
             is_last = delivery.finish is not None and position == len(pieces) - 1
-            added = text.extend(piece.tokens, _describe_finish(delivery) if is_last else None)
-            found.append(dataclasses.replace(piece, text=added))
+            reading = reader.extend(piece.tokens, _describe_finish(delivery) if is_last else None)
+            self._bridge.counts.note_reading(reading)
+            found.append(dataclasses.replace(piece, text=reading.text, calls=reading.calls))
         return found
 
     def _finish(self, answer: Answer, delivery: Delivery) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from aiohttp import web
 
@@ -15,8 +15,8 @@ from areal_jax.rollout.http.server.limits import QUEUE_FULL, TOO_LATE
 from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
 from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
-from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, ReplyInfo, RequestError
+from areal_jax.rollout.http.wire import chat, completions, messages, responses, sglang, vllm
+from areal_jax.rollout.http.wire.exchange import MISSED, Answer, Call, Piece, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.sse import DONE, frame
 
 _LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events
@@ -37,17 +37,33 @@ class Dialect(Protocol):
     def render_error(self, message: str, status: int, field: str = '') -> JsonObject: ...
 
 
+@runtime_checkable
+class NamedEvents(Protocol):
+    """A dialect whose events have names, the last of which ends a stream: no [DONE] follows."""
+
+    def render_failure(self, answers: Sequence[Answer], message: str, status: int, field: str) -> bytes: ...
+
+
 ROUTES: dict[str, Dialect] = {
     '/generate': sglang,
     '/inference/v1/generate': vllm,
     '/v1/completions': completions,
     '/v1/chat/completions': chat,
+    '/v1/responses': responses,
+    '/v1/messages': messages,
 }
 
 
 def list_routes(model: str) -> list[web.RouteDef]:
     """`model` is the name for calls that name none."""
-    return [web.post(path, _handle(dialect, model)) for path, dialect in ROUTES.items()]
+    generating = [web.post(path, _handle(dialect, model)) for path, dialect in ROUTES.items()]
+    return [*generating, web.post('/v1/messages/count_tokens', count_tokens)]
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """The length of the prompt of a conversation, also of one that the context has no room for."""
+    call = await request.app[BRIDGE].encode(messages.parse_count(await read_body(request)))
+    return web.json_response({'input_tokens': len(call.prompts[0])})
 
 
 def _handle(dialect: Dialect, model: str) -> Handler:
@@ -67,7 +83,9 @@ def _handle(dialect: Dialect, model: str) -> Handler:
                 else:
                     answers = await exchange.finish()
                     await score_answers(bridge, call, answers)
-                    response = web.json_response(dialect.render(call, answers, info))
+                    misses = exchange.note_misses()
+                    headers = {MISSED: ', '.join(misses)} if misses else {}
+                    response = web.json_response(dialect.render(call, answers, info), headers=headers)
             return response
         except TimeoutError:
             raise RequestError('', _describe_late(bridge.limits.request_s), TOO_LATE) from None
@@ -88,7 +106,7 @@ async def _stream(
         await response.prepare(request)
         failure = await _write_events(response, dialect, call, exchange, pieces, first, info, deadline, limit_s)
         async with asyncio.timeout(_LAST_WORDS_S):
-            await response.write(failure + DONE)
+            await response.write(failure if isinstance(dialect, NamedEvents) else failure + DONE)
             await response.write_eof()
     except ConnectionResetError:
         pass  # the reader is gone
@@ -108,13 +126,20 @@ async def _write_events(
             await response.write(dialect.render_event(call, *first, info))
         async for answer, piece in pieces:
             await response.write(dialect.render_event(call, answer, piece, info))
+        exchange.note_misses()
         return dialect.render_last(call, exchange.answers, info)
     except RequestError as error:
-        return frame(dialect.render_error(str(error), error.status, error.field))
+        return _render_failure(dialect, exchange.answers, str(error), error.status, error.field)
     except asyncio.CancelledError:
         if not deadline.expired():
             raise
-        return frame(dialect.render_error(_describe_late(limit_s), TOO_LATE))
+        return _render_failure(dialect, exchange.answers, _describe_late(limit_s), TOO_LATE)
+
+
+def _render_failure(dialect: Dialect, answers: Sequence[Answer], message: str, status: int, field: str = '') -> bytes:
+    if isinstance(dialect, NamedEvents):
+        return dialect.render_failure(answers, message, status, field)
+    return frame(dialect.render_error(message, status, field))
 
 
 def _describe_late(seconds: float) -> str:

@@ -15,8 +15,8 @@ from areal_jax.code_version import __version__
 from areal_jax.columns import declared
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
-from areal_jax.rollout.http.wire import chat, completions, control, sglang, vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, name_answers
+from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, ToolCall, name_answers
 from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
 from areal_jax.types import TokenScores
@@ -37,6 +37,20 @@ _TURNS = [
     {'role': 'assistant', 'content': 'Hm', 'tool_calls': [_CALL]},
     {'role': 'tool', 'content': '1', 'tool_call_id': 'c', 'name': 'add'},
 ]
+_ITEMS = [
+    {'role': 'user', 'content': [{'type': 'input_text', 'text': 'Hello'}]},
+    {'type': 'reasoning'},
+    {'type': 'function_call', 'call_id': 'c', 'name': 'add', 'arguments': '{}'},
+    {'type': 'function_call_output', 'call_id': 'c', 'output': [{'type': 'input_text', 'text': '1'}]},
+]
+_BLOCK_TOOL = {'name': 'add', 'description': 'Adds.', 'input_schema': {'type': 'object'}}
+_BLOCKS = [
+    {'role': 'user', 'content': [{'type': 'text', 'text': 'Hello'}]},
+    {'role': 'assistant', 'content': [{'type': 'tool_use', 'id': 'c', 'name': 'add', 'input': {'a': 1}}]},
+    {'role': 'user', 'content': [
+        {'type': 'tool_result', 'tool_use_id': 'c', 'content': [{'type': 'text', 'text': '1'}]},
+    ]},
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +71,25 @@ class Operation:
 
 def list_operations() -> list[Operation]:
     """All routes of a server, by dialect."""
-    return [*_generating(), *_controlling(), *_telling()]
+    return [*_generating(), *_conversing(), *_controlling(), *_telling()]
+
+
+def _generate(
+    path: str, tag: str, summary: str, dialect: object, *examples: JsonObject, told: Sequence[JsonObject]
+) -> Operation:
+    """`told`: fields that replies depend on, the first with all that a reply can say."""
+    parse, render = dialect.parse, dialect.render  # type: ignore[attr-defined]
+    bodies = [*examples, *(examples[0] | fields for fields in told)]
+    replies = [_reply(parse, render, body, index) for body in bodies for index in range(len(_FINISHES))]
+    return Operation(path, 'post', tag, summary, parse, examples, replies, streams=True)
 
 
 def _generating() -> list[Operation]:
-    def generate(
-        path: str, tag: str, summary: str, dialect: object, *examples: JsonObject, told: Sequence[JsonObject]
-    ) -> Operation:
-        """`told`: fields that replies depend on, the first with all that a reply can say."""
-        parse, render = dialect.parse, dialect.render  # type: ignore[attr-defined]
-        bodies = [*examples, *(examples[0] | fields for fields in told)]
-        replies = [_reply(parse, render, body, index) for body in bodies for index in range(len(_FINISHES))]
-        return Operation(path, 'post', tag, summary, parse, examples, replies, streams=True)
-
     ids, limit = [1, 2, 3], {'max_new_tokens': 8}
     columns = [column.name for column in declared() if column.published]
     asked, modes = {f'return_{name}': True for name in columns}, {f'{name}_mode': 'selected' for name in columns}
     return [
-        generate(
+        _generate(
             '/generate', 'SGLang', 'Answers to a prompt, whole or as events of a stream.', sglang,
             {'text': 'Hello', 'sampling_params': limit},
             {'input_ids': ids, 'sampling_params': limit, 'return_logprob': True, 'logprob_start_len': 0},
@@ -83,7 +98,7 @@ def _generating() -> list[Operation]:
                 'top_logprobs_num': 1, 'return_text_in_logprobs': True, **modes,
             }, {'sampling_params': limit | {'n': 2}}],
         ),
-        generate(
+        _generate(
             '/inference/v1/generate', 'vLLM', 'Tokens in, tokens out.', vllm,
             {'token_ids': ids, 'sampling_params': {'max_tokens': 8, 'logprobs': 1}},
             told=[{
@@ -91,19 +106,42 @@ def _generating() -> list[Operation]:
                 'return_token_ids': True, **asked,
             }, {'sampling_params': {'logprobs': 0}}, {'sampling_params': {}}],
         ),
-        generate(
+        _generate(
             '/v1/completions', 'OpenAI', 'Continuations of a prompt, or the log-probs of its tokens.', completions,
             {'prompt': 'Hello', 'max_tokens': 8}, {'prompt': ids, 'echo': True, 'max_tokens': 0, 'logprobs': 1},
             told=[{'logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': 0}, _INFO_ONLY],
         ),
-        generate(
+        _generate(
             '/v1/chat/completions', 'OpenAI', 'The next turn of a conversation.', chat,
             {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
             {'messages': _TURNS, 'tools': _TOOLS, 'stream_options': {}}, {'input_ids': ids},
             told=[
                 {'logprobs': True, 'top_logprobs': 1, 'prompt_logprobs': 1, **_TOLD, **asked}, {'logprobs': True},
+                {'tools': _TOOLS},
                 _INFO_ONLY,
             ],
+        ),
+    ]  # fmt: skip
+
+
+def _conversing() -> list[Operation]:
+    tool = {'type': 'function'} | _FUNCTION
+    return [
+        _generate(
+            '/v1/responses', 'OpenAI', 'The next turn of a conversation, as items.', responses,
+            {'input': 'Hello', 'max_output_tokens': 8}, {'input': _ITEMS, 'tools': [tool]},
+            told=[{'tools': [tool]}],
+        ),
+        _generate(
+            '/v1/messages', 'Anthropic', 'The next turn of a conversation, as blocks.', messages,
+            {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 8},
+            {'messages': _BLOCKS, 'max_tokens': 8, 'tools': [_BLOCK_TOOL], 'system': [{'type': 'text', 'text': 'a'}]},
+            told=[{'tools': [_BLOCK_TOOL]}],
+        ),
+        Operation(
+            '/v1/messages/count_tokens', 'post', 'Anthropic', 'Tokens of a conversation.', messages.parse_count,
+            ({'messages': [{'role': 'user', 'content': 'Hello'}]}, {'messages': _BLOCKS, 'tools': [_BLOCK_TOOL]}),
+            [{'input_tokens': 1}],
         ),
     ]  # fmt: skip
 
@@ -114,7 +152,8 @@ def _reply(parse: Callable[[object], Call], render: Callable[..., object], body:
     prompt, token, number = np.array([1, 2, 3], np.int32), 5 + index, np.array([-0.5], np.float32)
     scores = TokenScores(number, np.array([[token]], np.int32), number[:, None])
     of_prompt = TokenScores(*(np.repeat(one, len(prompt) - 1, axis=0) for one in dataclasses.astuple(scores)))
-    piece = Piece(np.array([token], np.int32), number, '0', text='a')
+    calls = (ToolCall('c', 'add', '{"a": 1}'),) if call.tools and index else ()
+    piece = Piece(np.array([token], np.int32), number, '0', text='a', calls=calls)
     answers = [
         Answer(
             name, prompt, i, [piece], _FINISHES[index], '0', prompt_scores=of_prompt if index else None,

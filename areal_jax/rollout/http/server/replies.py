@@ -18,7 +18,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.complaints import NAME
 from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
-from areal_jax.rollout.http.wire import sglang, vllm
+from areal_jax.rollout.http.wire import messages, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
 from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 
@@ -31,6 +31,7 @@ _SGLANG_PATHS = (
     '/update_weights_from_disk', '/health_generate', '/model_info', '/get_model_info', '/server_info',
     '/get_server_info',
 )  # fmt: skip
+_ANTHROPIC_PATHS = ('/v1/messages', '/v1/messages/count_tokens')
 _BUSY = (429, 503)
 
 _log = logging.getLogger(NAME)
@@ -120,7 +121,11 @@ def answer_http_error(request: web.BaseRequest, error: web.HTTPException) -> web
 
 def refuse(request: web.BaseRequest, message: str, status: int, field: str = '') -> web.Response:
     """The reply of the path's dialect to what is refused."""
-    dialect: ModuleType = sglang if request.path in _SGLANG_PATHS else vllm
+    dialect: ModuleType = vllm
+    if request.path in _SGLANG_PATHS:
+        dialect = sglang
+    elif request.path in _ANTHROPIC_PATHS:
+        dialect = messages
     body: JsonObject = dialect.render_error(message, status, field)
     headers = {'Retry-After': '1'} if status in _BUSY else {}
     if status == 401:
@@ -137,10 +142,10 @@ def _require_meant(request: web.Request, holder: str) -> None:
 
 
 def _has_key(request: web.Request, api_key: str) -> bool:
-    given = request.headers.get('Authorization', '')
     # surrogates represent bytes that are not UTF-8, in headers as in environment variables
     encode = lambda text: text.encode('utf-8', 'surrogateescape')
-    return hmac.compare_digest(encode(given), encode(f'Bearer {api_key}'))
+    matches = lambda name, wanted: hmac.compare_digest(encode(request.headers.get(name, '')), encode(wanted))
+    return matches('Authorization', f'Bearer {api_key}') or matches('x-api-key', api_key)  # the second is Anthropic's
 
 
 def _allowed(error: web.HTTPException) -> dict[str, str]:

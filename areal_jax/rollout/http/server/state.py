@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 from aiohttp import web
@@ -137,7 +138,7 @@ async def metrics(request: web.Request) -> web.Response:
     """In the text format of Prometheus."""
     bridge, connections = request.app[BRIDGE], request.app[CONNECTIONS]
     status = await bridge.look()
-    engine = status.engine
+    engine, counts = status.engine, bridge.counts
     lines = [
         *_metric('requests_running', 'gauge', 'requests in slots', engine.running),
         *_metric(
@@ -162,9 +163,15 @@ async def metrics(request: web.Request) -> web.Response:
         *_metric('decode_tokens_per_second', 'gauge', 'decoded tokens a second of decoding', engine.tokens_per_s),
         *_metric('weight_updates_total', 'counter', 'updates of the weights', status.updates),
         *_metric('weight_update_pause_seconds', 'gauge', 'pause of decoding of the last update', status.update_pause_s),
-        f'# HELP {_PREFIX}requests_finished_total answers by how they ended',
-        f'# TYPE {_PREFIX}requests_finished_total counter',
-        *(f'{_PREFIX}requests_finished_total{{reason="{word}"}} {count}' for word, count in status.finished.items()),
+        *_labelled('requests_finished_total', 'answers by how they ended', 'reason', status.finished.items()),
+        *_metric('tool_calls_total', 'counter', 'calls of tools in answers', counts.calls),
+        *_metric('tool_calls_unparsed_total', 'counter', 'broken calls of tools, which stay text', counts.unparsed),
+        *_metric('tool_calls_hidden_total', 'counter', 'calls after the first, where one was wanted', counts.hidden),
+        *_labelled(
+            'fields_ignored_total', 'requests with a field that has no influence', 'field', counts.ignored.items()
+        ),
+        *_labelled('wishes_total', 'requests for a call or for JSON', 'field', counts.wishes.items()),
+        *_labelled('wishes_missed_total', 'of these, those with an answer without', 'field', counts.missed.items()),
         f'# HELP {_PREFIX}weight_version_info the weight version in use',
         f'# TYPE {_PREFIX}weight_version_info gauge',
         f'{_PREFIX}weight_version_info{{version="{_escape(status.weight_version)}"}} 1',
@@ -174,6 +181,11 @@ async def metrics(request: web.Request) -> web.Response:
 
 def _metric(name: str, kind: str, meaning: str, value: float) -> list[str]:
     return [f'# HELP {_PREFIX}{name} {meaning}', f'# TYPE {_PREFIX}{name} {kind}', f'{_PREFIX}{name} {value}']
+
+
+def _labelled(name: str, meaning: str, label: str, counts: Iterable[tuple[str, int]]) -> list[str]:
+    lines = [f'{_PREFIX}{name}{{{label}="{_escape(value)}"}} {count}' for value, count in counts]
+    return [f'# HELP {_PREFIX}{name} {meaning}', f'# TYPE {_PREFIX}{name} counter', *lines]
 
 
 def _escape(label: str) -> str:

@@ -81,7 +81,10 @@ def read_tokenize(
     messages: tuple[Message, ...] = ()
     tools: tuple[JsonObject, ...] = ()
     if fields.has('messages'):
-        messages, tools = read_messages(fields), read_tools(fields)
+        messages, asked = read_messages(fields), read_tools(fields)
+        tools = asked.tools
+        for wish in asked.wishes:
+            raise fields.refuse('tool_choice', wish.value, "must be 'auto' or 'none' here")
         fields.take_unserved(*_CHAT_UNSERVED)
         if not fields.take_flag('add_generation_prompt', True):
             raise fields.refuse(

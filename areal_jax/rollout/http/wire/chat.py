@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/chat/completions: request and reply. Calls of tools in an answer stay text."""
+"""OpenAI's POST /v1/chat/completions: request and reply."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
 from areal_jax.rollout.http.wire.request_fields import Fields, require_scored
-from areal_jax.rollout.http.wire.tools import read_tools
+from areal_jax.rollout.http.wire.tools import describe_call, read_tools
 from areal_jax.rollout.http.wire.vllm import ranked_alternatives, render_prompt_logprobs
+from areal_jax.rollout.http.wire.wishes import read_format
 from areal_jax.types import MOST_ALTERNATIVES
 
 _ROUTE = openai.Route('chatcmpl-', 'chat.completion', 'chat.completion.chunk')
 _UNSERVED = (
-    'functions', 'function_call', 'audio', 'prediction', 'web_search_options', 'echo',
-    'chat_template', 'chat_template_kwargs', 'structured_outputs', 'continue_final_message',
-    'reasoning_effort', 'verbosity',
+    'functions', 'function_call', 'audio', 'web_search_options', 'echo', 'chat_template', 'structured_outputs',
+    'continue_final_message',
 )  # fmt: skip
 
 render_error = openai.render_error
@@ -38,15 +38,17 @@ def parse(body: object) -> Call:
     alternatives = fields.take_integer('top_logprobs', 0, least=0, most=MOST_ALTERNATIVES)
     if alternatives and not wants_logprobs:
         raise fields.refuse('top_logprobs', alternatives, 'needs logprobs=true')
-    tools = read_tools(fields)
-    _read_format(fields)
+    asked, wishes = read_tools(fields), read_format(fields, 'response_format', nested=True)
+    _read_modalities(fields)
     fields.take_unserved(*_UNSERVED)
     fields.take_ignored('add_generation_prompt')
     field = 'messages' if ids is None else 'input_ids'
     limit = older_limit if limit is None else limit
     call = openai.read_call(fields, (prompt,), field, limit, wants_logprobs, alternatives)
     require_scored(call, 'max_tokens', 'top_logprobs')
-    return dataclasses.replace(call, tools=tools)
+    return dataclasses.replace(
+        call, tools=asked.tools, one_tool_call=asked.one_tool_call, wishes=(*asked.wishes, *wishes)
+    )
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:
@@ -56,7 +58,7 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
         choice = _render_choice(call, answer, answer, info, whole=True)
         if call.return_token_ids:
             choice['response_token_ids'] = choice['token_ids']
-        choices.append(choice | {'message': {'role': 'assistant', 'content': answer.text}})
+        choices.append(choice | {'message': _render_message(answer)})
     reply = openai.render_reply(call, answers, info, _ROUTE, choices)
     if call.prompt_logprobs is not None:
         reply['prompt_logprobs'] = render_prompt_logprobs(call, answers[0], info)
@@ -66,11 +68,24 @@ def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject
 
 
 def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> bytes:
-    """One event of a stream: what `piece`, the answer's last one, adds; the first one names the role."""
+    """What `piece`, the answer's last one, adds: an event with its text and tokens, and two for each call.
+
+    The first event of an answer names the role, the last one how it ended.
+    """
     first = answer.n_tokens == len(piece.tokens)
-    delta = {'role': 'assistant', 'content': piece.text} if first else {'content': piece.text}
-    choice = _render_choice(call, answer, openai.part_of(answer, piece), info, whole=first)
-    return openai.render_chunk(call, answer, info, _ROUTE, choice | {'delta': delta})
+    delta: JsonObject = {'role': 'assistant'} if first else {}
+    if piece.text or not call.tools:
+        delta['content'] = piece.text
+    deltas = [delta, *_render_deltas(answer, piece)]
+    ongoing = dataclasses.replace(answer, finish=None)
+    frames = []
+    for index, one in enumerate(deltas):
+        so_far = ongoing if one is not deltas[-1] else answer
+        choice = openai.render_end(call, so_far)
+        if not index:
+            choice = _render_choice(call, so_far, openai.part_of(so_far, piece), info, whole=first)
+        frames.append(openai.render_chunk(call, so_far, info, _ROUTE, choice | {'delta': one}))
+    return b''.join(frames)
 
 
 def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes:
@@ -78,12 +93,29 @@ def render_last(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> bytes
     return openai.render_usage(call, answers, info, _ROUTE)
 
 
-def _read_format(fields: Fields) -> None:
-    """Takes the fields of the format; answers are plain text alone."""
-    for field in ('response_format', 'modalities'):
-        given = fields.take(field)
-        if given not in (None, {'type': 'text'}, ['text']):
-            raise fields.refuse(field, given, 'is not served: answers are plain text')
+def _read_modalities(fields: Fields) -> None:
+    """Answers are plain text alone."""
+    given = fields.take('modalities')
+    if given not in (None, ['text']):
+        raise fields.refuse('modalities', given, 'is not served: answers are plain text')
+
+
+def _render_message(answer: Answer) -> JsonObject:
+    """The content is null where the answer is calls alone."""
+    message: JsonObject = {'role': 'assistant', 'content': answer.text}
+    if answer.calls:
+        message = {'role': 'assistant', 'content': answer.text or None}
+        message['tool_calls'] = [describe_call(call.id, call.name, call.arguments) for call in answer.calls]
+    return message
+
+
+def _render_deltas(answer: Answer, piece: Piece) -> list[JsonObject]:
+    """Two for each call of the piece, the answer's last one: its name, and its arguments."""
+    found: list[JsonObject] = []
+    for index, call in enumerate(piece.calls, start=len(answer.calls) - len(piece.calls)):
+        named, filled = describe_call(call.id, call.name, ''), {'function': {'arguments': call.arguments}}
+        found += [{'tool_calls': [{'index': index} | one]} for one in (named, filled)]
+    return found
 
 
 def _render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, whole: bool) -> JsonObject:

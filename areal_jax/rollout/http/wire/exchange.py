@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from areal_jax.files import JsonObject
 from areal_jax.types import TokenScores, concatenate
 
 INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
+MISSED = 'X-Areal-Missed'  # header of a reply: fields of the request whose wishes its answers miss
 
 FinishWord = Literal['stop', 'length', 'abort']
 
@@ -36,7 +37,7 @@ class Message:
 
     role: str  # 'system', 'user', 'assistant', 'tool': the chat template knows them
     content: str
-    tool_calls: tuple[JsonObject, ...] = ()  # of an assistant; their arguments are objects
+    tool_calls: tuple[JsonObject, ...] = ()  # of an assistant; arguments are objects, or text that is none
     tool_call_id: str = ''  # of a tool: the call that it answers, and the name of the function
     name: str = ''
 
@@ -45,6 +46,18 @@ class Message:
         optional = {'tool_calls': list(self.tool_calls), 'tool_call_id': self.tool_call_id, 'name': self.name}
         turn: JsonObject = {'role': self.role, 'content': self.content}
         return turn | {name: value for name, value in optional.items() if value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """Something that an answer must be and that sampling cannot promise: a call of a tool, or JSON."""
+
+    field: str  # of the request, with its value
+    value: object
+    kind: Literal['call', 'json']
+    sentence: str  # that tells the model
+    fix: str  # for a server that does not serve wishes
+    tool: str = ''  # name of the tool that must be called; '' = any
 
 
 Prompt = np.ndarray | str | tuple[Message, ...]  # token ids int32 [P], P >= 1; or what a tokenizer makes ids of
@@ -80,7 +93,10 @@ class Call:
     prompt_field: str  # what the dialect calls the prompt, for errors
     sampling: tuple[CallSampling, ...]  # one a prompt
     request_ids: tuple[str, ...]  # one an answer; '' = the server finds one
-    tools: tuple[JsonObject, ...] = ()  # that the chat template shows to the model
+    tools: tuple[JsonObject, ...] = ()  # that the chat template shows to the model, which may call them
+    one_tool_call: bool = False  # the reply has the first call of an answer only
+    wishes: tuple[Wish, ...] = ()
+    ignored: tuple[str, ...] = ()  # fields that were sent and have no influence
     model: str = ''  # echoed
     n: int = 1
     is_batch: bool = False  # the prompts came in a list, also where it has one entry
@@ -127,6 +143,16 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in an answer."""
+
+    id: str  # unique
+    name: str
+    arguments: str  # a JSON object, as the model wrote it
+    after: int = 0  # characters of its piece's text that are before it
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """Consecutive tokens of an answer under one version of the weights, n >= 0 of them. Producer: the server."""
 
@@ -135,9 +161,20 @@ class Piece:
     version: str  # '' = the server did not say
     columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
     text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
+    calls: tuple[ToolCall, ...] = ()  # that it completes; their notation is not in the text
 
     def __post_init__(self) -> None:
         check(self.columns, (len(self.tokens),))
+
+    @property
+    def parts(self) -> list[str | ToolCall]:
+        """Text and calls in the order of the answer."""
+        found: list[str | ToolCall] = []
+        end = 0
+        for call in self.calls:
+            found += [self.text[end : call.after], call]
+            end = call.after
+        return [part for part in [*found, self.text[end:]] if part]
 
 
 def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
@@ -162,13 +199,25 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         pieces[0].version,
         join([piece.columns for piece in pieces]),
         ''.join(piece.text for piece in pieces),
+        tuple(_join_calls(pieces)),
     )
+
+
+def _join_calls(pieces: Sequence[Piece]) -> Iterator[ToolCall]:
+    before = 0
+    for piece in pieces:
+        for call in piece.calls:
+            yield dataclasses.replace(call, after=before + call.after)
+        before += len(piece.text)
 
 
 @dataclasses.dataclass
 class Written:
-    """JSON of an answer that events have carried, for a dialect whose events say everything again."""
+    """What events have carried, for a dialect whose events say everything again or number their parts."""
 
+    events: int = 0
+    parts: int = 0  # of the answer's parts, begun
+    in_text: bool = False  # the last of them is a text that goes on
     tokens: int = 0
     characters: int = 0  # of the answer's text
     text: str = ''  # without quotes
@@ -246,6 +295,21 @@ class Answer:
     @property
     def text(self) -> str:
         return ''.join(piece.text for piece in self.pieces)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(call for piece in self.pieces for call in piece.calls)
+
+    @property
+    def parts(self) -> list[str | ToolCall]:
+        """Text and calls in their order, no two texts side by side."""
+        found: list[str | ToolCall] = []
+        for part in (part for piece in self.pieces for part in piece.parts):
+            if found and isinstance(part, str) and isinstance(found[-1], str):
+                found[-1] += part
+            else:
+                found.append(part)
+        return found
 
     @property
     def spans(self) -> list[Span]:

@@ -14,7 +14,6 @@ from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
     CallSampling,
-    Finish,
     Message,
     Piece,
     Prompt,
@@ -31,7 +30,8 @@ _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _MOST_MESSAGES = 4096  # and parts of one
 _IGNORED = (
     'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
-    'detokenize', 'spaces_between_special_tokens',
+    'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort', 'chat_template_kwargs',
+    'prediction',
 )  # fmt: skip
 
 render_error = vllm.render_error
@@ -91,7 +91,7 @@ def read_call(
     )
     fields.take_ignored(*_IGNORED)
     fields.finish()
-    return call
+    return dataclasses.replace(call, ignored=fields.ignored)
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
@@ -100,7 +100,7 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
         raise fields.refuse('messages', given, 'must be a list of one or more messages')
     fields.require_few('messages', given, _MOST_MESSAGES)
-    return tuple(_read_message(Fields(entry, f'messages[{index}]')) for index, entry in enumerate(given))
+    return tuple(_read_message(fields.inside(entry, f'messages[{index}]')) for index, entry in enumerate(given))
 
 
 def render_reply(
@@ -132,10 +132,7 @@ def render_usage(call: Call, answers: Sequence[Answer], info: ReplyInfo, route: 
 
 def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, whole: bool) -> JsonObject:
     """What both routes put into a choice; `part` is the answer, or what an event adds to it."""
-    finish = answer.finish
-    choice: JsonObject = {'index': answer.index, 'finish_reason': _finish_word(finish), 'logprobs': None}
-    if finish is not None:
-        choice['stop_reason'] = vllm.stop_reason(call, answer)
+    choice = render_end(call, answer)
     if call.return_token_ids:
         choice['token_ids'] = part.tokens.tolist()
     if call.return_prompt_token_ids and whole:
@@ -143,6 +140,12 @@ def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, who
     if call.return_meta_info:
         choice['meta_info'] = sglang.meta_info(call, answer, info)
     return choice | render_columns(call, part)
+
+
+def render_end(call: Call, answer: Answer) -> JsonObject:
+    """A choice that says how the answer ended, and nothing else."""
+    choice: JsonObject = {'index': answer.index, 'finish_reason': _finish_word(answer), 'logprobs': None}
+    return choice if answer.finish is None else choice | {'stop_reason': vllm.stop_reason(call, answer)}
 
 
 def part_of(answer: Answer, piece: Piece) -> Answer:
@@ -177,21 +180,23 @@ def _read_message(fields: Fields) -> Message:
     calls = read_calls(fields) if role == 'assistant' else ()
     if isinstance(content := fields.peek('content'), list):
         fields.require_few('content', fields.take('content'), _MOST_MESSAGES)
-        text = ''.join(_read_part(Fields(part, fields.name(f'content[{i}]'))) for i, part in enumerate(content))
+        text = ''.join(read_part(fields.inside(part, f'content[{i}]')) for i, part in enumerate(content))
     elif content is None and not calls:
         raise fields.refuse('content', None, 'is missing: send a string or a list of text parts')
     else:
         text = fields.take_text('content', longest=None)
     answers = (fields.take_text('tool_call_id'), fields.take_text('name')) if role == 'tool' else ('', '')
     fields.take_unserved('refusal', 'audio', 'function_call', 'tool_calls', 'tool_call_id')
-    fields.take_ignored('name', 'reasoning_content', 'reasoning')
+    fields.take_ignored('name', 'reasoning_content', 'reasoning', 'annotations', 'cache_control')
     fields.finish()
     return Message('system' if role == 'developer' else role, text, calls, *answers)  # templates know the older name
 
 
-def _read_part(fields: Fields) -> str:
-    fields.take_choice('type', ('text',))
+def read_part(fields: Fields, kinds: Sequence[str] = ('text',)) -> str:
+    """The text of a part of a message, which has one of these types."""
+    fields.take_choice('type', kinds)
     text = fields.take_text('text', longest=None)
+    fields.take_ignored('annotations', 'cache_control', 'citations', 'logprobs', 'prompt_cache_breakpoint')
     fields.finish()
     return text
 
@@ -216,8 +221,10 @@ def metadata(answer: Answer) -> JsonObject:
     return found | {'scored_weight_version': answer.scored_version} if answer.scored_version else found
 
 
-def _finish_word(finish: Finish | None) -> str | None:
-    return finish.reason if finish else None
+def _finish_word(answer: Answer) -> str | None:
+    if answer.finish is None:
+        return None
+    return 'tool_calls' if answer.finish.reason == 'stop' and answer.calls else answer.finish.reason
 
 
 def token_ids_prompt(fields: Fields, field: str) -> np.ndarray | None:

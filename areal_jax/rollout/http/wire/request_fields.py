@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import reprlib
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ _LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and event
 _LONGEST_ID = 10  # digits of the largest token id
 MOST_PROMPTS = 4096  # of one request, and entries of other lists of texts
 _MOST_BIASES = 1024
+MOST_LEVELS = 128  # of JSON that goes to the model or comes from it
 TOKEN_ID: JsonObject = {'type': 'integer', 'minimum': 0, 'maximum': _LARGEST_TOKEN}  # schemas, as the next
 _TEXT: JsonObject = {'type': 'string', 'minLength': 1}
 _BIAS: JsonObject = {
@@ -29,6 +31,7 @@ _BIAS: JsonObject = {
     'propertyNames': {'pattern': '^0*[0-9]{1,10}$'},
     'additionalProperties': {'type': 'number', 'minimum': -100, 'maximum': 100},
 }
+_INDEX = re.compile(r'\[\d+\]')
 _NOTHING: list[object] = [None, False, 0, '', [], {}]
 
 
@@ -83,14 +86,16 @@ class WatchedObject(dict[str, object]):
 class Fields:
     """The fields of one JSON object; each is taken once, and `finish` refuses the rest.
 
-    null means that a field is absent. `path` is the name of the object for errors: 'sampling_params'.
+    null means that a field is absent. `path` is the name of the object for errors: 'sampling_params'. `ignored` is the
+    set of the object that this one is in, see `inside`.
     """
 
-    def __init__(self, values: object, path: str = ''):
+    def __init__(self, values: object, path: str = '', ignored: set[str] | None = None):
         if not isinstance(values, Mapping):
             raise refuse(path or 'body', values, 'must be a JSON object')
         self._values: dict[str, object] = {str(name): value for name, value in values.items()}
         self._path = path
+        self._ignored = set() if ignored is None else ignored
         self._notes = values.notes if isinstance(values, WatchedObject) else None
 
     def name(self, field: str) -> str:
@@ -100,6 +105,19 @@ class Fields:
     def refuse(self, field: str, value: object, fix: str) -> RequestError:
         """The error for the value of a field that was taken: raise it."""
         return refuse(self.name(field), value, fix)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that were sent, here or inside, and have no influence on the answer: 'messages.name'."""
+        return tuple(sorted(self._ignored))
+
+    def inside(self, value: object, field: str) -> Fields:
+        """The fields of an object that was found in a field of this one: 'messages[0]'."""
+        return Fields(value, self.name(field), self._ignored)
+
+    def names(self) -> list[str]:
+        """The fields that have values and are not taken yet, as they were sent."""
+        return [name for name, value in self._values.items() if value is not None]
 
     def has(self, field: str) -> bool:
         """Whether a value was sent and is not taken yet."""
@@ -147,7 +165,7 @@ class Fields:
             raise self.refuse(field, value, 'must be a string')
         if longest is not None and len(value) > longest:
             raise self.refuse(field, value, f'has {len(value)} characters: send {longest} at most')
-        return self._require_characters(field, value)
+        return self.require_characters(field, value)
 
     def take_choice(self, field: str, choices: Sequence[str], default: str | None = None) -> str:
         """One of the choices; where it is absent `default`, or else the first of them."""
@@ -166,7 +184,7 @@ class Fields:
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise self.refuse(field, value, 'must be a string or a list of strings, none of them empty')
-            self._require_characters(field, text)
+            self.require_characters(field, text)
         if longest is not None and (total := sum(map(len, texts))) > longest:
             raise self.refuse(field, value, f'has {total} characters: send {longest} at most')
         return tuple(texts)
@@ -182,6 +200,11 @@ class Fields:
         """Raises RequestError for a list, or an object, of more than `most` entries."""
         if isinstance(value, list | dict) and len(value) > most:
             raise self.refuse(field, value, f'has {len(value)} entries: send {most} at most')
+
+    def require_shallow(self, field: str, value: object) -> None:
+        """Raises RequestError for JSON of more levels than replies and templates are to write."""
+        if count_levels(value) > MOST_LEVELS:
+            raise self.refuse(field, '...', f'is nested more than {MOST_LEVELS} levels deep: make it flatter')
 
     def take_bias(self, field: str) -> tuple[tuple[int, float], ...]:
         """An object of token ids and what is added to their logits, which is in [-100, 100]."""
@@ -202,7 +225,7 @@ class Fields:
     def take_fields(self, field: str) -> Fields:
         """The fields of an object inside this one, none where it is absent."""
         value = self.take(field, type='object')
-        return Fields({} if value is None else value, self.name(field))
+        return self.inside({} if value is None else value, field)
 
     def take_unserved(self, *fields: str, fix: str = 'is not served: leave it out') -> None:
         """Fields that may only hold what changes nothing: null, false, 0, and what is empty."""
@@ -213,7 +236,8 @@ class Fields:
     def take_ignored(self, *fields: str) -> None:
         """Fields that have no influence on the answer."""
         for field in fields:
-            self.take(field, description='Has no influence on the answer.')
+            if self.take(field, description='Has no influence on the answer.') is not None:
+                self._ignored.add(_INDEX.sub('', self.name(field)))
 
     def finish(self) -> None:
         """Refuses fields that were not taken; null is not a value."""
@@ -223,7 +247,8 @@ class Fields:
             if value is not None:
                 raise self.refuse(field, value, 'is an unknown field: leave it out')
 
-    def _require_characters(self, field: str, text: str) -> str:
+    def require_characters(self, field: str, text: str) -> str:
+        """The text; raises RequestError where a character is not whole."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -243,6 +268,15 @@ class Fields:
         if not fits:
             raise self.refuse(field, value, f'must be a number {"above" if above else "from"} {least:g} to {most:g}')
         return float(typing.cast(float, value))
+
+
+def count_levels(value: object) -> int:
+    """Of objects and lists inside of each other."""
+    levels, layer = 0, [value]
+    while layer := [one for one in layer if isinstance(one, dict | list)]:
+        levels += 1
+        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
+    return levels
 
 
 def _is_token_id(text: str) -> bool:

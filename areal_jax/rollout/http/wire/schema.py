@@ -49,8 +49,15 @@ _RAW: dict[str, JsonObject] = {
     'messages.content': _either({'type': 'string'}, _list(OBJECT)),
     'messages.tool_calls': _list(OBJECT, 1024),
     'messages.tool_calls.function.arguments': {'type': ['string', 'object']},
+    'messages.content.content': _either({'type': 'string'}, _list(OBJECT)),
+    'system': _either({'type': 'string'}, _list(OBJECT)),
+    'input': _either(_TEXT, _list(OBJECT, least=1)),
+    'input.content': _either({'type': 'string'}, _list(OBJECT)),
+    'input.output': _either({'type': 'string'}, _list(OBJECT)),
+    'input.arguments': {'type': ['string', 'object']},
     'tools': _list(OBJECT, 1024),
-    'response_format': {'enum': [{'type': 'text'}]},
+    'tool_choice': _either({'enum': ['auto', 'none', 'required']}, {'type': 'object'}),
+    'response_format': {'type': 'object'},
     'modalities': {'enum': [['text']]},
 }
 

@@ -17,6 +17,11 @@ def frame(event: JsonObject) -> bytes:
     return frame_text(write_json(event))
 
 
+def frame_named(event: JsonObject) -> bytes:
+    """The same with its type as the name of the event."""
+    return f'event: {event["type"]}\n'.encode() + frame(event)
+
+
 def frame_text(event: str) -> bytes:
     """The same for an event that is JSON already."""
     return f'{_PREFIX}{event}\n\n'.encode()

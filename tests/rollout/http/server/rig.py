@@ -60,8 +60,8 @@ class ToyServer:
     on_failed_dispatch = None  # see LocalEngine
     context, vocabulary = CONTEXT, 10
 
-    def __init__(self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None):
-        self.decode_steps = decode_steps
+    def __init__(self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None, required='refuse'):
+        self.decode_steps, self.tokenizer = decode_steps, tokenizer or CharacterTokenizer('abcdefghi')
         self.log = EventLog()
         self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
         self.receive = receive  # tests put others in its place
@@ -69,7 +69,7 @@ class ToyServer:
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
             params=first, kv_policy='recompute', decode_steps=decode_steps,
-            decode_text=lambda tokens: CharacterTokenizer('abcdefghi').decode(tokens),
+            decode_text=self.tokenizer.decode,
             failure=IN_A_SERVER, on_failed_dispatch=self.on_failed_dispatch,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)
@@ -77,9 +77,9 @@ class ToyServer:
         self.scorer = Scorer(self.engine, self.scoring, self.clock)
         self.service = GenerationService(self.engine, self.clock, self.supervisor, model_path='toy', scorer=self.scorer)
         self.end = self.clock.event('end')
-        texts = self.texts = Texts(tokenizer or CharacterTokenizer('abcdefghi'))
+        texts = self.texts = Texts(self.tokenizer)
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
-        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts)
+        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts, required)
         listener = bind('127.0.0.1', 0)
         self.url = describe_url(listener)
         self.http = self.make_front(model, listener, limits or Limits(), api_key)

@@ -57,6 +57,15 @@ BODIES = {
         'messages': MESSAGES, 'tools': [TOOL], 'tool_choice': 'none', 'logprobs': True, 'max_completion_tokens': 2,
         'response_format': {'type': 'text'}, **OPENAI,
     },
+    '/v1/responses': {
+        'input': [{'role': 'user', 'content': [{'type': 'input_text', 'text': 'abc'}]}], 'max_output_tokens': 2,
+        'tools': [], 'text': {'format': {'type': 'text'}}, 'reasoning': {}, 'stream': False,
+    },
+    '/v1/messages': {
+        'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'abc'}]}], 'max_tokens': 2,
+        'tools': [], 'tool_choice': {'type': 'auto'}, 'stop_sequences': ['ab'], 'system': 'def', 'stream': False,
+    },
+    '/v1/messages/count_tokens': {'messages': [{'role': 'user', 'content': 'abc'}]},
     '/abort_request': {'rid': 'nobody', 'abort_all': False},
     '/abort_requests': {'request_ids': ['nobody']},
     '/pause_generation': {'mode': 'abort'},

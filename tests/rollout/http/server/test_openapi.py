@@ -54,6 +54,9 @@ ASKED = [
         for path, name in (('/v1/completions', 'prompt'), ('/v1/chat/completions', 'input_ids'))
         for fields in ({}, TOLD, {'logprobs': 1 if name == 'prompt' else True})
     ],
+    ('/v1/responses', {'input': 'abc', 'max_output_tokens': 2}),
+    ('/v1/messages', {'messages': [{'role': 'user', 'content': 'abc'}], 'max_tokens': 2}),
+    ('/v1/messages/count_tokens', {'messages': [{'role': 'user', 'content': 'abc'}]}),
 ]
 
 

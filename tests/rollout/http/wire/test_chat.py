@@ -11,6 +11,9 @@ BODY = {'model': 'm', 'messages': MESSAGES}
 TOOL = {'type': 'function', 'function': {'name': 'add', 'description': 'a sum', 'parameters': {'type': 'object'}}}
 
 
+NAMED = {'type': 'function', 'function': {'name': 'add'}}
+
+
 def asking(**function):
     """A turn in which the assistant calls a tool."""
     call = {'id': 'c', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'} | function}
@@ -85,8 +88,7 @@ def test_what_agent_programs_send_without_a_meaning_here_is_accepted():
         ({'messages': [{'role': 'user', 'content': '', 'tool_call_id': 'c'}]}, 'messages[0].tool_call_id'),
         ({'messages': [{'role': 'assistant', 'content': None}]}, 'messages[0].content'),
         ({'messages': [asking(name='')]}, 'messages[0].tool_calls[0].function.name'),
-        ({'messages': [asking(arguments='{')]}, 'messages[0].tool_calls[0].function.arguments'),
-        ({'messages': [asking(arguments='[1]')]}, 'messages[0].tool_calls[0].function.arguments'),
+        ({'messages': [asking(arguments='\ud800')]}, 'messages[0].tool_calls[0].function.arguments'),
         ({'messages': [asking(arguments=3)]}, 'messages[0].tool_calls[0].function.arguments'),
         ({'messages': [{'role': 'user', 'content': 'x', 'more': 1}]}, 'messages[0].more'),
         ({'input_ids': [-1]}, 'input_ids'),
@@ -95,9 +97,15 @@ def test_what_agent_programs_send_without_a_meaning_here_is_accepted():
         ({'tools': [{'type': 'function'}]}, 'tools[0].function.name'),
         ({'tools': [{'type': 'custom', 'custom': {'name': 'add'}}]}, 'tools[0].type'),
         ({'tools': [TOOL | {'function': {'name': 'add', 'parameters': 'x'}}]}, 'tools[0].function.parameters'),
-        ({'tools': [TOOL], 'tool_choice': 'required'}, 'tool_choice'),
-        ({'tools': [TOOL], 'tool_choice': {'type': 'function', 'function': {'name': 'add'}}}, 'tool_choice'),
-        ({'response_format': {'type': 'json_object'}}, 'response_format'),
+        ({'tools': [TOOL], 'tool_choice': 'any'}, 'tool_choice'),
+        ({'tool_choice': 'required'}, 'tool_choice'),
+        ({'tools': [TOOL], 'tool_choice': NAMED | {'function': {'name': 'sub'}}}, 'tool_choice'),
+        ({'tools': [TOOL], 'tool_choice': NAMED | {'function': {}}}, 'tool_choice.function.name'),
+        ({'response_format': {'type': 'grammar'}}, 'response_format.type'),
+        (
+            {'response_format': {'type': 'json_schema', 'json_schema': {'schema': 3}}},
+            'response_format.json_schema.schema',
+        ),
         ({'top_logprobs': 5}, 'top_logprobs'),
         ({'logprobs': 1}, 'logprobs'),
         ({'max_completion_tokens': 0}, 'max_completion_tokens'),

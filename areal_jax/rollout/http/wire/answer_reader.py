@@ -1,0 +1,95 @@
+"""What the tokens of an answer say: text, and calls of tools where the request has tools."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
+from areal_jax.rollout.http.wire.notation import CallParser
+from areal_jax.rollout.http.wire.text import AnswerText
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What some tokens add to an answer."""
+
+    text: str = ''  # outside of calls
+    calls: tuple[ToolCall, ...] = ()  # that these tokens complete
+    unparsed: int = 0  # calls that are broken, and stay text
+    hidden: int = 0  # calls after the first, where one was asked for
+
+
+class AnswerReader(Protocol):
+    """Reads one answer from its beginning. How its tokens are cut into pieces does not matter.
+
+    A package that knows the notation of a model reads ids in the place of `CallReader`.
+    """
+
+    def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> Reading:
+        """What int32 [n] tokens add; with `finish` they are the last."""
+        ...
+
+
+class PlainReader:
+    """All is text."""
+
+    def __init__(self, text: AnswerText):
+        self._text = text
+
+    def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> Reading:
+        return Reading(self._text.extend(tokens, finish))
+
+
+class CallReader:
+    """Text and calls of a notation.
+
+    Args:
+      text: with BEGIN_TOKEN and END_TOKEN in the place of marks that are tokens, see `mark_tokens`.
+      parser: of the same answer.
+      only_first: calls after the first are hidden and counted.
+      make_id: of a call.
+    """
+
+    def __init__(self, text: AnswerText, parser: CallParser, only_first: bool, make_id: Callable[[], str]):
+        self._text, self._parser, self._make_id = text, parser, make_id
+        self._only_first = only_first
+        self._found = 0
+
+    def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> Reading:
+        before = self._parser.unparsed
+        text, calls, hidden = '', [], 0
+        for part in self._parser.extend(self._text.extend(tokens, finish), finish is not None):
+            if isinstance(part, str):
+                text += part
+                continue
+            self._found += 1
+            if self._found > 1 and self._only_first:
+                hidden += 1
+            else:
+                calls.append(ToolCall(self._make_id(), part.name, part.arguments, len(text)))
+        return Reading(text, tuple(calls), self._parser.unparsed - before, hidden)
+
+
+def mark_tokens(decode: Callable[[np.ndarray], str], marks: Mapping[int, str]) -> Callable[[np.ndarray], str]:
+    """`decode` with a character in the place of each token of `marks`: id -> BEGIN_TOKEN or END_TOKEN.
+
+    The text after a mark is what the model's tokenizer makes of it behind the mark, not at the start of a text.
+    """
+
+    def decode_marked(tokens: np.ndarray) -> str:
+        ids = tokens.tolist()
+        places = [index for index, token in enumerate(ids) if token in marks]
+        if not places:
+            return decode(tokens)
+        parts = [decode(tokens[: places[0]]) if places[0] else '']
+        for place, end in zip(places, [*places[1:], len(ids)], strict=True):
+            parts.append(marks[ids[place]])
+            if end > place + 1:
+                parts.append(decode(tokens[place:end]).removeprefix(decode(tokens[place : place + 1])))
+        return ''.join(parts)
+
+    return decode_marked

@@ -1,0 +1,24 @@
+"""openai-agents with its default model, which asks /v1/responses; then the same streamed."""
+
+import asyncio
+
+import agents
+
+
+@agents.function_tool
+def add(a: int, b: int) -> int:
+    """A sum."""
+    return a + b
+
+
+async def main() -> None:
+    agent = agents.Agent('adder', instructions='Add.', tools=[add], model='any')
+    streamed = agents.Runner.run_streamed(agent, 'What is 1 + 2?')
+    async for _ in streamed.stream_events():
+        pass
+    result = await agents.Runner.run(agent, 'What is 1 + 2?')
+    assert result.final_output == streamed.final_output
+    print(result.final_output)
+
+
+asyncio.run(main())

@@ -1,0 +1,51 @@
+"""Programs around packages of others, unchanged, against a running server: each calls its tool once and ends.
+
+They learn of the server by environment variables alone. `bash launch/test_agents.sh` makes an environment with the
+packages.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+from tests.rollout.http.server.scripted import ScriptedServer
+
+PYTHON = os.environ.get('AREAL_JAX_AGENTS_PYTHON')
+PROGRAMS = sorted(
+    path for path in pathlib.Path(__file__).parent.glob('*_*.py') if not path.name.startswith(('test_', '__'))
+)
+
+
+def write(messages, tools):
+    """The model calls add; with its result it answers, by the tool for that if there is one."""
+    names = [tool['function']['name'] for tool in tools]
+    results = [turn['content'] for turn in messages if turn['role'] == 'tool']
+    if not results:
+        return 'I add.\n' + call('add', {'a': 1, 'b': 2})
+    return call('final_result', {'value': int(results[0])}) if 'final_result' in names else f'It is {results[0]}.'
+
+
+def call(name, arguments):
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason='AREAL_JAX_AGENTS_PYTHON names no interpreter: bash launch/test_agents.sh')
+@pytest.mark.parametrize('program', PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_calls_its_tool(program, tmp_path):
+    with ScriptedServer(write, api_key='secret', required='wish') as server:
+        told = {
+            'OPENAI_BASE_URL': f'{server.url}/v1', 'OPENAI_API_KEY': 'secret', 'ANTHROPIC_BASE_URL': server.url,
+            'ANTHROPIC_API_KEY': 'secret', 'OPENAI_AGENTS_DISABLE_TRACING': '1',
+        }  # fmt: skip
+        done = subprocess.run(
+            [PYTHON, str(program)], cwd=tmp_path, env=os.environ | told, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.strip() == ('3' if 'structured' in program.stem else 'It is 3.')
+        assert server.metric('tool_calls_unparsed_total') == 0
+        assert server.metric('tool_calls_total') >= 1

@@ -1,0 +1,75 @@
+"""From ids to text and calls: a mark that is a token counts only where it was sampled."""
+
+import numpy as np
+import pytest
+
+from areal_jax.rollout.http.wire.answer_reader import CallReader, mark_tokens
+from areal_jax.rollout.http.wire.exchange import Finish
+from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
+from areal_jax.rollout.http.wire.text import AnswerText
+
+LENGTH = Finish('length')
+HERMES = NOTATIONS['hermes']
+SPELLED = {256: HERMES.begin, 257: HERMES.end, 258: '<special>'}
+MARKS = {256: BEGIN_TOKEN, 257: END_TOKEN}
+BODY = b'{"name": "f", "arguments": {"a": "\xc3\xa9"}}'
+
+
+def decode(tokens):
+    """Ids below 256 are bytes."""
+    return b''.join(SPELLED[t].encode() if t in SPELLED else bytes([t]) for t in tokens.tolist()).decode(
+        'utf-8', 'replace'
+    )
+
+
+def read(ids, ends=(), *, finish=LENGTH, hidden=(), stop=(), only_first=False):
+    """(text, [(calls' name, arguments, place)], broken, hidden), of ids that come in pieces."""
+    skip = lambda tokens: decode(np.array([t for t in tokens.tolist() if t not in hidden], np.int32))
+    text = AnswerText(mark_tokens(skip, MARKS), stop)
+    reader = CallReader(text, CallParser(HERMES, tuple(MARKS.values())), only_first, lambda: 'c')
+    given, calls, broken, left_out = '', [], 0, 0
+    parts = np.split(np.array(ids, np.int32), ends)
+    for index, part in enumerate(parts):
+        reading = reader.extend(part, finish if index == len(parts) - 1 else None)
+        calls += [(call.name, call.arguments, len(given) + call.after) for call in reading.calls]
+        given, broken, left_out = given + reading.text, broken + reading.unparsed, left_out + reading.hidden
+    return given, calls, broken, left_out
+
+
+CALL = [256, *BODY, 257]
+FOUND = ('f', '{"a": "é"}')
+
+
+@pytest.mark.parametrize('hidden', [(), (256, 257)])
+def test_token_marks_are_marks_also_where_special_tokens_are_hidden(hidden):
+    ids = [*'é '.encode(), *CALL, *b'<tool_call>{}', *CALL]
+    expected = ('é<tool_call>{}', [(*FOUND, 1), (*FOUND, 14)], 0, 0)
+    for ends in ([], range(1, len(ids)), [1, 5, 9], [len(ids) - 1]):
+        assert read(ids, ends, hidden=hidden) == expected
+
+
+def test_what_is_broken_is_spelled_out():
+    assert read([256, *b'x', 257, 258, *b'<tool_call>'], hidden=(256, 257, 258)) == (
+        '<tool_call>x</tool_call><tool_call>',
+        [],
+        1,
+        0,
+    )
+
+
+def test_the_token_that_ends_an_answer_is_no_part_of_it_and_a_stop_string_ends_a_call_in_text():
+    assert read([*CALL, 258], finish=Finish('stop', 258)) == ('', [(*FOUND, 0)], 0, 0)
+    ids = [*b'ab', *CALL, *b'cd']
+    assert read(ids, finish=Finish('stop', 'd'), stop=('d',)) == ('abc', [(*FOUND, 2)], 0, 0)
+
+
+def test_calls_after_the_first_are_hidden_on_demand():
+    assert read([*CALL, *b'\n', *CALL, *b'x'], only_first=True) == ('x', [(*FOUND, 0)], 0, 1)
+
+
+def test_decoding_stays_in_proportion_to_new_tokens():
+    lengths = []
+    text = AnswerText(mark_tokens(lambda tokens: lengths.append(len(tokens)) or decode(tokens), MARKS))
+    for _ in range(100):
+        text.extend(np.array([256, *b'eight by', 257], np.int32))
+    assert max(lengths) < 100
