@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from areal_jax.config.agent_fields import AGENT_FIELDS
 from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
@@ -163,6 +164,7 @@ SECTIONS: Mapping[str, Section] = {
         top_k=Integer(0, COUNT_OR_OFF, '0 = off; training with a cut needs loss.truncated_sampling'),
         top_p=Real(1.0, SHARE_ABOVE_ZERO, '1 = off; training with a cut needs loss.truncated_sampling'),
     ),
+    'agent': Section('Programs that talk to the policy over several turns, see docs/agents.md', **AGENT_FIELDS),
     'staleness': Section(
         'How old the trained data may be',
         eta=Real(4.0, VERSIONS, 'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded'),
@@ -351,6 +353,7 @@ SECTIONS: Mapping[str, Section] = {
         train_token_s=Real(0.0005, NOT_NEGATIVE, 'one packed token, forward and backward'),
         publish_s=Real(0.02, NOT_NEGATIVE, 'one transfer, receive or snapshot of weights'),
         reward_s=Real(0.001, NOT_NEGATIVE, 'one answer'),
+        tool_s=Real(0.01, NOT_NEGATIVE, 'one call of a tool'),
         save_s=Real(0.05, NOT_NEGATIVE, 'one checkpoint'),
     ),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.control.episode import LOST, Episode
+from areal_jax.control.episode import AGENT_ERROR, ENV_ERROR, LOST, Episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
@@ -149,6 +149,8 @@ class Evaluator:
             await (self._sampled if column else self._greedy).run(prompt, episode)
         except RequestLostError:
             lost, episode.finish_reason = Verdict(0.0, attempts=0, label=LOST), 'length'
+        if episode.label in (AGENT_ERROR, ENV_ERROR):
+            lost, episode.finish_reason = Verdict(0.0, attempts=0, label=episode.label), 'length'
         if episode.finish_reason is None:
             return None
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)

@@ -24,7 +24,7 @@ from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.parts.part_settings import build_sampling
 from areal_jax.app.parts.sizes import require_room_to_evaluate
 from areal_jax.app.parts.task_builder import build_task, build_verifier
-from areal_jax.app.parts.workflow_builder import build_workflow
+from areal_jax.app.parts.workflow_builder import load_workflow
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
 from areal_jax.app.workdir.run_directory import note_weights, sample_digest
@@ -217,7 +217,7 @@ class _Evaluation:
             final_answer=task.final_answer,
             max_failed=self.config.task.max_failed_groups,
             announce=self._start.count_answers,
-            make_workflow=build_workflow(self.config, model.tokenizer),
+            make_workflow=load_workflow(self.config, model.tokenizer)(self.clock),
         )
 
     # Running.

@@ -10,6 +10,7 @@ from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import END_OF_WORK_S, RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
+from areal_jax.plugins import is_own
 
 SERVERS_S = 90.0  # in which dead servers are out of service: then the pool, which saves the run's state, ends it first
 
@@ -34,6 +35,7 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         'train': prices.train_token_s,
         **dict.fromkeys(('publish', 'load', 'snapshot', 'pin'), prices.publish_s),
         'reward': prices.reward_s,
+        'tool': prices.tool_s,
         'save': prices.save_s,
         'compile': 0.0,
     }
@@ -44,7 +46,8 @@ def lane_widths(config: TrackedConfig) -> dict[str, int]:
     """The lanes of a run, with what each does at once."""
     beside = {lanes.EVALUATION_REWARD: 1} if config.evaluation.every else {}
     others = {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
-    return _engine_lanes(config) | beside | others
+    tools = {lanes.TOOL: config.agent.tool_calls} if is_own(config.rollout.workflow) else {}
+    return _engine_lanes(config) | beside | others | tools
 
 
 def _engine_lanes(config: TrackedConfig) -> dict[str, int]:

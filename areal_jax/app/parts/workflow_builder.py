@@ -1,6 +1,7 @@
 """Builds the workflow of a run: one turn, or an own one, rollout.workflow='FILE.py:FUNCTION'.
 
-The function gets what it has parameters for: pool, sampling, seed, tokenizer, encode, decode.
+A function that returns a workflow gets what it has parameters for: pool, sampling, seed, tokenizer, encode, decode. An
+`async def` is an agent (agent_builder.py).
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import inspect
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
+from areal_jax.app.parts.agent_builder import load_agent
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_own, load_function, raising_user_error
-from areal_jax.protocols import Episode, Generator, Workflow
+from areal_jax.protocols import Clock, Episode, Generator, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
@@ -33,16 +35,23 @@ class OwnWorkflow:
             await self._workflow.run(prompt, episode)
 
 
-def build_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> WorkflowFactory:
-    """Makes workflows for training and for evaluation, which differ in sampling and seed.
+def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Clock], WorkflowFactory]:
+    """Makes workflows for training and for evaluation, which differ in sampling and seed, once there is a clock.
 
     Raises UserError for an own function that cannot be loaded or called; the factory does so for one that raises or
     returns no workflow.
     """
     spec = config.rollout.workflow
     if not is_own(spec):
-        return SingleTurn
+        return lambda clock: SingleTurn
     build = load_function(spec, _FIELD)
+    if inspect.iscoroutinefunction(build):
+        return load_agent(config, tokenizer, build, spec)
+    make = _make_own(build, spec, tokenizer)
+    return lambda clock: make
+
+
+def _make_own(build: Callable[..., object], spec: str, tokenizer: Tokenizer) -> WorkflowFactory:
     fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
     offered = ('pool', 'sampling', 'seed', *fixed)
     parameters = inspect.signature(build).parameters.values()

@@ -12,7 +12,7 @@ from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.parts.task_builder import build_stream, build_task, build_verifier
-from areal_jax.app.parts.workflow_builder import WorkflowFactory, build_workflow
+from areal_jax.app.parts.workflow_builder import WorkflowFactory, load_workflow
 from areal_jax.app.run.evaluations import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.run.observer import StepObserver
 from areal_jax.app.run.run_context import Checkpoint, RunContext, State
@@ -146,7 +146,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     model = site.load_model()
     context.start.begin(f'preparing task {config.task.name}')
     task = build_task(config, model.tokenizer)
-    make_workflow = build_workflow(config, model.tokenizer)
+    workflow_of = load_workflow(config, model.tokenizer)
     origin = _find_origin(context)
     scores = Scores(context.workdir, resume=context.resume, step=origin.version)
     if context.finished is not None:
@@ -172,7 +172,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
         start_s=snapshot['clock_s'],
         model=model,
         task=task,
-        make_workflow=make_workflow,
+        make_workflow=workflow_of(clock),
         scores=scores,
         log=log,
         clock=clock,

@@ -1,0 +1,85 @@
+"""The chat form of a tokenizer as agents use it: prompts, what follows a sampled turn, and calls in sampled ids."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from areal_jax.agents.conversation import Message, Messages, Tools
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.answer_reader import mark_tokens
+from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
+from areal_jax.text.tokenizer import Tokenizer
+
+
+class TokenizerFormat:
+    """Implements dialogue.ChatFormat.
+
+    Args:
+      notation: of calls, which the template shows to the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, notation: Notation):
+        self._tokenizer, self._notation = tokenizer, notation
+        spelled = ((notation.begin, BEGIN_TOKEN), (notation.end, END_TOKEN))
+        self._marks = {ids[0]: mark for text, mark in spelled if len(ids := self._encode(text)) == 1}
+        self._decode = mark_tokens(tokenizer.decode, self._marks)
+
+    def render(self, messages: Messages, tools: Tools) -> np.ndarray:
+        """See conversation.Renderer; raises ConversationError for messages that the template refuses."""
+        return self._tokenizer.encode_chats([_for_template(messages)], [dict(tool) for tool in tools])[0]
+
+    def extend(self, messages: Messages, tools: Tools, *, closed: bool) -> np.ndarray | None:
+        """See conversation.Renderer."""
+        return self._tokenizer.extend_chat(_for_template(messages), [dict(tool) for tool in tools], is_closed=closed)
+
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> Message:
+        """Text, and the calls that could be read; what begins as a call and is none stays text."""
+        text = self._decode(answer)
+        parts = self._parser().extend(text, is_last=True) if tools else [text]
+        content = ''.join(part for part in parts if isinstance(part, str))
+        calls = [part for part in parts if isinstance(part, FoundCall)]
+        message: JsonObject = {'role': 'assistant', 'content': content or None}
+        if calls:
+            message['tool_calls'] = [_describe_call(call, f'{prefix}_{n}') for n, call in enumerate(calls)]
+        return message
+
+    def closes(self, token: int) -> bool:
+        return token == self._tokenizer.eos_id
+
+    def _parser(self) -> CallParser:
+        return CallParser(self._notation, tuple(self._marks.values()))
+
+    def _encode(self, text: str) -> Sequence[int]:
+        """Ids of a mark; none where the tokenizer cannot write it."""
+        with contextlib.suppress(ValueError):
+            return [int(token) for token in self._tokenizer.encode(text)]
+        return ()
+
+
+def _describe_call(call: FoundCall, name: str) -> JsonObject:
+    return {'id': name, 'type': 'function', 'function': {'name': call.name, 'arguments': call.arguments}}
+
+
+def _for_template(messages: Messages) -> list[dict[str, object]]:
+    """Templates expect arguments as objects, programs send JSON in a string; what is none stays the string."""
+    return [_with_objects(message) for message in messages]
+
+
+def _with_objects(message: Message) -> dict[str, object]:
+    calls = message.get('tool_calls')
+    own = {**message, 'content': message.get('content') or ''}
+    return own if not isinstance(calls, list) else {**own, 'tool_calls': [_with_object(call) for call in calls]}
+
+
+def _with_object(call: object) -> object:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
+        return call
+    arguments = function.get('arguments')
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {**call, 'function': {**function, 'arguments': arguments}}

@@ -1,0 +1,95 @@
+"""Builds the workflow of an agent: rollout.workflow='FILE.py:FUNCTION' with an `async def`.
+
+The function gets what it has parameters for: chat, call_tool, problem, prompt, tokenizer, encode, decode.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+from areal_jax import lanes
+from areal_jax.agents.agent_workflow import AgentWorkflow
+from areal_jax.agents.dialogue import Budgets, Dialogue
+from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.config import TrackedConfig
+from areal_jax.control.episode import Episode
+from areal_jax.errors import UserError
+from areal_jax.protocols import Clock, Generator, Workflow
+from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.types import Prompt, SamplingParams
+
+_MOST_TOLD = 3  # errors of agents that are printed; the report counts all
+_NOTATION = 'hermes'
+
+
+def load_agent(
+    config: TrackedConfig, tokenizer: Tokenizer, function: Callable[..., Any], spec: str
+) -> Callable[[Clock], Callable[[Generator, SamplingParams, int], Workflow]]:
+    """Of a clock, what makes the workflow of an agent from a pool, the sampling and a seed.
+
+    Raises UserError for a parameter that nobody gives.
+    """
+    fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
+    offered = ('chat', 'call_tool', 'problem', 'prompt', *fixed)
+    named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if unknown := [name for name in named if name not in offered]:
+        raise UserError(
+            f'rollout.workflow={spec} has a parameter {unknown[0]!r}, which nobody gives an agent; known: '
+            f'{", ".join(offered)}'
+        )
+    chat_format, budgets, told = TokenizerFormat(tokenizer, NOTATIONS[_NOTATION]), _read_budgets(config), _Told(spec)
+
+    async def agent(prompt: Prompt, dialogue: Dialogue) -> None:
+        values = {
+            'chat': dialogue.chat, 'call_tool': dialogue.call_tool, 'prompt': prompt, 'problem': dict(prompt.problem),
+            **fixed,
+        }  # fmt: skip
+        await function(**{name: values[name] for name in named})
+
+    def make(clock: Clock, pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
+        def make_dialogue(prompt: Prompt, episode: Episode) -> Dialogue:
+            return Dialogue(
+                pool, clock, prompt, episode, sampling=sampling, seed=seed, chat_format=chat_format, budgets=budgets,
+                lane=lanes.TOOL,
+            )  # fmt: skip
+
+        return cast(Workflow, AgentWorkflow(agent, make_dialogue, told))
+
+    return lambda clock: functools.partial(make, clock)
+
+
+def _read_budgets(config: TrackedConfig) -> Budgets:
+    agent = config.agent
+    return Budgets(
+        max_turns=agent.max_turns,
+        max_turn_tokens=agent.max_turn_tokens,
+        context_tokens=config.rollout.context_tokens,
+        tool_deadline_s=agent.tool_deadline_s,
+        tool_bytes=agent.tool_bytes,
+    )
+
+
+class _Told:
+    """Prints the first errors of agents, with file and line: they end an episode, not the run."""
+
+    def __init__(self, spec: str):
+        self._spec, self._counts = spec, collections.Counter[str]()
+
+    def __call__(self, prompt: Prompt, error: Exception) -> None:
+        self._counts[type(error).__name__] += 1
+        if self._counts.total() <= _MOST_TOLD:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = f' ({frames[-1].filename}:{frames[-1].lineno})' if frames else ''
+            print(
+                f'warning: rollout.workflow={self._spec}: draw {prompt.draw}: {type(error).__name__}: {error}{where}; '
+                'the episode has no reward',
+                file=sys.stderr,
+                flush=True,
+            )

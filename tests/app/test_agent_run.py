@@ -1,0 +1,108 @@
+"""An agent of two turns with a tool, end to end: what is trained, under which log-probs, and that a resume is exact."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from areal_jax import main_check_log
+from areal_jax.types import NOT_GENERATED
+from tests.app.small import SmallRun, equal
+from tests.app.test_session import lines_of, logprob_gaps, tokens_of
+
+AGENT = """
+CALLS = []
+
+async def agent(chat, call_tool, problem):
+    history = [{'role': 'user', 'content': problem['question']}]
+    first = await chat(history)
+    if first.finish_reason == 'length':
+        return
+
+    async def look_up():
+        CALLS.append(problem['question'])
+        return '='
+
+    mark = await call_tool('look_up', {'text': first.text}, look_up)
+    second = await chat([*history, first.message, {'role': 'user', 'content': mark}])
+    if problem['question'].startswith('a') and second.finish_reason == 'stop':
+        await chat(history)  # once more from the beginning: another row
+"""
+EOS = 0
+FIELDS = {
+    'rollout__max_new_tokens': 11, 'agent__max_turn_tokens': 6,
+    'checkpoint__every': 1, 'checkpoint__keep': 6, 'run__steps': 5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def fields(tmp_path_factory):
+    path = tmp_path_factory.mktemp('agent') / 'agent.py'
+    path.write_text(AGENT)
+    return {**FIELDS, 'rollout__workflow': f'{path}:agent'}
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, fields):
+    return SmallRun(tmp_path_factory.mktemp('run') / 'whole', **fields).train()
+
+
+def episodes(run):
+    return [rows for groups in run.batches for group in groups for rows in group.episodes]
+
+
+def test_turns_are_rows_with_tokens_of_the_environment_between_them(whole):
+    several = [rows for rows in episodes(whole) if len(rows) > 1]
+    assert len(several) > 3
+    assert {len({row.reward for row in rows}) for rows in several} == {1}
+    for rows in episodes(whole):
+        for row in rows:
+            kinds = [s.policy_version == NOT_GENERATED for s in row.segments]
+            assert not kinds[0]
+            answer = row.answer_tokens
+            if any(kinds):
+                (place,) = np.flatnonzero(~row.loss_mask[len(row.prompt.tokens) :])
+                assert answer[place - 1] == EOS  # the first turn had ended by itself
+            assert row.prompt.tokens.tolist() == rows[0].prompt.tokens.tolist()
+
+
+def test_recomputed_logprobs_of_all_rows_equal_the_recorded_ones(whole):
+    gaps, _ = logprob_gaps(whole)
+    assert len(gaps) == sum(row.loss_mask.sum() for rows in episodes(whole) for row in rows)
+    assert gaps.max() < 1e-5
+    assert whole.report['mismatch']['max'] < 1e-4
+
+
+def test_the_log_tells_rows_forks_and_calls_of_tools(whole):
+    ends = [event for event in whole.events if event['kind'] == 'finish']
+    forked = [event for event in ends if 'forks' in event]
+    assert len(forked) > 3
+    assert {tuple(event['forks']) for event in forked} == {('resampled',)}
+    assert all(sum(event['rows']) == len(event['lengths']) for event in forked)
+    assert {event['reason'] for event in ends} <= {'stop', 'length', 'turns'}
+    started = [event for event in whole.events if event['kind'] == 'run_start' and event['work'] == 'tool']
+    assert {event['tool'] for event in started} == {'look_up'}
+
+
+@pytest.mark.parametrize('step', [1, 3])
+def test_a_resumed_run_is_the_same_bit_for_bit_and_calls_no_tool_again(whole, fields, tmp_path, step):
+    shutil.copytree(whole.workdir, tmp_path / 'at')
+    for later in range(step + 1, 6):
+        shutil.rmtree(tmp_path / 'at' / 'checkpoints' / f'step_{later:08d}')
+    resumed = SmallRun(tmp_path / 'at', resume=True, **fields)
+    assert resumed.version_at_start == step
+    running = resumed.session.program.parts.controller.snapshot()['running']
+    open_ones = [e for group in running for e in group.episodes if not e.finish_reason]
+    under_way = [e for e in open_ones if e.calls]
+    resumed.train()
+    assert equal(resumed.final, whole.final)
+    assert tokens_of(resumed.batches) == tokens_of(whole.batches[step:])
+    assert lines_of(resumed) == lines_of(whole)
+    assert any(any(call.reply for call in e.calls) for e in under_way)  # some had had an answer
+    assert any(e.results for e in under_way)
+
+
+def test_the_log_keeps_the_rules_of_the_loop(whole):
+    assert main_check_log.main([str(whole.workdir)]) == 0
