@@ -1,4 +1,4 @@
-"""docs/your_task.md, line by line: its files are written, its examples and commands run, their output is compared.
+"""docs/your_task.md and docs/agents.md, line by line: their files are written, examples and commands run and compared.
 
 '```python FILE' writes a file, or adds to one that the page has begun; '```pycon' is a doctest; '```console' has
 commands after '$', each followed by what it prints, where '...' stands for anything.
@@ -16,15 +16,15 @@ from areal_jax.app.process.ending import end_command
 from areal_jax.app.process.interrupt import Interrupts
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / 'docs' / 'your_task.md'
 TEMPLATES = ROOT / 'configs' / 'templates'
-ERRORS = 3  # commands of the page that end with an error
+COMMANDS = {'your_task': (4, 3), 'agents': (1, 0)}  # of each page those that work, and that end with an error
 QUIET = ['--config.telemetry.plots=False', '--config.telemetry.tensorboard=False']  # a new reader sees both
 
 
-def blocks():
+def blocks(page):
     """(language, file or '', text) of every fenced block."""
-    return re.findall(r'^```(\w+)(?: (\S+))?\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    text = (ROOT / 'docs' / f'{page}.md').read_text()
+    return re.findall(r'^```(\w+)(?: (\S+))?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
 
 
 def commands(text):
@@ -63,14 +63,17 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_every_line_of_the_tutorial(run, tmp_path):
+@pytest.mark.parametrize('page', COMMANDS)
+def test_every_line_of_the_page(run, tmp_path, page):
     names, codes = {}, []
-    for language, file, text in blocks():
-        if language == 'python':
+    for language, file, text in blocks(page):
+        if language == 'python' and not file:
+            compile(text, page, 'exec')
+        elif language == 'python':
             with (tmp_path / file).open('a') as opened:
                 opened.write(text)
         elif language == 'pycon':
-            test = doctest.DocTestParser().get_doctest(text, names, str(PAGE), str(PAGE), 0)
+            test = doctest.DocTestParser().get_doctest(text, names, page, page, 0)
             assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
         else:
             assert language == 'console'
@@ -79,13 +82,14 @@ def test_every_line_of_the_tutorial(run, tmp_path):
                 codes.append(code)
                 assert re.fullmatch(pattern(expected), shown), f'{shlex.join(words)} printed\n{shown}'
                 assert code == (2 if 'error: ' in expected else 0)
-    assert codes.count(2) == ERRORS
-    assert len(codes) == ERRORS + 4
+    assert (len(codes) - codes.count(2), codes.count(2)) == COMMANDS[page]
 
 
-@pytest.mark.parametrize('name', ['my_task.py', 'two_turns.py'])
-def test_the_templates_have_the_code_of_the_tutorial(name):
-    whole = ''.join(text for _, file, text in blocks() if file == name)
+@pytest.mark.parametrize(('page', 'name'), [
+    ('your_task', 'my_task.py'), ('your_task', 'two_turns.py'), ('agents', 'agent.py'),
+])  # fmt: skip
+def test_the_templates_have_the_code_of_the_pages(page, name):
+    whole = ''.join(text for _, file, text in blocks(page) if file == name)
     written = re.findall(r'^(?:class|def|async def| {4}async def| {4}def) (\w+)', whole, re.MULTILINE)
     template = (TEMPLATES / name).read_text()
     missing = [function for function in written if not re.search(rf'(?:class|def) {function}\b', template)]
