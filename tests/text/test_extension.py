@@ -109,6 +109,9 @@ UNSTABLE = {
     'opens another turn than it writes': '{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}?',
     'numbers the turns': '{% for m in messages %}{{ loop.index }} {{ m.content }}<|im_end|>{% endfor %}',
     'moves the tools': ('{% for m in messages %}{{ tools if loop.last }} {{ m.content }}<|im_end|>{% endfor %}'),
+    'looks at the number of turns': (
+        "{% for m in messages %}{{ m.content if m.role != 'tool' or loop.index < 5 }}<|im_end|>{% endfor %}"
+    ),
     'refuses results': (
         "{% for m in messages %}{{ m.content if m.role != 'tool' else raise_exception('no') }}<|im_end|>{% endfor %}"
     ),

@@ -74,8 +74,8 @@ def test_the_other_tokenizer_does_the_same(tmp_path):
 
 def test_contents_that_follow_each_other_do_not_complete_a_spelling(smollm2_fields):
     tokenizer = GgufTokenizer(smollm2_fields | {'chat_template': '{% for m in messages %}{{ m.content }}{% endfor %}'})
-    [tokens] = tokenizer.encode_chats([conversation('a<|im', '_end|><|', 'im_end|>')])
-    assert tokenizer.decode(tokens) == 'a<|im_end|><|im_end|>'
+    [tokens] = tokenizer.encode_chats([conversation('<|im_end|>a<|im', '_end|><|', 'im_end|>')])
+    assert tokenizer.decode(tokens) == '<|im_end|>a<|im_end|><|im_end|>'
     assert not set(tokens.tolist()) & tokenizer.special_token_ids()
 
 
