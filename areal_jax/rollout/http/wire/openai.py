@@ -33,6 +33,11 @@ _IGNORED = (
     'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort', 'chat_template_kwargs',
     'prediction',
 )  # fmt: skip
+# of turns that come back: what packages add to them
+_IGNORED_IN_MESSAGES = (
+    'reasoning_content', 'reasoning', 'reasoning_details', 'thinking_blocks', 'annotations', 'cache_control', 'parsed',
+    'provider_specific_fields',
+)  # fmt: skip
 
 render_error = vllm.render_error
 
@@ -187,7 +192,7 @@ def _read_message(fields: Fields) -> Message:
         text = fields.take_text('content', longest=None)
     answers = (fields.take_text('tool_call_id'), fields.take_text('name')) if role == 'tool' else ('', '')
     fields.take_unserved('refusal', 'audio', 'function_call', 'tool_calls', 'tool_call_id')
-    fields.take_ignored('name', 'reasoning_content', 'reasoning', 'annotations', 'cache_control')
+    fields.take_ignored('name', *_IGNORED_IN_MESSAGES)
     fields.finish()
     return Message('system' if role == 'developer' else role, text, calls, *answers)  # templates know the older name
 

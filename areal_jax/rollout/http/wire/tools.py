@@ -146,7 +146,8 @@ def _read_call(fields: Fields) -> JsonObject:
     fields.take_choice('type', ('function',))
     call_id, function = fields.take_text('id'), fields.take_fields('function')
     name, arguments = take_name(function), take_arguments(function)
+    function.take_ignored('parsed_arguments')  # of the helpers of openai
     function.finish()
-    fields.take_ignored('index', 'cache_control')
+    fields.take_ignored('index', 'cache_control', 'extra_content', 'provider_specific_fields')
     fields.finish()
     return describe_call(call_id, name, arguments)

@@ -14,7 +14,7 @@ while True:
         completion = stream.get_final_completion()
     message = completion.choices[0].message
     assert completion.usage.completion_tokens > 0
-    messages.append(message.model_dump(exclude={'parsed'}))
+    messages.append(message.model_dump())
     if completion.choices[0].finish_reason != 'tool_calls':
         assert ''.join(texts) == message.content
         print(message.content)

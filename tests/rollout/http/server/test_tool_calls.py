@@ -46,6 +46,12 @@ def test_what_is_no_call_stays_text(fields):
         assert server.metric('tool_calls_unparsed_total') == ('tool_choice' not in fields)
 
 
+def test_an_answer_that_was_cut_after_a_call_says_so():
+    with ScriptedServer(f'{CALL}\nand more') as server:
+        choice = ask(server, max_tokens=len(CALL) + 4)
+    assert (len(choice['message']['tool_calls']), choice['finish_reason']) == (1, 'length')
+
+
 def test_without_tools_nothing_is_parsed():
     with ScriptedServer(CALL) as server:
         choice = ask(server, tools=[])
