@@ -6,6 +6,8 @@ import random
 import numpy as np
 import pytest
 
+from areal_jax.rollout.block_index import BlockIndex, Match
+from areal_jax.rollout.blocks import BlockPool
 from areal_jax.rollout.cache_table import CacheBudgetError
 from areal_jax.rollout.stream import IN_A_SERVER, LogprobError
 from areal_jax.types import Segment
@@ -455,6 +457,24 @@ def test_no_schedule_preempts_where_every_slot_has_the_cache_of_a_whole_sequence
     schedule = Schedule(seed, 'recompute', cache_blocks=None)
     schedule.rig.run(schedule.script)
     assert not schedule.rig.kinds('preempt')
+
+
+@pytest.mark.parametrize('cache_blocks', [16, 26])
+def test_what_is_kept_delays_and_preempts_nobody(cache_blocks, monkeypatch):
+    """Where no prompt finds what is kept, every decision is that of an engine that keeps nothing."""
+    monkeypatch.setattr(BlockIndex, 'find', lambda *args: Match((), None, 0, goes_on=False))
+
+    def logs():
+        schedules = [Schedule(seed, 'recompute', cache_blocks) for seed in range(3)]
+        for schedule in schedules:
+            schedule.rig.run(schedule.script)
+        return [schedule.rig.log.events for schedule in schedules]
+
+    keeping = logs()
+    for name in ('keep', 'keep_prompt'):
+        monkeypatch.setattr(BlockPool, name, lambda *args: None)
+    assert logs() == keeping
+    assert any(event['kind'] == 'preempt' for events in keeping for event in events)
 
 
 def test_the_schedules_preempt_interrupt_rebuild_and_share():
