@@ -170,23 +170,20 @@ class CacheTable:
 
     def _place_further(self, running: RunningRequest, prefix: Prefix, at_any_cost: bool) -> bool:
         """With the prefix of another request."""
-        takes_tail = prefix.tail is not None and not prefix.lent
-        missing = self._blocks_for(running) - len(prefix.whole) - takes_tail
+        tail = None if prefix.lent else prefix.tail
+        missing = self._blocks_for(running) - len(prefix.whole) - (tail is not None)
         if not self._make_free(missing, prefix, at_any_cost):
             return False
-        own = []
-        if (
-            prefix.tail is not None and takes_tail and prefix.tail in self.pool.index
-        ):  # an answer that has ended is kept in it: go on in a copy
-            self.pool.release([prefix.tail])
-            missing += 1
-        elif takes_tail:
-            own.append(prefix.tail)
+        own = [] if tail is None else [tail]
+        if tail is not None and tail in self.pool.index:
+            # an answer that has ended is kept in the block: the prefix goes on in a copy, and holds no block more
+            self.pool.release(own)
+            own, missing = [], missing + 1
         own += self.pool.allocate(missing)
-        if takes_tail:
+        if tail is not None:
             self.prefixes.lend_tail(prefix, own[0])
         found = len(prefix.tokens) if prefix.expected else prefix.filled
-        self._enter(running, prefix, own, found=found, has_tail=takes_tail)
+        self._enter(running, prefix, own, found=found, has_tail=tail is not None)
         return True
 
     def _make_free(self, number: int, prefix: Prefix | None, at_any_cost: bool) -> bool:

@@ -125,6 +125,18 @@ def key(number, version=0):
     return version, bytes([number])
 
 
+def test_what_is_kept_twice_is_used_where_it_was_kept_first():
+    pool = pool_of(3)
+    tokens = [np.array([number] * SIZE, np.int32) for number in (1, 2, 1)]
+    for content in tokens:
+        digests = extend_digests([root_digest('')], content, SIZE)
+        blocks = pool.allocate(1)
+        pool.keep(0, digests, content, blocks)
+        pool.release(blocks)
+    assert [block in pool.index for block in range(3)] == [True, True, False]
+    assert pool.allocate(2) == [2, 1]  # the empty one, and of the kept ones that of 2: 1 was used again
+
+
 class Shelf:
     """A pool with an index, and prefixes of two whole blocks and a tail."""
 
