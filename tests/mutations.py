@@ -247,10 +247,75 @@ MUTATIONS = [
     Mutation(
         'reuse prefixes of another version',
         'areal_jax.rollout.blocks:PrefixIndex.clear',
-        'self._drop(prefix)',
-        'del self._prefixes[prefix.key]\n            prefix.key = prefix.key[0] + 1, prefix.key[1]\n'
+        'for prefix in self._prefixes.values():\n            self._pool.release(prefix.held)\n'
+        '        self._prefixes.clear()',
+        'for prefix in list(self._prefixes.values()):\n            del self._prefixes[prefix.key]\n'
+        '            prefix.key = prefix.key[0] + 1, prefix.key[1]\n'
         '            self._prefixes[prefix.key] = prefix',
         'tests/control/test_controller.py tests/rollout/test_local_engine.py',
+    ),
+    Mutation(
+        'keep KV of several versions as that of one',
+        'areal_jax.rollout.cache_table:CacheTable._keep',
+        'if cached.version == version:',
+        'if True:',
+        'tests/rollout/test_cache_table.py',
+    ),
+    Mutation(
+        'find what is kept of other weights',
+        'areal_jax.rollout.block_index:BlockIndex.find',
+        'self._whole.get((version, digest))',
+        'self._whole.get((0, digest))',
+        'tests/rollout/test_block_index.py',
+    ),
+    Mutation(
+        'go on with a sequence that goes on otherwise',
+        'areal_jax.rollout.block_index:BlockIndex.find',
+        'if rest[:size] in ends:',
+        'if any(end[:size] == rest[:size] and ends.setdefault(rest[:size], at) >= 0 for end, at in [*ends.items()]):',
+        'tests/rollout/test_block_index.py',
+    ),
+    Mutation(
+        'give the most recently used of the kept blocks away',
+        'areal_jax.rollout.blocks:BlockPool._take',
+        'self._kept.popitem(last=False)',
+        'self._kept.popitem()',
+        'tests/rollout/test_blocks.py',
+    ),
+    Mutation(
+        'take an answer that is kept for one used when it was written',
+        'areal_jax.rollout.blocks:BlockPool._note_used',
+        'if block in self._kept:',
+        'if False:',
+        'tests/rollout/test_blocks.py',
+    ),
+    Mutation(
+        'write over an answer that is kept where its group goes on',
+        'areal_jax.rollout.cache_table:CacheTable._place_further',
+        'tail is not None and tail in self.pool.index:',
+        'tail is not None and False:',
+        'tests/rollout/test_cache_table.py',
+    ),
+    Mutation(
+        'let what is kept take room from what runs',
+        'areal_jax.rollout.cache_table:CacheTable._place_further',
+        'self.pool.release(own)',
+        'own = [*own]',
+        'tests/rollout/test_cache_table.py',
+    ),
+    Mutation(
+        'begin with a kept block and do not copy it',
+        'areal_jax.rollout.blocks:PrefixIndex.take_copies',
+        'copies = [one.copy for one in prefixes if one.copy is not None]',
+        'copies = []',
+        'tests/rollout/test_scheduler.py',
+    ),
+    Mutation(
+        'keep an answer that has failed',
+        'areal_jax.rollout.stream:DecodeStream._require_sound',
+        'self._scheduler.remove(running.request_id)',
+        'self._scheduler.end(running)',
+        'tests/rollout/test_scheduler.py',
     ),
     Mutation(
         'go on writing in a block that others read',

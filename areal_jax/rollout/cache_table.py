@@ -3,6 +3,10 @@
 A request's sequence begins with the prefix of its group: its prompt without the last token, which the first request in
 need of it computes for all. Whole blocks of the prefix are shared, the block in which it ends is copied for each
 further request, and everything behind it is the request's own.
+
+The blocks of an answer that has ended are free, and keep what they hold until they are given away. A prefix begins with
+the longest of these sequences that the prompt goes on with: so the next turn of a conversation computes only what is
+new. Whole blocks are shared with it, the block in which it ends is copied.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.rollout.block_index import BlockIndex, extend_digests
 from areal_jax.rollout.blocks import BlockPool, CachedSequence, Prefix, PrefixIndex, PrefixKey
 from areal_jax.rollout.running_request import RunningRequest
 
@@ -36,7 +41,7 @@ class CacheTable:
                 'latter'
             )
         self._block_tokens, self._steps, self.version = block_tokens, steps, version
-        self.pool = BlockPool(cache_blocks)
+        self.pool = BlockPool(cache_blocks, BlockIndex(block_tokens))
         self.prefixes = PrefixIndex(self.pool)
 
     # Requests come and go.
@@ -44,13 +49,18 @@ class CacheTable:
     def open(self, running: RunningRequest) -> None:
         self.prefixes.open(self._key(running))
 
-    def close(self, running: RunningRequest) -> None:
-        """The request has ended."""
+    def close(self, running: RunningRequest, *, keep: bool = False) -> None:
+        """The request has ended; `keep`: a later prompt may begin with its prompt and answer."""
+        if keep:
+            self._keep(running)
         self.release(running)
         self.prefixes.close(self._key(running))
 
     def clear(self, version: int, requests: Iterable[RunningRequest]) -> None:
-        """Forgets every prefix; `requests` are the open requests, `version` is the version of new prefixes."""
+        """Forgets every prefix and all that is kept.
+
+        `requests` are the open requests, `version` is the version of new prefixes.
+        """
         self.version = version
         self.prefixes.clear(map(self._key, requests))
 
@@ -59,34 +69,22 @@ class CacheTable:
     def place(self, running: RunningRequest, *, at_any_cost: bool) -> bool:
         """Gives a request blocks for all its tokens and one dispatch; False where they are not free.
 
-        Prefixes without an open request are dropped for it, and `at_any_cost` all that no request in a slot needs.
+        `at_any_cost`: prefixes are dropped that no request in a slot needs.
         """
-        length = len(running.request.prompt_tokens) - 1
-        whole, ends_inside = divmod(length, self._block_tokens)
-        prefix = self.prefixes.find(self._key(running)) if length else None
-        found = _count_found(prefix)
-        number = self._blocks_for(running) - whole
-        takes_tail = prefix is not None and prefix.tail is not None and not prefix.lent
-        missing = number - takes_tail if prefix is not None or not length else whole + number
-        reclaimed = self.prefixes.reclaim_all(missing, prefix) if at_any_cost else self.prefixes.reclaim(missing)
-        if not reclaimed:
-            return False
-        if prefix is None and length:
-            blocks = self.pool.allocate(whole + bool(ends_inside))
-            tail = blocks.pop() if ends_inside else None
-            tokens = np.asarray(running.request.prompt_tokens[:-1], np.int32)
-            prefix, takes_tail = Prefix(self._key(running), tokens, blocks, tail), tail is not None
-        own = [prefix.tail] if prefix is not None and prefix.tail is not None and takes_tail else []
-        own += self.pool.allocate(number - len(own))
-        if prefix is not None:
-            self.prefixes.use(prefix)
-            prefix.lent |= takes_tail
-            prefix.expected += 1
-        blocks = [*(prefix.whole if prefix is not None else ()), *own]
-        running.cached = CachedSequence(prefix, own, blocks, takes_tail)
-        if running.cached_tokens is None:
-            running.cached_tokens = found
-        return True
+        if len(running.request.prompt_tokens) == 1:
+            missing = self._blocks_for(running)
+            if not self._make_free(missing, None, at_any_cost):
+                return False
+            self._enter(running, None, self.pool.allocate(missing), found=0, has_tail=False)
+            return True
+        prefix = self.prefixes.find(self._key(running))
+        if prefix is None:
+            return self._place_first(running, at_any_cost)
+        return self._place_further(running, prefix, at_any_cost)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(source, target) blocks to be copied before the next dispatch writes anything, in this order."""
+        return self.prefixes.take_copies()
 
     def attach(self, running: RunningRequest) -> None:
         """The request reads the prefix, which is complete, and goes on after it."""
@@ -108,7 +106,7 @@ class CacheTable:
         number = self._blocks_for(running) - len(cached.blocks)
         if number <= 0:
             return True
-        if not self.prefixes.reclaim_all(number):
+        if not self.prefixes.reclaim(number):
             return False
         blocks = self.pool.allocate(number)
         cached.own += blocks
@@ -126,14 +124,12 @@ class CacheTable:
         if cached is None:
             return
         own, prefix = cached.own, cached.prefix
-        if prefix is not None:
-            if cached.is_attached:
-                self.pool.release(prefix.whole)
-            else:
-                prefix.expected -= 1
-            if cached.has_tail and self.prefixes.give_back_tail(prefix):
-                own = own[1:]
-        self.pool.release(own)
+        has_given = prefix is not None and cached.has_tail and self.prefixes.give_back_tail(prefix)
+        self.pool.release(reversed(own[has_given:]))  # of what is kept the end goes first
+        if prefix is not None and cached.is_attached:
+            self.pool.release(reversed(prefix.whole))
+        elif prefix is not None:
+            prefix.expected -= 1
 
     def check(self, requests: Iterable[RunningRequest]) -> None:
         """Asserts that each block is held by the prefixes and these requests alone, and by one where it is written."""
@@ -142,9 +138,76 @@ class CacheTable:
             if (cached := running.cached) is not None:
                 held += cached.blocks if cached.is_attached else cached.own
                 assert all(self.pool.count(block) == 1 for block in cached.own)
+                assert not any(block in self.pool.index for block in cached.own)
                 assert len(cached.blocks) * self._block_tokens >= cached.filled
         self.pool.check(held)
         self.prefixes.check()
+
+    def _place_first(self, running: RunningRequest, at_any_cost: bool) -> bool:
+        """With a new prefix, which begins with what is kept."""
+        version, key = self._key(running)
+        tokens = np.ascontiguousarray(running.request.prompt_tokens[:-1], np.int32)
+        if running.prompt_digests is None:
+            running.prompt_digests = extend_digests([running.root_digest], tokens, self._block_tokens)
+        match = self.pool.index.find(version, running.prompt_digests, tokens)
+        self.pool.share(match.blocks)
+        missing = self._blocks_for(running) - len(match.blocks)
+        if not self._make_free(missing, None, at_any_cost):
+            self.pool.release(reversed(match.blocks))
+            return False
+        if match.tail is not None and match.goes_on:
+            self.pool.give_first(match.tail)  # what follows it is kept at the end of this request
+        blocks = [*match.blocks, *self.pool.allocate(missing)]
+        whole, ends_inside = divmod(len(tokens), self._block_tokens)
+        tail = blocks[whole] if ends_inside else None
+        prefix = Prefix(
+            (version, key), tokens, running.prompt_digests, blocks[:whole], tail, match.length, lent=tail is not None
+        )
+        if match.tail is not None:
+            self.prefixes.copy(prefix, match.tail, blocks[len(match.blocks)])
+        self._enter(running, prefix, blocks[whole:], found=match.length, has_tail=tail is not None)
+        return True
+
+    def _place_further(self, running: RunningRequest, prefix: Prefix, at_any_cost: bool) -> bool:
+        """With the prefix of another request."""
+        tail = None if prefix.lent else prefix.tail
+        missing = self._blocks_for(running) - len(prefix.whole) - (tail is not None)
+        if not self._make_free(missing, prefix, at_any_cost):
+            return False
+        own = [] if tail is None else [tail]
+        if tail is not None and tail in self.pool.index:
+            # an answer that has ended is kept in the block: the prefix goes on in a copy, and holds no block more
+            self.pool.release(own)
+            own, missing = [], missing + 1
+        own += self.pool.allocate(missing)
+        if tail is not None:
+            self.prefixes.lend_tail(prefix, own[0])
+        found = len(prefix.tokens) if prefix.expected else prefix.filled
+        self._enter(running, prefix, own, found=found, has_tail=tail is not None)
+        return True
+
+    def _make_free(self, number: int, prefix: Prefix | None, at_any_cost: bool) -> bool:
+        return self.prefixes.reclaim(number, prefix) if at_any_cost else self.pool.free >= number
+
+    def _enter(
+        self, running: RunningRequest, prefix: Prefix | None, own: list[int], *, found: int, has_tail: bool
+    ) -> None:
+        if prefix is not None:
+            self.prefixes.use(prefix)
+            prefix.expected += 1
+        blocks = [*(prefix.whole if prefix is not None else ()), *own]
+        running.cached = CachedSequence(self._key(running)[0], prefix, own, blocks, has_tail)
+        if running.cached_tokens is None:
+            running.cached_tokens = found
+
+    def _keep(self, running: RunningRequest) -> None:
+        """Notes what the blocks of a sequence hold, unless they hold KV of several versions."""
+        cached, version = running.cached, self._key(running)[0]
+        assert cached is not None
+        if cached.version == version:
+            tokens = running.tokens[: cached.filled]
+            known = [running.root_digest] if cached.prefix is None else cached.prefix.digests
+            self.pool.keep(version, extend_digests(known, tokens, self._block_tokens), tokens, cached.blocks)
 
     def _key(self, running: RunningRequest) -> PrefixKey:
         version = running.request.version
@@ -154,10 +217,3 @@ class CacheTable:
         """Blocks that hold the tokens of a request and of its next dispatch."""
         positions = min(len(running) - 1 + self._steps, running.limit - 1)
         return -(-positions // self._block_tokens)
-
-
-def _count_found(prefix: Prefix | None) -> int:
-    """Tokens of a prefix that are in the cache, or that another request is computing."""
-    if prefix is None:
-        return 0
-    return len(prefix.tokens) if prefix.expected else prefix.filled

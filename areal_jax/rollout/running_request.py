@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_request
 from areal_jax.protocols import Clock
 from areal_jax.rollout.answer import SegmentIterator
+from areal_jax.rollout.block_index import root_digest
 from areal_jax.rollout.blocks import CachedSequence
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate
 
@@ -53,7 +55,10 @@ class RunningRequest(SegmentIterator):
         self.limit = limit
         self.streams = False  # every dispatch delivers, however short the segments are
         self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
-        self.cached: CachedSequence | None = None  # its part of the KV cache; cache_table.py keeps it and the next two
+        self.cached: CachedSequence | None = (
+            None  # its part of the KV cache; cache_table.py keeps it and the next three
+        )
+        self.prompt_digests: Sequence[bytes] | None = None  # of the prompt without its last token, see block_index.py
         self.cached_tokens: int | None = None  # of the prompt, which others had computed as it began; None = it has not
         self.retractions = 0  # times that its KV was given up and had to be computed again
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it
@@ -78,6 +83,11 @@ class RunningRequest(SegmentIterator):
     def has_begun(self) -> bool:
         """Whether anything of the answer was generated, here or before."""
         return len(self) > len(self.request.prompt_tokens)
+
+    @functools.cached_property
+    def root_digest(self) -> bytes:
+        """See block_index.root_digest."""
+        return root_digest(self.request.cache_salt or '')
 
     @functools.cached_property
     def prompt_key(self) -> bytes:

@@ -39,6 +39,7 @@ class PlannedPiece:
 class PrefillStep:
     """One dispatch of prefill: copies, pieces, copies."""
 
+    copies: tuple[tuple[int, int], ...]  # (source, target) blocks, before all else
     requests: tuple[str, ...]  # that are new in their slots, or whose tokens are computed
     bucket: PrefillBucket
     pieces: tuple[PlannedPiece, ...]
@@ -50,6 +51,7 @@ class PrefillStep:
 class DecodeStep:
     """One dispatch of decoding, for the requests whose tokens but the last are in the cache."""
 
+    copies: tuple[tuple[int, int], ...]  # as of PrefillStep
     entries: tuple[tuple[int, RunningRequest], ...]  # (slot, request) by slot
     rows: tuple[DecodeRow, ...]  # beside them
 
@@ -89,12 +91,13 @@ class Scheduler:
         return running
 
     def end(self, running: RunningRequest) -> None:
-        """The answer of a request in a slot has ended."""
+        """The answer of a request in a slot has ended; a prompt that goes on behind it finds it in the cache."""
+        self.note_decoded(running)
         self.table.leave(running)
-        self.cache.close(running)
+        self.cache.close(running, keep=True)
 
     def change_version(self, version: int, *, keep: bool) -> None:
-        """Forgets the prefixes, and the cache of the requests in slots; with `keep`, not of those that decode."""
+        """Forgets what is kept, and the cache of the requests in slots; with `keep`, not of those that decode."""
         for running in self.table.admitted():
             if not (keep and _is_ready(running)):
                 self.cache.retract(running)
@@ -123,7 +126,10 @@ class Scheduler:
             self._prefilled += step.bucket.tokens
             return step
         self._prefilled = 0
-        return DecodeStep(entries, tuple(_decode_row(running) for _, running in entries)) if entries else None
+        if not entries:
+            return None
+        rows = tuple(_decode_row(running) for _, running in entries)
+        return DecodeStep(tuple(self.cache.take_copies()), entries, rows)
 
     def note_prefilled(self, step: PrefillStep) -> None:
         """The dispatch is done. A request that was cancelled meanwhile has no part of the cache any more."""
@@ -132,6 +138,8 @@ class Scheduler:
                 self.cache.attach(running)
         for planned in step.pieces:
             planned.target.filled = planned.piece.span.stop
+            if isinstance(planned.target, Prefix):
+                self.cache.prefixes.note_filled(planned.target)
 
     def note_decoded(self, running: RunningRequest) -> None:
         """A request got tokens, of which all but the last are in the cache."""
@@ -184,10 +192,10 @@ class Scheduler:
         )  # fmt: skip
         for running in admitted:
             _cached(running).is_logged = True
-        return PrefillStep(named, bucket, pieces, tuple(before), tuple(after))
+        return PrefillStep(tuple(self.cache.take_copies()), named, bucket, pieces, tuple(before), tuple(after))
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
-        """Cut at multiples of the longest piece from the start of the target, so that company does not move a cut."""
+        """Cut at multiples of the longest piece from where the target begins, so that company does not move a cut."""
         if isinstance(target, Prefix):
             tokens, start = target.tokens, target.filled
             blocks = [*target.whole, *(() if target.tail is None else (target.tail,))]

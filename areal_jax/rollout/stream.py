@@ -184,7 +184,7 @@ class DecodeStream:
         Waiting requests stay. The state of the cache is made anew, because the dispatch may have consumed it.
         """
         for _, running in self.table.running():
-            self._scheduler.end(running)
+            self._scheduler.remove(running.request_id)
             running.fail(
                 DispatchError(
                     f'{self._engine}, request {running.request_id}: a dispatch failed ({type(error).__name__}: '
@@ -215,7 +215,8 @@ class DecodeStream:
         before, after = _tail_copies(step.attached_before), _tail_copies(step.attached_after)
 
         def dispatch() -> State:
-            new_state = backend.copy(state, *before) if before[0] else state
+            new_state = _copy(backend, state, step.copies)
+            new_state = backend.copy(new_state, *before) if before[0] else new_state
             new_state = backend.prefill(weights.params, new_state, pieces) if pieces else new_state
             return backend.copy(new_state, *after) if after[0] else new_state
 
@@ -245,7 +246,7 @@ class DecodeStream:
         self._dispatches += 1
 
         def dispatch() -> tuple[State, DecodeOutput]:
-            return backend.generate(weights.params, state, step.rows, steps)
+            return backend.generate(weights.params, _copy(backend, state, step.copies), step.rows, steps)
 
         first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
         size = {'rows': len(step.rows), 'positions': int(first.sum())}
@@ -290,7 +291,7 @@ class DecodeStream:
             )
             if self._failure.ends_run:
                 raise error
-            self._scheduler.end(running)
+            self._scheduler.remove(running.request_id)  # nothing of it is kept
             running.fail(error)
             sound[row] = None
         return sound
@@ -339,6 +340,10 @@ class DecodeStream:
 def _seen_positions(span: Span) -> int:
     """Over the tokens of the span: each token and the tokens before it."""
     return (span.stop - span.start) * (span.start + 1 + span.stop) // 2
+
+
+def _copy(backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]]) -> State:
+    return backend.copy(state, *map(list, zip(*copies, strict=True))) if copies else state
 
 
 def _tail_copies(requests: Sequence[RunningRequest]) -> tuple[list[int], list[int]]:

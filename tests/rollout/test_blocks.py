@@ -1,17 +1,26 @@
 """Blocks and prefixes against plain models, under random operations."""
 
-import collections
 import random
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from areal_jax.rollout.block_index import BlockIndex, extend_digests, root_digest
 from areal_jax.rollout.blocks import BlockPool, Prefix, PrefixIndex
+
+SIZE = 4
+
+
+def pool_of(blocks):
+    return BlockPool(blocks, BlockIndex(SIZE))
 
 
 @pytest.mark.parametrize('seed', range(10))
-def test_a_pool_is_a_table_of_counts_from_which_the_lowest_free_blocks_are_taken(seed):
-    chance, pool, counts = random.Random(seed), BlockPool(12), [0] * 12
+def test_a_pool_is_a_table_of_counts_from_which_the_lowest_empty_blocks_are_taken(seed):
+    chance, pool, counts = random.Random(seed), pool_of(12), [0] * 12
     for _ in range(400):
         free = [block for block, count in enumerate(counts) if not count]
         held = [block for block, count in enumerate(counts) if count]
@@ -29,8 +38,71 @@ def test_a_pool_is_a_table_of_counts_from_which_the_lowest_free_blocks_are_taken
         pool.check([block for block, count in enumerate(counts) for _ in range(count)])
 
 
+class Conversations(RuleBasedStateMachine):
+    """Sequences come, are kept and found again; beside them a list of the free kept blocks, last used last."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.holds, self.free_kept, self.live = pool_of(9), {}, [], []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
+    def begin(self, tokens):
+        digests = extend_digests([root_digest('')], np.array(tokens, np.int32), SIZE)
+        match = self.pool.index.find(0, digests, np.array(tokens, np.int32))
+        assert all(self.holds[block] == tuple(tokens[: SIZE * (i + 1)]) for i, block in enumerate(match.blocks))
+        self.pool.share(match.blocks)
+        self.free_kept = [block for block in self.free_kept if block not in match.blocks]
+        missing = -(-len(tokens) // SIZE) - len(match.blocks)
+        if missing > self.pool.free:
+            self._release(match.blocks[::-1])
+            return
+        empty = self.pool.free - len(self.free_kept)
+        lost, self.free_kept = self.free_kept[: max(0, missing - empty)], self.free_kept[max(0, missing - empty) :]
+        new = self.pool.allocate(missing)
+        assert set(lost) <= set(new)  # the least recently used go, and only where no other block is free
+        for block in new:
+            self.holds.pop(block, None)
+        self.live.append((tokens, digests, [*match.blocks, *new]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def end(self, data, keep):
+        tokens, digests, blocks = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        if keep:
+            known = {content: block for block, content in self.holds.items()}
+            for place in range(len(blocks) - 1, -1, -1):
+                content = tuple(tokens[: SIZE * (place + 1)])
+                if content in known and known[content] in self.free_kept:
+                    self.free_kept.remove(known[content])
+                    self.free_kept.append(known[content])
+                self.holds.setdefault(known.get(content, blocks[place]), content)
+            self.pool.keep(0, digests, np.array(tokens, np.int32), blocks)
+        self._release(blocks[::-1])
+
+    @rule()
+    def forget(self):
+        self.pool.forget()
+        self.holds, self.free_kept = {}, []
+
+    def _release(self, blocks):
+        self.pool.release(blocks)
+        held = [block for _, _, own in self.live for block in own]
+        self.free_kept += [block for block in blocks if block in self.holds and block not in held]
+
+    @invariant()
+    def agrees(self):
+        held = [block for _, _, own in self.live for block in own]
+        self.pool.check(held)
+        assert list(self.pool._kept) == self.free_kept
+        assert self.pool.free == 9 - len(set(held))
+
+
+Conversations.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+test_a_pool_keeps_what_ended_sequences_hold_and_gives_the_least_recently_used_away = Conversations.TestCase
+
+
 def test_a_free_block_is_neither_shared_nor_released_nor_more_than_all_allocated():
-    pool = BlockPool(3)
+    pool = pool_of(3)
     (block,) = pool.allocate(1)
     pool.release([block])
     with pytest.raises(RuntimeError, match='block 0 is free'):
@@ -43,7 +115,7 @@ def test_a_free_block_is_neither_shared_nor_released_nor_more_than_all_allocated
 
 @pytest.mark.parametrize('held', [[], [0, 0], [0, 1], [1]])
 def test_a_check_of_the_pool_finds_a_lost_and_a_second_reference(held):
-    pool = BlockPool(2)
+    pool = pool_of(2)
     pool.allocate(1)
     with pytest.raises(AssertionError):
         pool.check(held)
@@ -53,56 +125,70 @@ def key(number, version=0):
     return version, bytes([number])
 
 
+def test_what_is_kept_twice_is_used_where_it_was_kept_first():
+    pool = pool_of(3)
+    tokens = [np.array([number] * SIZE, np.int32) for number in (1, 2, 1)]
+    for content in tokens:
+        digests = extend_digests([root_digest('')], content, SIZE)
+        blocks = pool.allocate(1)
+        pool.keep(0, digests, content, blocks)
+        pool.release(blocks)
+    assert [block in pool.index for block in range(3)] == [True, True, False]
+    assert pool.allocate(2) == [2, 1]  # the empty one, and of the kept ones that of 2: 1 was used again
+
+
 class Shelf:
     """A pool with an index, and prefixes of two whole blocks and a tail."""
 
     def __init__(self, blocks):
-        self.pool = BlockPool(blocks)
+        self.pool = pool_of(blocks)
         self.index = PrefixIndex(self.pool)
 
     def add(self, number):
         self.index.open(key(number))
         *whole, tail = self.pool.allocate(3)
-        prefix = Prefix(key(number), np.arange(5, dtype=np.int32), whole, tail, filled=5)
+        tokens = np.arange(10 * number, 10 * number + 9, dtype=np.int32)
+        digests = extend_digests([root_digest('')], tokens, SIZE)
+        prefix = Prefix(key(number), tokens, digests, whole, tail, filled=9)
         self.index.use(prefix)
         return prefix
 
     def found(self, numbers):
         return [number for number in numbers if self.index.find(key(number))]
 
+    def kept(self, prefixes):
+        """Those of which everything is still in the cache."""
+        find = lambda one: self.pool.index.find(0, one.digests, one.tokens)
+        return [one.key[1][0] for one in prefixes if find(one).length == 9]
 
-def test_the_prefix_that_was_without_a_request_for_longest_goes_first():
+
+def test_the_blocks_of_a_prefix_without_a_request_are_free_and_keep_it_until_they_are_needed():
     shelf = Shelf(12)
-    for number in range(4):
-        shelf.add(number)
+    prefixes = [shelf.add(number) for number in range(4)]
+    assert shelf.pool.free == 0
     for number in (2, 0, 1):  # a request of 3 is still open
         shelf.index.close(key(number))
-    assert shelf.index.reclaim(1)
-    assert shelf.found(range(4)) == [0, 1, 3]
-    shelf.index.open(key(0))  # found again in time
-    shelf.index.close(key(0))
-    assert shelf.index.reclaim(4)
-    assert shelf.found(range(4)) == [0, 3]
-    assert not shelf.index.reclaim(10)  # nothing is dropped where that would not do
-    assert shelf.found(range(4)) == [0, 3]
-    assert shelf.index.reclaim(9)
-    assert shelf.found(range(4)) == [3]
+    assert (shelf.pool.free, shelf.found(range(4)), shelf.kept(prefixes)) == (9, [3], [0, 1, 2])
+    blocks = shelf.pool.allocate(1)  # the one in which the prefix ends that was without a request for longest
+    assert (blocks, shelf.kept(prefixes)) == ([prefixes[2].tail], [0, 1])
+    shelf.pool.allocate(3)
+    assert shelf.kept(prefixes) == [1]
+    assert not shelf.index.reclaim(9)
+    assert shelf.found(range(4)) == []  # without a request in a slot that reads it
     shelf.index.check()
-    shelf.pool.check(shelf.index.held())
 
 
 def test_a_prefix_with_a_request_is_dropped_only_where_blocks_must_be_had():
     shelf = Shelf(9)
-    first, second, third = (shelf.add(number) for number in range(3))
+    first, second, _ = (shelf.add(number) for number in range(3))
     first.expected = 1  # a request in a slot is about to read it
-    assert not shelf.index.reclaim(1)
-    assert shelf.index.reclaim_all(1, keep=second)
+    assert shelf.index.reclaim(0)
+    assert shelf.index.reclaim(1, keep=second)
     assert shelf.found(range(3)) == [0, 1]
-    assert not shelf.index.reclaim_all(4, keep=second)
-    assert shelf.index.reclaim_all(4)
+    assert not shelf.index.reclaim(4, keep=second)
+    assert shelf.index.reclaim(4)
     assert shelf.found(range(3)) == [0]
-    assert not shelf.index.reclaim_all(7)
-    assert third.filled == 5
+    assert not shelf.index.reclaim(7)
 
 
 def test_a_prefix_whose_blocks_are_all_in_use_is_not_dropped_in_vain():
@@ -110,47 +196,35 @@ def test_a_prefix_whose_blocks_are_all_in_use_is_not_dropped_in_vain():
     prefix = shelf.add(0)
     shelf.pool.share(prefix.whole)
     prefix.lent = True
-    assert not shelf.index.reclaim_all(1)
+    assert not shelf.index.reclaim(1)
     assert shelf.found([0]) == [0]
     assert shelf.index.give_back_tail(prefix)
-    assert shelf.index.reclaim_all(1)  # the tail; the whole blocks stay with their reader
+    assert shelf.index.reclaim(1)  # the tail; the whole blocks stay with their reader
     assert shelf.found([0]) == []
     shelf.pool.check(prefix.whole)
     assert not shelf.index.give_back_tail(prefix)
 
 
-@pytest.mark.parametrize('seed', range(10))
-def test_an_index_keeps_its_books_under_random_operations(seed):
-    chance, shelf = random.Random(seed), Shelf(15)
-    opened, prefixes = collections.Counter(), {}
-    for _ in range(300):
-        number = chance.randrange(6)
-        action = chance.choice(['open', 'close', 'add', 'reclaim', 'reclaim_all'])
-        if action == 'open':
-            shelf.index.open(key(number))
-            opened[number] += 1
-        elif action == 'close' and opened[number]:
-            shelf.index.close(key(number))
-            opened[number] -= 1
-        elif action == 'add' and shelf.index.find(key(number)) is None and shelf.index.reclaim(3):
-            prefixes[number] = shelf.add(number)
-            opened[number] += 1
-        elif action.startswith('reclaim'):
-            before = shelf.found(range(6))
-            idle = [number for number in before if not opened[number]]
-            asked = chance.randrange(16)
-            enough = getattr(shelf.index, action)(asked)
-            gone = set(before) - set(shelf.found(range(6)))
-            assert enough == (shelf.pool.free >= asked)
-            assert action == 'reclaim_all' or gone <= set(idle)
-            assert enough == (15 - 3 * len(before if action == 'reclaim' else []) + 3 * len(idle) >= asked) or (
-                action == 'reclaim_all'
-            )
-        for one in range(6):
-            found = shelf.index.find(key(one))
-            assert found is None or found is prefixes[one]
-        shelf.index.check()
-        shelf.pool.check(shelf.index.held())
+def test_a_prefix_that_is_not_complete_keeps_its_whole_blocks_alone_and_loses_a_copy_that_was_not_made():
+    shelf = Shelf(3)
+    prefix = shelf.add(0)
+    prefix.filled = 7
+    shelf.index.close(key(0))
+    find = lambda: shelf.pool.index.find(0, prefix.digests, prefix.tokens)
+    assert (find().length, find().blocks, shelf.index.take_copies()) == (4, prefix.whole[:1], [])
+    other = Shelf(4)
+    prefix = other.add(0)
+    other.index.copy(prefix, 3, prefix.tail)
+    other.index.close(key(0))
+    assert other.pool.index.find(0, prefix.digests, prefix.tokens).length == 8
+    assert other.index.take_copies() == []
+
+
+def test_nothing_is_kept_after_a_clear():
+    shelf = Shelf(6)
+    prefixes = [shelf.add(0), shelf.add(1)]
+    shelf.index.close(key(0))
     shelf.index.clear([key(1)])
-    assert (shelf.pool.free, shelf.found(range(6))) == (15, [])
+    assert (shelf.pool.free, shelf.found(range(2)), shelf.kept(prefixes)) == (6, [], [])
     shelf.index.check()
+    shelf.pool.check([])

@@ -6,10 +6,13 @@ import random
 import numpy as np
 import pytest
 
+from areal_jax.rollout.block_index import BlockIndex, Match
+from areal_jax.rollout.blocks import BlockPool
 from areal_jax.rollout.cache_table import CacheBudgetError
+from areal_jax.rollout.stream import IN_A_SERVER, LogprobError
 from areal_jax.types import Segment
 from tests.rollout.engine_rig import SAMPLING, Rig, collect, request
-from tests.toys import logprob, token
+from tests.toys import PRICES, logprob, token
 
 
 def of_length(new):
@@ -82,6 +85,103 @@ def test_the_same_prompt_in_another_draw_is_found_and_another_version_is_not():
     rig = Rig()
     rig.run(script)
     assert rig.backend.prefills == [[[1, 2]], [[1, 2]]]
+
+
+# Turns of a conversation.
+
+
+def talk(turns, *, samples=1, fork=False, swap_after=None, salts=('',), kv_policy='recompute', **rig):
+    """Each turn is behind the one before, its answer and two further tokens; returns the rig and cached tokens."""
+
+    async def script(rig):
+        cached = []
+        for sample in range(samples):
+            said = list(prompt_of(9))
+            for turn in range(turns):
+                one = request(sample, draw=turn, prompt=said, sampling=of_length(6))
+                one = dataclasses.replace(one, cache_salt=salts[turn % len(salts)])
+                running = rig.engine.generate(one)
+                if swap_after == turn:
+                    await rig.pass_time(0.02)
+                    await rig.load(1, (3, 1))
+                await collect(running)
+                cached.append(running.cached_tokens)
+                said = [*running.tokens.tolist(), 50, 51]
+            if fork:
+                running = rig.engine.generate(request(9, draw=9, prompt=[*prompt_of(9), 60], sampling=of_length(2)))
+                await collect(running)
+                cached.append(running.cached_tokens)
+        rig.check_blocks()
+        return cached
+
+    rig = Rig(slots=2, context_tokens=64, kv_policy=kv_policy, **rig)
+    return rig, rig.run(script)
+
+
+def test_a_turn_computes_what_is_new_and_the_last_token_of_the_answer():
+    # prompt 9, answer 6: 14 positions are in the cache, and the next prompt, of 17 tokens, needs 16
+    rig, cached = talk(5)
+    assert [tokens for tokens, _ in prefilled(rig)] == [8, 2, 2, 2, 2]
+    assert cached == [0, 14, 22, 30, 38]
+    assert sum(event['prompt_tokens'] for event in rig.kinds('prefill')) == 16
+
+
+def test_a_fork_shares_whole_blocks_and_another_salt_nothing():
+    _, cached = talk(2, fork=True)
+    assert cached == [0, 14, 8]  # its prefix of 9 tokens ends inside the third block of 4
+    assert talk(3, salts='ab')[1] == [0, 0, 14]  # the third begins as the first
+
+
+def test_an_answer_that_was_interrupted_is_kept_as_far_as_it_was_computed_again():
+    for kv_policy, cached in (('recompute', [0, 14, 22]), ('keep', [0, 0, 22])):
+        rig, found = talk(3, swap_after=0, kv_policy=kv_policy)
+        assert rig.kinds('interrupt')
+        assert found == cached
+
+
+def test_the_conversation_that_was_not_used_for_longest_gives_its_blocks():
+    async def script(rig):
+        said, cached = {name: [10 * name + one for one in range(9)] for name in range(1, 4)}, {}
+        for turn, name in enumerate((1, 2, 1, 3, 1, 3, 2)):  # up to 25, 31 and 25 tokens, in 14 blocks of 4
+            running = rig.engine.generate(request(0, draw=turn, prompt=said[name], sampling=of_length(6)))
+            await collect(running)
+            cached.setdefault(name, []).append(running.cached_tokens)
+            said[name] = [*running.tokens.tolist(), 50, 51]
+        rig.check_blocks()
+        return cached
+
+    rig = Rig(slots=2, cache_blocks=14, context_tokens=56)
+    assert rig.run(script) == {1: [0, 14, 22], 2: [0, 0], 3: [0, 14]}
+    assert not rig.kinds('preempt')
+
+
+def test_prefill_of_a_turn_is_paid_by_what_it_computes():
+    amounts = []
+    note = lambda work: amounts.append((work.amount, work.size['tokens'], work.size['positions'])) or 0.01
+    talk(2, prices=PRICES | {'prefill': note})
+    assert amounts == [(8, 8, 36), (8, 2, 15 + 16)]
+
+
+def test_an_answer_that_fails_is_not_kept():
+    async def script(rig):
+        generate = rig.backend.generate
+
+        def broken(weights, state, rows, steps):
+            state, output = generate(weights, state, rows, steps)
+            if rows[0].position >= 12:
+                output.logprobs[:] = np.nan
+            return state, output
+
+        rig.backend.generate = broken
+        failing = rig.engine.generate(request(0, prompt=prompt_of(9), sampling=of_length(6)))
+        with pytest.raises(LogprobError):
+            await collect(failing)
+        rig.backend.generate = generate
+        turn = rig.engine.generate(request(1, prompt=[*failing.tokens.tolist(), 50], sampling=of_length(2)))
+        await collect(turn)
+        return turn.cached_tokens
+
+    assert Rig(failure=IN_A_SERVER).run(script) == 8  # the prompt alone
 
 
 # Prefill goes in pieces.
@@ -295,9 +395,11 @@ class Schedule:
 
     async def script(self, rig):
         for draw in range(30):
-            action = self.chance.choice(['group', 'group', 'cancel', 'swap', 'pause', 'time', 'time'])
+            action = self.chance.choice(['group', 'group', 'turn', 'turn', 'cancel', 'swap', 'pause', 'time', 'time'])
             if action == 'group':
-                self.start_group(draw)
+                self.start_group(draw, range(draw, draw + self.chance.choice([1, 2, 5, 9, 17, 40])))
+            elif action == 'turn' and self.open:
+                self.take_turn(draw)
             elif action == 'cancel' and self.open:
                 rig.engine.cancel(self.chance.choice(self.open)[1].request_id)
             elif action == 'swap':
@@ -312,8 +414,13 @@ class Schedule:
         for _, running in self.open:
             self.done.append(await collect(running))
 
-    def start_group(self, draw):
-        prompt = range(draw, draw + self.chance.choice([1, 2, 5, 9, 17, 40]))
+    def take_turn(self, draw):
+        """Goes on behind an answer, whether it has ended or not, or behind a part of it."""
+        said = self.chance.choice(self.open[-4:])[1].tokens.tolist()
+        said = said[: self.chance.choice([len(said), len(said), self.chance.randint(1, len(said))])][:60]
+        self.start_group(draw, [*said, *range(40, 40 + self.chance.randint(1, 3))])
+
+    def start_group(self, draw, prompt):
         for sample in range(self.chance.randint(1, 5)):
             new = self.chance.randint(1, 64 - len(prompt))
             one = request(sample, draw=draw, prompt=prompt, sampling=of_length(new))
@@ -334,7 +441,7 @@ class Schedule:
         self.rig.check_blocks()
         stream = self.rig.engine.stream
         assert stream.table.is_empty
-        assert stream.cache.prefixes.reclaim(self.rig.backend.cache_blocks)  # no block is lost
+        assert stream.cache.pool.free == self.rig.backend.cache_blocks  # no block is lost
 
 
 @pytest.mark.parametrize('kv_policy', ['recompute', 'keep', 'wait'])
@@ -350,6 +457,24 @@ def test_no_schedule_preempts_where_every_slot_has_the_cache_of_a_whole_sequence
     schedule = Schedule(seed, 'recompute', cache_blocks=None)
     schedule.rig.run(schedule.script)
     assert not schedule.rig.kinds('preempt')
+
+
+@pytest.mark.parametrize('cache_blocks', [16, 26])
+def test_what_is_kept_delays_and_preempts_nobody(cache_blocks, monkeypatch):
+    """Where no prompt finds what is kept, every decision is that of an engine that keeps nothing."""
+    monkeypatch.setattr(BlockIndex, 'find', lambda *args: Match((), None, 0, goes_on=False))
+
+    def logs():
+        schedules = [Schedule(seed, 'recompute', cache_blocks) for seed in range(3)]
+        for schedule in schedules:
+            schedule.rig.run(schedule.script)
+        return [schedule.rig.log.events for schedule in schedules]
+
+    keeping = logs()
+    for name in ('keep', 'keep_prompt'):
+        monkeypatch.setattr(BlockPool, name, lambda *args: None)
+    assert logs() == keeping
+    assert any(event['kind'] == 'preempt' for events in keeping for event in events)
 
 
 def test_the_schedules_preempt_interrupt_rebuild_and_share():

@@ -1,9 +1,10 @@
 """An engine under random schedules, against a decoder that keeps no cache.
 
-Arrivals in groups and in parts of groups, ends, cancels, preemptions, swaps, pauses, shared prompts, and answers that
-go on elsewhere: one by one, or all on an engine with an empty cache. Each is counted, so that none is missing.
+Arrivals in groups and in parts of groups, further turns and forks of what has ended, ends, cancels, preemptions, swaps,
+pauses, shared prompts, and answers that go on elsewhere: one by one, or all on an engine with an empty cache. Each is
+counted, so that none is missing.
 Between the engine and its backend stands a recorder. It knows what every block holds and which weights wrote it, so
-that every token can be decoded again by itself, and it spoils all free blocks before each call.
+that every token can be decoded again by itself, and it spoils all free blocks that keep nothing before each call.
 """
 
 import collections
@@ -147,7 +148,8 @@ class Recorder:
 
     def _spoil(self, state):
         padding, size = self.inner.cache_blocks, self.inner.block_tokens
-        free = [block for block in range(padding) if not self.table.pool.count(block)]
+        pool = self.table.pool
+        free = [block for block in range(padding) if not pool.count(block) and block not in pool.index]
         self.versions[free] = self.tokens[free] = UNKNOWN
         blocks = np.full(padding * size, padding, np.int32)
         blocks[: len(free) * size] = np.repeat(free, size)
@@ -184,7 +186,11 @@ class Schedule:
         def counted(running, *, at_any_cost):
             placed = place(running, at_any_cost=at_any_cost)
             if placed and running.cached.prefix is not None:
-                self.occurred['prefix hit'] += running.cached.prefix.is_complete
+                prefix = running.cached.prefix
+                self.occurred['prefix hit'] += prefix.is_complete
+                self.occurred['kept sequence gone on with'] += (
+                    prefix.expected == 1 and not prefix.is_complete and (prefix.filled > 0)
+                )
             return placed
 
         self.backend.table.place = counted
@@ -220,8 +226,8 @@ class Schedule:
 
     async def _act(self, actions):
         for _ in range(actions):
-            names = ['arrive', 'come_late', 'cancel', 'move', 'swap', 'pause', 'resume_elsewhere']
-            await getattr(self, f'_{self.rng.choice(names, p=[0.3, 0.22, 0.12, 0.1, 0.12, 0.08, 0.06])}')()
+            names = ['arrive', 'come_late', 'cancel', 'move', 'swap', 'pause', 'resume_elsewhere', 'take_turn']
+            await getattr(self, f'_{self.rng.choice(names, p=[0.2, 0.2, 0.1, 0.1, 0.1, 0.08, 0.06, 0.16])}')()
             await self._pass_time(self.rng.exponential(0.08))
             self.backend.table.check(self.engine.stream.table.open_requests())
         for request in self.absent:
@@ -234,13 +240,25 @@ class Schedule:
     async def _pass_time(self, seconds):
         await self.clock.run('script', lambda: None, Work('script', float(seconds)))
 
+    async def _take_turn(self):
+        """A group goes on behind an answer that has ended, or behind a part of it."""
+        ended = [result for result in self.results if result[2] != 'cancelled']
+        if ended:
+            request, segments, _ = ended[-1 - int(self.rng.integers(min(3, len(ended))))]
+            said = np.concatenate([request.prompt_tokens, request.prefix_tokens, *(one.tokens for one in segments)])
+            part = said[: int(self.rng.integers(len(said) // 2, len(said) + 1)) if self.rng.random() < 0.3 else None]
+            heard = self.rng.integers(0, VOCABULARY, self.rng.integers(1, 5))
+            self._start(np.concatenate([part[: CONTEXT - 8], heard]).astype(np.int32))
+
     async def _arrive(self):
         """The first members of a group; the others come later."""
+        self._start(self.rng.integers(0, VOCABULARY, self.rng.integers(1, 25)).astype(np.int32))
+
+    def _start(self, prompt):
         rng, self.draws = self.rng, self.draws + 1
-        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 25)).astype(np.int32)
         cuts = rng.choice(3)
         sampling = SamplingParams(
-            max_new_tokens=int(rng.integers(1, CONTEXT - len(prompt))),
+            max_new_tokens=int(rng.integers(1, min(24, CONTEXT - len(prompt)))),
             temperature=float(rng.choice([0.0, 0.7, 1.0, 1.3])),
             top_k=int(rng.integers(2, 30)) if cuts == 1 else 0,
             top_p=float(rng.uniform(0.5, 0.95)) if cuts == 2 else 1.0,
@@ -371,6 +389,9 @@ def checked_run(seed, block_tokens, cache_tokens, kv_policy, actions=40):
     schedule = Schedule(seed, block_tokens=block_tokens, cache_tokens=cache_tokens, kv_policy=kv_policy).run(actions)
     assert_delivered(schedule)
     numbers = assert_as_decoded_without_a_cache(schedule)
+    for request, answer in schedule.backend.answers.values():
+        read = answer[0].versions[: len(request.prompt_tokens) - 1] if answer else []
+        assert len({*read}) <= 1  # KV of several versions, as of an answer under 'keep', is nobody's prompt
     if kv_policy == 'recompute':
         decoded = [one for _, answer in schedule.backend.answers.values() for one in answer]
         assert all(set(one.versions) == {one.versions[-1]} for one in decoded)
@@ -380,7 +401,7 @@ def checked_run(seed, block_tokens, cache_tokens, kv_policy, actions=40):
 ALWAYS = {
     'stop', 'length', 'cancelled', 'cancel in the middle', 'cancel before the first token', 'swap',
     'answer of several versions', 'prefix hit', 'block copied', 'pause in the middle', 'resumed answer',
-    'resumed engine', 'prefill behind cached positions',
+    'resumed engine', 'prefill behind cached positions', 'kept sequence gone on with',
 }  # fmt: skip
 OF_A_SMALL_CACHE = {'preemption', 'preempted answer goes on'}
 
