@@ -83,8 +83,11 @@ class ChatTemplate:
             return []
         messages = [[dict(message) for message in conversation] for conversation in conversations]
         values = self._values | ({'tools': list(tools)} if tools else {})
-        request = {'conversations': messages, 'values': values, **self._bound(messages, tools)}
-        replies, ended = self._find_worker().render(request)
+        try:
+            request = {'conversations': messages, 'values': values, **self._bound(messages, tools)}
+            replies, ended = self._find_worker().render(request)
+        except RecursionError as error:
+            raise ConversationError(0, 'the messages or tools are nested too deep: leave out some levels') from error
         texts = [reply['text'] for reply in replies if 'text' in reply]
         if len(texts) == len(conversations):
             return texts

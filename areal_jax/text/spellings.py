@@ -49,7 +49,9 @@ class Spellings:
         """(the JSON value with a mark before each spelling in its texts and names, the mark); '' if there is none.
 
         A text that ends within a spelling is marked too: the next one may complete it. The mark occurs neither in the
-        texts nor in the source of the template. Raises TokenizerError for texts that leave no character for it.
+        texts nor in the source of the template.
+
+        Raises TokenizerError for texts that leave no character for it, and for values that are nested too deep.
         """
         texts = list(_list_texts(value))
         if not any(self._find(text) for text in texts):
@@ -58,7 +60,10 @@ class Spellings:
         mark = next((chr(code) for code in itertools.chain(*_PRIVATE) if chr(code) not in used), None)
         if mark is None:
             raise TokenizerError('the messages spell a special token and use every private character: leave out one')
-        marked = _map_texts(value, lambda text: _insert(mark, text, self._find(text)))
+        try:
+            marked = _map_texts(value, lambda text: _insert(mark, text, self._find(text)))
+        except RecursionError as error:
+            raise TokenizerError('the messages or tools are nested too deep: leave out some levels') from error
         return cast(_Value, marked), mark
 
     def separate(self, texts: Sequence[str], mark: str) -> tuple[tokenizers.Tokenizer, list[str]]:
@@ -111,13 +116,15 @@ def _insert(mark: str, text: str, places: Sequence[int]) -> str:
 
 def _list_texts(value: object) -> Iterator[str]:
     """Every text and every name in the JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _list_texts([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _list_texts(entry)
+    unread = [value]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            unread += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            unread += value
 
 
 def _map_texts(value: object, change: Callable[[str], str]) -> object:

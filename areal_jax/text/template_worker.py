@@ -48,13 +48,14 @@ class TemplateWorker:
             if process is None or process.poll() is not None:
                 process, request = self._start(), {**request, 'source': self._source}
             line = json.dumps(request).encode() + b'\n'
+            end_s = time.monotonic() + request['wall_seconds']
             try:
-                written = _exchange(process, line, time.monotonic() + request['wall_seconds'])
+                written = _exchange(process, line, end_s)
             except BaseException:  # the reply would be taken for that of the next call
                 self.close()
                 raise
             replies = [json.loads(line) for line in written.split(b'\n')[:-1] if line]  # what follows the last was cut
-            ended = '' if written.endswith(b'\n\n') else _describe_end(process, request)
+            ended = '' if written.endswith(b'\n\n') else _describe_end(process, request, end_s)
             if ended or len(line) > _LARGEST_KEPT:
                 self.close()
             return replies, ended
@@ -110,9 +111,9 @@ def _write(descriptor: int, block: memoryview) -> int:
         return len(block)
 
 
-def _describe_end(process: subprocess.Popen[bytes], request: JsonObject) -> str:
+def _describe_end(process: subprocess.Popen[bytes], request: JsonObject, end_s: float) -> str:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LOOK_S)
+        process.wait(_LOOK_S if time.monotonic() < end_s else 0.0)
     if process.returncode is None or process.returncode == -signal.SIGALRM:
         return f'it takes more than {request["wall_seconds"]} s'
     if process.returncode == -signal.SIGPROF:

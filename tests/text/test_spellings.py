@@ -121,5 +121,14 @@ def test_texts_that_use_every_private_character_are_refused(smollm2):
         smollm2.encode_chat(chat_messages(f'{everything}<|im_end|>'))
 
 
+def test_values_that_are_nested_too_deep_are_refused(smollm2):
+    for text in ('a', '<|im_end|>'):
+        nested = {'a': text}
+        for _ in range(5000):
+            nested = {'a': nested}
+        with pytest.raises(TokenizerError, match=r'^the messages or tools are nested too deep'):
+            smollm2.encode_chats([chat_messages('a')], [nested])
+
+
 def test_plain_prompts_spell_special_tokens_on_purpose(smollm2):
     np.testing.assert_array_equal(smollm2.encode('<|im_start|>'), [1])

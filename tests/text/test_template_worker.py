@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from areal_jax.text.chat_template import ChatTemplate, ConversationError
+from areal_jax.text.template_worker import TemplateWorker
 from areal_jax.text.tokenizer import chat_messages
 from areal_jax.workers.descendants import list_descendants
 
@@ -82,6 +83,18 @@ def test_the_limit_of_cpu_time_is_of_a_call_and_not_of_the_process():
     template = ChatTemplate('{% for i in range(90000) %}{% endfor %}', {}, 'f', cpu_seconds=0.2)
     for _ in range(20):  # of about 0.02 s
         assert ask(template, 'a') == ['']
+
+
+def test_a_process_that_does_not_answer_is_ended_at_the_deadline():
+    before, worker = workers(), TemplateWorker(PLAIN)
+    limits = {'characters': 99, 'memory_bytes': 2**30, 'cpu_seconds': 9.0, 'wall_seconds': 270.0}
+    request = {'conversations': [chat_messages('a')], 'values': {}, **limits}
+    assert worker.render(request) == ([{'text': 'a'}], '')
+    [pid] = workers() - before
+    os.kill(pid, signal.SIGSTOP)
+    assert worker.render(request | {'wall_seconds': 0.1}) == ([], 'it takes more than 0.1 s')
+    assert workers() == before
+    assert worker.render(request) == ([{'text': 'a'}], '')
 
 
 def test_threads_get_their_own_replies():
