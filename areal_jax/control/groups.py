@@ -124,6 +124,7 @@ class RunningGroups:
             'finish', None, draw=group.prompt.draw, sample=episode.sample, tokens=sum(lengths),
             reason=lost.label if lost else episode.label or episode.finish_reason or CANCELLED,
             versions=versions, lengths=lengths, **({'rows': rows, 'forks': forks} if forks else {}),
+            **({'turns': sum(call.reply is not None for call in episode.calls)} if episode.label else {}),
             **({'discarded': sorted(map(list, episode.discarded.items()))} if episode.discarded else {}),
         )  # fmt: skip
         self._unrecorded += 1

@@ -19,6 +19,7 @@ class FinishEvent(Header):
     ]
     versions: Annotated[list[int], 'policy version of each segment']
     lengths: NotRequired[Annotated[list[int], 'tokens of each segment; from version 6 of the log on']]
+    turns: NotRequired[Annotated[int, 'of an agent: turns that its program got']]
     rows: NotRequired[Annotated[list[int], 'segments of each row of the episode; one row where it is left out']]
     discarded: NotRequired[Annotated[list[list[int]], '[policy version, tokens] that were taken out of rows again']]
     forks: NotRequired[Annotated[list[str], 'why each row after the first one began']]

@@ -21,6 +21,7 @@ from areal_jax.report import aggregates, statistics
 from areal_jax.report import engine_work as generation
 from areal_jax.report import report_keys as contents
 from areal_jax.report.age_table import age_histograms, token_age, token_age_steps
+from areal_jax.report.agents import summarize_agents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.censoring import censoring
@@ -112,6 +113,7 @@ def build_report(
         **_flow(metrics, training, within),
         'publish_pause_seconds': _pauses(training),
         'publications': publication_rows(training),
+        'agents': summarize_agents(training),
         **_generation(events, training, facts),
         **_causes(events, metrics, facts),
         'throughput': _throughput(training, metrics, within),

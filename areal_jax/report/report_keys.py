@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
+from areal_jax.report.agents import AgentSummary
+
 
 class Interval(TypedDict):
     """A mean score with its 95% interval; `low` and `high` are None where n is too small for one."""
@@ -366,6 +368,7 @@ class Report(Flow, BesideTraining, Generation, Causes):
     versions_per_trajectory: MeanMax
     publish_pause_seconds: MedianMax  # of an engine
     publications: list[PublicationRow]  # of versions above 0
+    agents: AgentSummary | None  # None without agents
     throughput: Throughput
     busy: Busy
     time: Time

@@ -121,6 +121,7 @@ def _speed(run: Run, parts: Parts) -> Iterator[Block]:
     yield parts.work
     yield parts.rates
     yield parts.publications
+    yield parts.agents
     yield parts.memory
     yield parts.servers
 

@@ -55,5 +55,5 @@ def _results(parts: Parts) -> tuple[Part, ...]:
 
 
 def _time(parts: Parts) -> tuple[Part, ...]:
-    engines = parts.work, parts.rates, parts.publications, parts.memory, parts.servers
+    engines = parts.work, parts.rates, parts.publications, parts.agents, parts.memory, parts.servers
     return parts.cause_of_gap, parts.time, parts.ideal_rule, *engines

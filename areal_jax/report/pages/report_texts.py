@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from areal_jax.report.agents import HEAD as AGENTS_HEAD
+from areal_jax.report.agents import describe_agents
 from areal_jax.report.censoring import censoring_rows
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.engine_work import describe_attention, work_rows
@@ -80,6 +82,7 @@ class Parts:
     rates: Table
     memory: Table
     publications: Table
+    agents: Table
     servers: Table
     groups: Table
     problems: Text
@@ -117,6 +120,7 @@ def tell_parts(report: Report) -> Parts:
         rates=Table(('', ''), _rate_rows(report)),
         memory=Table(('memory, by what it is for', 'GiB'), _memory_rows(report)),
         publications=Table(PUBLICATIONS_HEAD, describe_publications(report['publications'])),
+        agents=Table(AGENTS_HEAD, describe_agents(report['agents'])),
         servers=Table(SERVERS_HEAD, describe_servers(report['servers'])),
         groups=Table(('', 'groups'), _group_rows(report['groups'])),
         problems=Text(_describe_problems(report['problems'])),

@@ -1,0 +1,81 @@
+"""What the agents of a run did: how their episodes ended, why rows began, and what their tools took."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+from typing import TypedDict, cast
+
+from areal_jax.events.schema import Event
+from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.telemetry.numerals import format_number, format_percent
+
+HEAD = ('agents', 'number', '')
+
+
+class ToolSummary(TypedDict):
+    calls: int
+    median_seconds: float
+    max_seconds: float
+
+
+class AgentSummary(TypedDict):
+    """Of the episodes of agents that have ended."""
+
+    ended: dict[str, int]  # by label
+    turns: float  # of an episode, mean
+    rows: float  # the same
+    forks: dict[str, int]  # rows beyond the first one of an episode, by reason
+    tools: dict[str, ToolSummary]  # by name
+
+
+def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
+    """None where no episode is an agent's."""
+    ends = [event for event in events if event['kind'] == 'finish' and 'turns' in event]
+    if not ends:
+        return None
+    forks = collections.Counter(reason for event in ends for reason in event.get('forks', ()))
+    return {
+        'ended': dict(sorted(collections.Counter(event['reason'] for event in ends).items())),
+        'turns': mean(event['turns'] for event in ends),
+        'rows': mean(len(event.get('rows', (0,))) for event in ends),
+        'forks': dict(sorted(forks.items())),
+        'tools': _summarize_tools(events),
+    }
+
+
+def describe_agents(summary: AgentSummary | None) -> list[tuple[str, ...]]:
+    """Rows of the page's table; none without agents."""
+    if summary is None:
+        return []
+    episodes, forked = sum(summary['ended'].values()), sum(summary['forks'].values())
+    means = f'{format_number(summary["turns"])} turns and {format_number(summary["rows"])} rows, mean'
+    return [
+        ('episodes', str(episodes), means),
+        *_share_rows('ended by', summary['ended'], episodes),
+        *_share_rows('rows begun for', summary['forks'], forked),
+        *(
+            (
+                f'calls of {name}',
+                str(tool['calls']),
+                f'{format_number(tool["median_seconds"])} / {format_number(tool["max_seconds"])} s, median / max',
+            )
+            for name, tool in summary['tools'].items()
+        ),
+    ]
+
+
+def _share_rows(what: str, counts: Mapping[str, int], total: int) -> list[tuple[str, ...]]:
+    return [(f'{what} {name}', str(count), format_percent(count / total)) for name, count in counts.items()]
+
+
+def _summarize_tools(events: Sequence[Event]) -> dict[str, ToolSummary]:
+    seconds: dict[str, list[float]] = collections.defaultdict(list)
+    for interval in lane_intervals(events):
+        if interval.work == 'tool':
+            seconds[cast(str, interval.detail['tool'])].append(interval.end - interval.start)
+    return {
+        name: {'calls': len(taken), 'median_seconds': median(taken), 'max_seconds': max(taken)}
+        for name, taken in sorted(seconds.items())
+    }

@@ -1,0 +1,48 @@
+"""How episodes of agents ended, and what their tools took, from the events of a run."""
+
+from areal_jax.report.agents import describe_agents, summarize_agents
+from tests.telemetry.logs import event_log
+
+
+def tool(run, start, end, name):
+    common = {'lane': 'tool', 'run': run, 'work': 'tool', 'amount': 1.0}
+    return [
+        (start, 'run_start', {**common, 'draw': 0, 'sample': 0, 'tool': name}),
+        (end, 'run_done', {**common, 'started': start, 'seconds': end - start}),
+    ]
+
+
+def finish(sample, reason, **fields):
+    return (9, 'finish', {'draw': 0, 'sample': sample, 'tokens': 1, 'reason': reason, 'versions': [0], **fields})
+
+
+def test_ends_rows_and_tools_are_counted():
+    events = event_log(
+        *tool(1, 1, 2, 'search'),
+        *tool(2, 2, 5, 'search'),
+        *tool(3, 3, 3.5, 'add'),
+        finish(0, 'stop', turns=2),
+        finish(1, 'turns', turns=4, rows=[1, 1, 1], forks=['history', 'resampled']),
+        finish(2, 'stop', turns=3, rows=[1, 1], forks=['history']),
+        finish(3, 'length'),  # of a workflow that is no agent
+    )
+    found = summarize_agents(events)
+    assert found == {
+        'ended': {'stop': 2, 'turns': 1},
+        'turns': 3,
+        'rows': 2,
+        'forks': {'history': 2, 'resampled': 1},
+        'tools': {
+            'add': {'calls': 1, 'median_seconds': 0.5, 'max_seconds': 0.5},
+            'search': {'calls': 2, 'median_seconds': 2, 'max_seconds': 3},
+        },
+    }
+    rows = describe_agents(found)
+    assert rows[0] == ('episodes', '3', '3 turns and 2 rows, mean')
+    assert ('rows begun for history', '2', '67%') in rows
+    assert ('calls of search', '2', '2 / 3 s, median / max') in rows
+
+
+def test_a_run_without_agents_has_no_table():
+    assert summarize_agents(event_log(finish(0, 'stop'))) is None
+    assert describe_agents(None) == []
