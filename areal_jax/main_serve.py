@@ -110,7 +110,7 @@ def _define_flags() -> flags.FlagValues:
 
 COMMAND = Command(
     program='areal-serve',
-    purpose='Serves a model over HTTP, with the chat and completions interface of OpenAI, or behind JetStream.',
+    purpose='Serves a model over HTTP, with the interfaces of OpenAI and Anthropic, or behind JetStream.',
     usage=(
         '--config=FILE[:ARGUMENT] --port=N [--model=RUN|CHECKPOINT|HF_DIR|GGUF] [--host=ADDRESS] '
         '[--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
@@ -134,7 +134,7 @@ COMMAND = Command(
     fields=(
         'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
         'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',
-        'server.max_streams', 'server.request_timeout_s', 'server.drain_timeout_s',
+        'server.max_streams', 'server.request_timeout_s', 'server.drain_timeout_s', 'server.required',
     ),
     exits={**EXITS, ExitCode.FINISHED: 'told to stop by a signal, after the answers under way'},
     notes='Where the environment variable AREAL_JAX_API_KEY is set, clients must send its value as their key.',

@@ -58,7 +58,7 @@ class FrontKind:
 
 
 def build_http(parts: FrontParts) -> Front:
-    """Routes in the dialects of SGLang, vLLM and OpenAI."""
+    """Routes in the dialects of SGLang, vLLM, OpenAI and Anthropic."""
     from areal_jax.rollout.http.server.thread import HttpThread
 
     return HttpThread(

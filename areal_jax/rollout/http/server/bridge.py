@@ -177,7 +177,7 @@ class Bridge:
                 call.prompt_field, f'{call.prompt_field} has token {largest}, and the model {self.vocab_size} tokens: '
                 'use ids of its own tokenizer',
             )  # fmt: skip
-        new = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
+        new = 1 if sampling.max_new_tokens is None or call.fits_limit else sampling.max_new_tokens
         if len(prompt) + new > self.context_tokens:
             raise RequestError(
                 call.prompt_field, f'{call.prompt_field} of {len(prompt)} tokens and {new} new '
@@ -191,7 +191,7 @@ class Bridge:
     def _sampling(self, wanted: CallSampling, prompt_tokens: int) -> SamplingParams:
         room = self.context_tokens - prompt_tokens
         return SamplingParams(
-            max_new_tokens=wanted.max_new_tokens or room,
+            max_new_tokens=min(wanted.max_new_tokens or room, room),
             temperature=wanted.temperature,
             top_k=wanted.top_k,
             top_p=wanted.top_p,

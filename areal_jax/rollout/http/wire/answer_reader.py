@@ -81,15 +81,19 @@ def mark_tokens(decode: Callable[[np.ndarray], str], marks: Mapping[int, str]) -
     """
 
     def decode_marked(tokens: np.ndarray) -> str:
-        ids = tokens.tolist()
-        places = [index for index, token in enumerate(ids) if token in marks]
+        places = [index for index, token in enumerate(tokens.tolist()) if token in marks]
         if not places:
             return decode(tokens)
-        parts = [decode(tokens[: places[0]]) if places[0] else '']
-        for place, end in zip(places, [*places[1:], len(ids)], strict=True):
-            parts.append(marks[ids[place]])
-            if end > place + 1:
-                parts.append(decode(tokens[place:end]).removeprefix(decode(tokens[place : place + 1])))
+        parts = [decode_before(tokens[: places[0] + 1])]
+        for place, end in zip(places, [*places[1:], len(tokens)], strict=True):
+            mark = tokens[place : place + 1]
+            part = tokens[place:] if end == len(tokens) else tokens[place : end + 1]
+            text = decode(part) if end == len(tokens) else decode_before(part)
+            parts += [marks[int(mark[0])], text.removeprefix(decode(mark))]
         return ''.join(parts)
+
+    def decode_before(tokens: np.ndarray) -> str:
+        """Without the mark at their end: of tokens that end with EOS `decode` would leave it out."""
+        return decode(tokens).removesuffix(decode(tokens[-1:]))
 
     return decode_marked

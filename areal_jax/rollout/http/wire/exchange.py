@@ -96,6 +96,7 @@ class Call:
     tools: tuple[JsonObject, ...] = ()  # that the chat template shows to the model, which may call them
     one_tool_call: bool = False  # the reply has the first call of an answer only
     wishes: tuple[Wish, ...] = ()
+    fits_limit: bool = False  # a limit of new tokens beyond the room in the context is lowered to it
     ignored: tuple[str, ...] = ()  # fields that were sent and have no influence
     model: str = ''  # echoed
     n: int = 1

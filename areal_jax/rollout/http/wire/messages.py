@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 
@@ -33,7 +34,7 @@ def parse(body: object) -> Call:
     limit = fields.take_optional_integer('max_tokens', least=1)
     if limit is None:
         raise fields.refuse('max_tokens', None, 'is missing: say how long the answer may be')
-    return _parse(fields, limit)
+    return dataclasses.replace(_parse(fields, limit), fits_limit=True)  # packages always send one, often a large one
 
 
 def parse_count(body: object) -> Call:

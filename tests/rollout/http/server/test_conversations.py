@@ -67,6 +67,14 @@ def test_tokens_of_a_conversation_are_counted_without_the_bounds_of_an_answer():
             assert reply['input_tokens'] == expected or (expected is None and reply['input_tokens'] > 20_000)
 
 
+def test_a_limit_beyond_the_context_is_lowered_for_anthropic_s_packages_alone():
+    asked = {'messages': [{'role': 'user', 'content': 'abc'}], 'max_tokens': 30_000, 'ignore_eos': True}
+    with ToyServer(decode_steps=32) as server:
+        status, reply = server.run(lambda client: client.post('/v1/messages', asked))
+        assert (status, reply['stop_reason'], reply['usage']['output_tokens']) == (200, 'max_tokens', 397)
+        assert server.run(lambda client: client.post('/v1/chat/completions', asked))[0] == 400
+
+
 def test_anthropic_s_key_and_errors():
     with ScriptedServer('3', api_key='secret') as server:
         for headers, expected in (({}, 401), ({'x-api-key': 'wrong'}, 401), ({'x-api-key': 'secret'}, 200)):

@@ -63,6 +63,12 @@ def test_the_token_that_ends_an_answer_is_no_part_of_it_and_a_stop_string_ends_a
     assert read(ids, finish=Finish('stop', 'd'), stop=('d',)) == ('abc', [(*FOUND, 2)], 0, 0)
 
 
+def test_an_eos_before_a_mark_is_spelled_out_as_it_is_elsewhere():
+    without_last = lambda tokens: decode(tokens[:-1] if tokens[-1:].tolist() == [258] else tokens)
+    text = mark_tokens(without_last, MARKS)
+    assert text(np.array([97, 258, 256, 258, 98, 257, 258])) == f'a<special>{BEGIN_TOKEN}<special>b{END_TOKEN}'
+
+
 def test_calls_after_the_first_are_hidden_on_demand():
     assert read([*CALL, *b'\n', *CALL, *b'x'], only_first=True) == ('x', [(*FOUND, 0)], 0, 1)
 
