@@ -83,10 +83,10 @@ class BlockIndex:
         if start + self.block_tokens > len(tokens) and rest in (named := self._prompts.get(place, {})):
             return Match(blocks, named[rest], len(tokens), goes_on=False)
         ends = self._ends.get(place, {})
-        for size in range(len(rest) if ends else 0, 0, -4):
-            if rest[:size] in ends:
-                return Match(blocks, ends[rest[:size]], start + size // 4, goes_on=True)
-        return Match(blocks, None, start, goes_on=False)
+        # of many sequences that end here a look into the table for each length is less than a comparison with each
+        wanted = ends if len(ends) <= self.block_tokens else (rest[:size] for size in range(4, len(rest) + 1, 4))
+        end = max((one for one in wanted if rest.startswith(one) and one in ends), key=len, default=b'')
+        return Match(blocks, ends.get(end), start + len(end) // 4, goes_on=bool(end))
 
     def name(self, version: int, digests: Sequence[bytes], tokens: np.ndarray, blocks: Sequence[int]) -> Iterator[int]:
         """Names the blocks of a sequence, the last one first, and yields what has each name now.

@@ -483,7 +483,7 @@ def test_a_finished_run_whose_last_evaluation_is_stopped_can_be_saved_and_resume
     assert (resumed.finished, resumed.steps, resumed.learner.w) == (True, [], run.learner.w)
 
 
-@pytest.mark.parametrize('call', [1, 4])
+@pytest.mark.parametrize('call', [1, 3])
 @pytest.mark.parametrize(
     ('part', 'method'),
     [

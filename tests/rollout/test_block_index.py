@@ -66,6 +66,16 @@ def test_what_another_block_holds_already_is_not_named_again():
     assert [block in index for block in range(5)] == [True, True, False, True, True]
 
 
+def test_of_many_sequences_that_end_in_one_block_the_longest_that_the_prompt_begins_with_is_found():
+    index = BlockIndex(SIZE)
+    for number in range(2 * SIZE):
+        name(index, [number], [number])
+        name(index, [number, number], [100 + number])
+        assert find(index, [number, number, 7]) == ([], 100 + number, 2)
+        assert find(index, [number, 9]) == ([], number, 1)
+        assert find(index, [99]) == ([], None, 0)
+
+
 @pytest.mark.parametrize('table', ['_whole', '_ends'])
 def test_a_check_finds_a_name_that_was_not_forgotten(table):
     index = BlockIndex(SIZE)
@@ -95,7 +105,7 @@ class Plain:
 SEQUENCES = st.lists(st.integers(0, 1), max_size=13)
 
 
-@given(st.lists(SEQUENCES, max_size=8), SEQUENCES)
+@given(st.lists(SEQUENCES, max_size=12), SEQUENCES)
 def test_the_match_is_the_longest_of_all_kept_sequences(sequences, prompt):
     index, holds = BlockIndex(SIZE), {}
     for number, tokens in enumerate(sequences):
