@@ -95,6 +95,9 @@ class _Prefill(Header):
     prompt_tokens: NotRequired[
         Annotated[int, 'part of `tokens`: of prompts, for all answers to one; from version 8 of the log on']
     ]
+    kept: NotRequired[
+        Annotated[list[int], 'tokens of prompts that the cache had of sequences before: of new answers, of others']
+    ]
 
 
 class PrefillEvent(_Prefill):

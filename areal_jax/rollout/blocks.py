@@ -130,6 +130,7 @@ class Prefix:
         None  # (source, target) of a block that begins as a kept one, before the next dispatch
     )
     lent: bool = False  # a sequence has the tail as its own and gives it back at its end
+    found: int = 0  # positions that a sequence before had left in the cache, until a dispatch of prefill tells of them
     expected: int = 0  # sequences in slots that are going to read it, and have not yet
 
     @property

@@ -161,8 +161,9 @@ class CacheTable:
         whole, ends_inside = divmod(len(tokens), self._block_tokens)
         tail = blocks[whole] if ends_inside else None
         prefix = Prefix(
-            (version, key), tokens, running.prompt_digests, blocks[:whole], tail, match.length, lent=tail is not None
-        )
+            (version, key), tokens, running.prompt_digests, blocks[:whole], tail, match.length,
+            lent=tail is not None, found=match.length,
+        )  # fmt: skip
         if match.tail is not None:
             self.prefixes.copy(prefix, match.tail, blocks[len(match.blocks)])
         self._enter(running, prefix, blocks[whole:], found=match.length, has_tail=tail is not None)

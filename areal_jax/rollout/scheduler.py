@@ -43,6 +43,7 @@ class PrefillStep:
     requests: tuple[str, ...]  # that are new in their slots, or whose tokens are computed
     bucket: PrefillBucket
     pieces: tuple[PlannedPiece, ...]
+    found: tuple[int, int]  # positions of prompts that the cache had, for answers without tokens and for others
     attached_before: tuple[RunningRequest, ...]  # requests whose prefix is in the cache
     attached_after: tuple[RunningRequest, ...]  # requests whose prefix the pieces complete
 
@@ -192,7 +193,8 @@ class Scheduler:
         )  # fmt: skip
         for running in admitted:
             _cached(running).is_logged = True
-        return PrefillStep(tuple(self.cache.take_copies()), named, bucket, pieces, tuple(before), tuple(after))
+        copies, found = tuple(self.cache.take_copies()), _take_found(admitted)
+        return PrefillStep(copies, named, bucket, pieces, found, tuple(before), tuple(after))
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
         """Cut at multiples of the longest piece from where the target begins, so that company does not move a cut."""
@@ -252,6 +254,16 @@ def _is_ready(running: RunningRequest) -> bool:
     """Whether all its tokens but the last are in the cache."""
     cached = running.cached
     return cached is not None and cached.is_attached and cached.filled == len(running) - 1
+
+
+def _take_found(admitted: Sequence[RunningRequest]) -> tuple[int, int]:
+    """Of prefixes that no dispatch has told of, by whether the first request with it has tokens."""
+    found = [0, 0]
+    for running in admitted:
+        if (prefix := _cached(running).prefix) is not None:
+            found[running.has_begun] += prefix.found
+            prefix.found = 0
+    return found[0], found[1]
 
 
 def _prefill_target(running: RunningRequest) -> Prefix | CachedSequence | None:

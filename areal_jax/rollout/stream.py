@@ -222,10 +222,11 @@ class DecodeStream:
 
         tokens = sum(len(piece.tokens) for piece in pieces)
         rebuilt = sum(len(planned.piece.tokens) for planned in step.pieces if planned.is_rebuilt)
+        kept = {'kept': list(step.found)} if any(step.found) else {}
         self._log.write(
             self._kinds.prefill, self._engine, engine=self._engine, requests=list(step.requests),
             bucket=step.bucket.tokens, prior=step.bucket.prior, tokens=tokens, rebuilt=rebuilt,
-            prompt_tokens=sum(len(planned.piece.tokens) for planned in step.pieces if planned.is_of_prompt),
+            prompt_tokens=sum(len(planned.piece.tokens) for planned in step.pieces if planned.is_of_prompt), **kept,
         )  # fmt: skip
         size = {'tokens': tokens, 'positions': sum(_seen_positions(piece.span) for piece in pieces)}
         began_s, work = self._clock.now(), self._work(self._kinds.prefill, step.bucket.tokens, weights, size)

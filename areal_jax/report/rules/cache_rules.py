@@ -235,9 +235,9 @@ class CacheRules:
     def _compute(self, engine: _Engine, prefill: PrefillEvent, version: int | None) -> None:
         engine.computing = computing = engine.computing or _Computing(prefill['engine'], engine.is_empty)
         engine.is_empty = False
-        rebuilt = prefill.get('rebuilt', 0)
-        computing.computed += rebuilt
-        computing.computed_new += prefill['tokens'] - rebuilt
+        rebuilt, (kept_new, kept_begun) = prefill.get('rebuilt', 0), prefill.get('kept', (0, 0))
+        computing.computed += rebuilt + kept_begun
+        computing.computed_new += prefill['tokens'] - rebuilt + kept_new
         if computing.computed_own is not None:
             own = prefill['tokens'] - prefill['prompt_tokens'] if 'prompt_tokens' in prefill else None
             computing.computed_own = None if own is None else computing.computed_own + own
