@@ -17,10 +17,12 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from areal_jax import files
 from areal_jax.app.command_line import load_config
 from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.channels import ChannelParts, build_channel
 from areal_jax.app.parts.part_settings import build_allocation
+from areal_jax.config import CONFIG as CONFIG_OF_RUN
 from areal_jax.config import TrackedConfig
 from areal_jax.files import JsonObject
 from areal_jax.publication.carriers.receivers import parse_version_name
@@ -124,6 +126,7 @@ class SenderProcess:
 def main(workdir: pathlib.Path, name: str) -> None:
     config = load_config(str(ROOT / CONFIG))
     config.update_from_flattened_dict(CHANNELS[name] | {'rollout.server': 'own'})
+    files.write_json(workdir / CONFIG_OF_RUN, config.to_dict(), allow_nan=True)  # which a version names its sampling of
     tracked = TrackedConfig(config)
     channel = build_channel(ChannelParts(tracked, workdir, describe_model(tracked), build_allocation(tracked)))
     scores = Scores(config.publication.dtype)
