@@ -126,7 +126,7 @@ class SenderProcess:
 def main(workdir: pathlib.Path, name: str) -> None:
     config = load_config(str(ROOT / CONFIG))
     config.update_from_flattened_dict(CHANNELS[name] | {'rollout.server': 'own'})
-    files.write_json(workdir / CONFIG_OF_RUN, config.to_dict(), allow_nan=True)  # which a version names its sampling of
+    files.write_json(workdir / CONFIG_OF_RUN, config.to_dict(), allow_nan=True)  # files of a version have its sampling
     tracked = TrackedConfig(config)
     channel = build_channel(ChannelParts(tracked, workdir, describe_model(tracked), build_allocation(tracked)))
     scores = Scores(config.publication.dtype)

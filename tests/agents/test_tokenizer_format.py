@@ -1,0 +1,75 @@
+"""The chat form of a real tokenizer: calls in sampled ids, and rows that have the text of their history."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_jax.agents.conversation import Conversation
+from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.control.episode import Episode
+from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.types import Segment
+from tests.text.test_extension import HERMES, build
+
+TOOLS = ({'type': 'function', 'function': {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}}},)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+WRITTEN = CALL.replace('  ', ' ')  # with the spaces of a template, which writes arguments by itself
+
+
+@pytest.fixture(scope='module')
+def tokenizer(smollm2_fields):
+    return build(smollm2_fields, HERMES)
+
+
+@pytest.fixture(scope='module')
+def form(tokenizer):
+    return TokenizerFormat(tokenizer, NOTATIONS['hermes'])
+
+
+@pytest.fixture(scope='module')
+def sampled(tokenizer):
+    def sampled(text, closed=True):
+        return np.array([*tokenizer.encode(text), *([tokenizer.eos_id] if closed else [])], np.int32)
+
+    return sampled
+
+
+def test_calls_are_read_from_ids_as_they_were_written(form, sampled):
+    message = form.parse(sampled(f'I add. {CALL}'), TOOLS, 'call_3')
+    (call,) = message['tool_calls']
+    assert message['content'] == 'I add.'
+    assert call == {
+        'id': 'call_3_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1,  "b": 2}'},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(('text', 'tools'), [(CALL, ()), ('<tool_call>\n{"name": "add"}\n</tool_call>', TOOLS)])
+def test_what_is_no_call_stays_text(form, sampled, text, tools):
+    assert form.parse(sampled(text), tools, 'call_0') == {'role': 'assistant', 'content': text}
+
+
+def test_the_end_of_a_turn_is_the_end_token_alone(form, tokenizer):
+    assert form.closes(tokenizer.eos_id)
+    assert not form.closes(int(tokenizer.encode('a')[0]))
+
+
+@pytest.mark.parametrize('closed', [True, False])
+def test_a_row_of_turns_and_results_is_the_text_of_the_whole_history(form, tokenizer, sampled, closed):
+    episode = Episode(0)
+    conversation = Conversation(episode, np.zeros(0, np.int32), form)
+    history = [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'What is 1 + 2?'}]
+    for text, added in (
+        (WRITTEN, [{'role': 'tool', 'content': '3'}]),
+        ('It is 3.', [{'role': 'user', 'content': 'Sure?'}]),
+    ):
+        call = conversation.begin(history, TOOLS)
+        ids = sampled(text, closed)
+        episode.rows[call.row].append(Segment(ids, np.zeros(len(ids), np.float32), 0))
+        reply = form.parse(ids, TOOLS, f'call_{len(history)}')
+        conversation.end(call, history, TOOLS, reply, closed=closed, finish_reason='stop')
+        calls = reply.get('tool_calls', [])
+        history = [*history, reply, *({**m, **({'tool_call_id': calls[0]['id']} if calls else {})} for m in added)]
+    conversation.begin(history, TOOLS)
+    assert len(episode.rows) == 1
+    assert tokenizer.decode(conversation.tokens(0)) == tokenizer.decode(form.render(history, TOOLS))
