@@ -47,6 +47,7 @@ _ALONE = {
     'telemetry.tensorboard': False,
 }  # fmt: skip
 _UNLIMITED = 1e15  # bytes per second
+_MEMORY = pathlib.Path('/dev/shm')
 _TRANSFERS = 3  # of a block, one after the other: a client sends its own, one fetches the others', all fetch the mean
 
 
@@ -128,7 +129,8 @@ class Clients:
 
 def measure_round(small: bool, seed: int, rounds: int, block_bytes: Sequence[int]) -> dict[str, Any]:
     clients = Clients(small, seed)
-    with tempfile.TemporaryDirectory() as directory:
+    # in memory, where there is a file system of it: the link is simulated, and no disk of this machine is a part of it
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as directory:
         ask = lambda mode, speed: clients.ask(
             mode=mode, bytes_per_s=speed, directory=f'{directory}/{mode}_{speed:.0f}', rounds=rounds
         )

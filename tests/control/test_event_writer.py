@@ -115,7 +115,7 @@ def test_optional_fields_may_be_left_out_one_by_one():
     log.listeners.append(check_types)
     log.write('evaluate', phase='after', mode='start')
     log.write('evaluate', phase='after', mode='done', unverified=['timeout'])
-    detail = {'update': 1, 'version': 2, 'draw': 3, 'attempt': 1, 'worker': 'start'}
+    detail = {'update': 1, 'version': 2, 'draw': 3, 'sample': 0, 'tool': 'add', 'attempt': 1, 'worker': 'start'}
     assert detail.keys() == {field.name for field in KINDS['run_start'].fields if field.optional}
     for name in detail:
         log.write('run_start', 'learner', run=0, work='train', amount=5, **{name: detail[name]})

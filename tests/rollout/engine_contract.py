@@ -74,6 +74,9 @@ class Subject:
     tolerance: float = 1e-5  # of a log-prob
 
 
+_MOST_WAITS = 200  # of 0.005 s each
+
+
 class Bench:
     """One engine under a clock, and what a check does to it."""
 
@@ -105,6 +108,14 @@ class Bench:
             await self.clock.run('time', lambda: None, Work('time', seconds))
         else:
             await self.clock.wait(self.clock.event('time'), seconds * self.setting.pace)
+
+    async def pass_until_begun(self, *found):
+        """0.045 s, in which a few tokens come; a loaded machine gets more, until the first one is there."""
+        await self.pass_time(0.045)
+        for _ in range(_MOST_WAITS):
+            if any(one.tokens() or one.generation.finish_reason for one in found):
+                return
+            await self.pass_time(0.005)
 
     async def load(self, version, equal=False):
         await self.engine.stage(self.subject.published(version, equal))
@@ -183,7 +194,7 @@ def a_cut_softmax_has_its_logprobs_where_they_are_declared(make):
 def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
     async def script(bench):
         first, second, third = bench.collect(0, 1, 2)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(first, second, third)
         bench.engine.cancel(request(0).request_id)
         bench.engine.cancel(request(2).request_id)
         bench.engine.cancel('0/0/99')  # not here
@@ -202,7 +213,7 @@ def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
 def a_pause_delivers_everything_and_a_resume_continues(make):
     async def script(bench):
         found = bench.collect(0, 1, 2)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(*found)
         await bench.engine.pause()
         await bench.pass_time(0.001)  # the coroutines take what was delivered
         before = [one.tokens() for one in found]
@@ -228,7 +239,7 @@ def a_pause_delivers_everything_and_a_resume_continues(make):
 def a_pause_that_aborts_ends_requests_and_keeps_what_was_delivered(make):
     async def script(bench):
         found = bench.collect(0, 1, 2)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(*found)
         await bench.engine.pause()
         await bench.pass_time(0.001)
         assert {one.generation.finish_reason for one in found} == {'cancelled'}
@@ -263,7 +274,7 @@ def staging_does_not_disturb_decoding(make):
 def a_swap_changes_the_version_of_later_tokens_and_tells_the_pause(make):
     async def script(bench):
         found = bench.collect(0, 1, 2)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(*found)
         before = bench.clock.now()
         pause_s = await bench.load(1)
         assert 0 <= pause_s <= bench.clock.now() - before
@@ -304,7 +315,7 @@ def a_recomputed_answer_continues_as_its_prefix_does(make):
 
     async def script(bench):
         (found,) = bench.collect(0)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(found)
         await bench.load(1)
         await bench.end_of(found)
         old = [segment for segment in found.segments if segment.policy_version == 0]
@@ -340,7 +351,7 @@ def logprobs_are_those_of_the_weights(make):
 
     async def script(bench):
         found = bench.collect(0, 1, temperature=1.0)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(*found)
         await bench.load(1)
         await bench.end_of(*found)
         seen = []
@@ -431,7 +442,7 @@ def a_pause_holds_pinned_requests_too_and_loses_nothing(make):
     async def script(bench):
         await bench.engine.pin(bench.subject.published(1, False))
         found = bench.collect(0, 1, version=1)
-        await bench.pass_time(0.045)
+        await bench.pass_until_begun(*found)
         await bench.engine.pause()
         await bench.pass_time(0.001)
         before = [one.tokens() for one in found]
