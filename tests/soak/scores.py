@@ -18,7 +18,8 @@ from tests.soak.servers import CONFIG, CONTEXT
 
 SCALE = 2.0  # of the random weights: versions differ in every log-prob
 CHANGED = 0.02  # of the elements of a leaf, from version 0 to each other one
-TOLERANCE = {'float32': 1e-3, 'bfloat16': 0.2}  # nats of a token, by publication.dtype; versions are 1.6 apart
+# nats of a token, by publication.dtype; rounding in 16 bits had 0.22 in 640,000 tokens
+TOLERANCE = {'float32': 1e-3, 'bfloat16': 0.5}
 
 
 class Scores:
