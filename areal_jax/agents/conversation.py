@@ -17,6 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 from areal_jax.control.episode import Call, Episode, Row
+from areal_jax.text.extension import can_extend
 from areal_jax.types import NOT_GENERATED, Segment, concatenate
 
 Message: TypeAlias = Mapping[str, object]  # of OpenAI's chat: role, content, tool_calls, tool_call_id
@@ -112,7 +113,7 @@ class Conversation:
 
     def _continue(self, added: Messages, tools: Tools, turn: Call) -> tuple[int, bool] | None:
         """(row, whether it is new) behind a sampled turn; None where that cannot be."""
-        following = self._renderer.extend(added, tools, closed=turn.closed) if _may_follow(added) else None
+        following = self._renderer.extend(added, tools, closed=turn.closed) if can_extend(added) else None
         if following is None:
             return None
         before = self.tokens(turn.row)
@@ -128,7 +129,7 @@ class Conversation:
         own = None if np.array_equal(prompt, self._prompt) else prompt.astype(np.int32)
         rows = self._episode.rows
         if fork is None:
-            rows[0] = Row(own)
+            rows[:] = [Row(own)]  # calls that were taken out again may have left empty ones
         else:
             rows.append(Row(own, fork))
         return len(rows) - 1, True
@@ -139,18 +140,12 @@ class Conversation:
         if not calls:
             return None
         if known:
-            return 'template' if _may_follow(messages[known[-1] :]) else 'tail'
+            return 'template' if can_extend(messages[known[-1] :]) else 'tail'
         if histories[-1] in {call.asked for call in calls}:
             return 'resampled'
         if {call.after_without_tools for call in self._answered()}.intersection(digests(messages, ())[1:-1]):
             return 'tools'
         return 'history' if digests(messages[:1], ())[-1] in {call.first for call in calls} else 'conversation'
-
-
-def count_forks(episode: Episode) -> dict[str, int]:
-    """Rows beyond the first one, by the reason for which they began."""
-    reasons = [row.fork for row in episode.rows if row.fork]
-    return {reason: reasons.count(reason) for reason in sorted(set(reasons))}
 
 
 def digests(messages: Messages, tools: Tools) -> list[str]:
@@ -161,13 +156,6 @@ def digests(messages: Messages, tools: Tools) -> list[str]:
         digest.update(hashlib.sha256(_encode(_canonical(message))).digest())
         found.append(digest.hexdigest())
     return found
-
-
-def _may_follow(added: Messages) -> bool:
-    """Results of tools, then at most one turn of the user; at least one message."""
-    roles = [message.get('role') for message in added]
-    results = roles[:-1] if roles and roles[-1] == 'user' else roles
-    return bool(roles) and all(role == 'tool' for role in results)
 
 
 def _encode(value: object) -> bytes:
@@ -191,11 +179,15 @@ def _canonical_call(call: object) -> object:
     """The id, the name, and the arguments as JSON, or as they are where they are none."""
     if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
         return call
-    arguments = function.get('arguments')
+    return [call.get('id'), function.get('name'), read_arguments(function.get('arguments'))]
+
+
+def read_arguments(arguments: object) -> object:
+    """The JSON in a text of arguments; what is none stays as it is."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return [call.get('id'), function.get('name'), arguments]
+            return json.loads(arguments)
+    return arguments
 
 
 def _items(value: object) -> Sequence[object]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from areal_jax.agents.conversation import Message, Messages, Tools
+from areal_jax.agents.conversation import Message, Messages, Tools, read_arguments
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.answer_reader import mark_tokens
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
@@ -78,8 +77,4 @@ def _with_objects(message: Message) -> dict[str, object]:
 def _with_object(call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
         return call
-    arguments = function.get('arguments')
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return {**call, 'function': {**function, 'arguments': arguments}}
+    return {**call, 'function': {**function, 'arguments': read_arguments(function.get('arguments'))}}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.agents.conversation import Conversation, count_forks
+from areal_jax.agents.conversation import Conversation
 from areal_jax.control.episode import Episode
 from areal_jax.types import NOT_GENERATED, Segment
 from tests.agents.toy_format import CLOSE, ToyFormat, reply, result, user
@@ -15,6 +15,12 @@ from tests.agents.toy_format import CLOSE, ToyFormat, reply, result, user
 PROMPT = np.array([1, 2], np.int32)
 SYSTEM, USER = {'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}
 CALL = {'id': 'c1', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"b": 2, "a": 1}'}}
+
+
+def count_forks(episode):
+    """Rows beyond the first one, by the reason for which they began."""
+    reasons = [row.fork for row in episode.rows if row.fork]
+    return {reason: reasons.count(reason) for reason in reasons}
 
 
 class Program:
@@ -126,6 +132,15 @@ def test_a_call_that_was_cancelled_leaves_nothing():
         assert program.rows() == before
     assert program.ask(history, [502], reply('B')) == 0
     assert count_forks(program.episode) == {}
+
+
+def test_a_first_call_after_cancelled_ones_has_the_first_row():
+    program = Program()
+    calls = [program.conversation.begin([user(text)], ()) for text in 'uvw']
+    for call in calls:
+        program.conversation.undo(call)
+    assert program.ask([USER], [501], reply('A')) == 0
+    assert program.rows() == [[*ToyFormat().render([USER], ()).tolist(), 501]]
 
 
 def test_fields_that_say_the_same_are_one_history():
