@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+
 import numpy as np
 import pytest
 
@@ -27,10 +29,10 @@ class OtherClient:
     """An exchange with a client that has changed every weight by 2: half of it is in the mean, 1 more than without."""
 
     def __init__(self):
-        self.sent: dict[int, dict[str, np.ndarray]] = {}
+        self.sent: queue.Queue[int] = queue.Queue()  # turns: they are sent by a thread
 
     def exchange(self, turn, block):
-        self.sent[turn] = {path: leaf.copy() for path, leaf in block.items()}
+        self.sent.put(turn)
         return Average((0, 1), {path: leaf + np.float32(1) for path, leaf in block.items()}, waited_s=0.5)
 
 
@@ -82,7 +84,7 @@ def test_with_overlap_a_block_is_replaced_one_turn_later():
     mine = weights_of(alone)
     assert_bit_equal({p: averaged[p] for p in client.paths[0]}, {p: mine[p] + 1 for p in client.paths[0]})
     assert_bit_equal({p: averaged[p] for p in client.paths[1]}, {p: mine[p] for p in client.paths[1]})
-    assert other.sent.keys() == {0, 1}
+    assert [other.sent.get(timeout=60) for _ in range(2)] == [0, 1]
 
 
 def test_a_version_publishes_the_trained_block_and_the_averaged_one():
@@ -125,7 +127,8 @@ def test_a_resumed_client_makes_the_updates_of_the_uninterrupted_one(overlap, st
     for version in range(stop, 8):
         resumed.update(FIRST_GROUPS, version)
     assert_bit_equal(weights_of(whole), weights_of(resumed))
-    assert min(other.sent) == (1 if overlap else 2)  # version 4 is in turn 2: what was on its way is sent again
+    # version 4 is in turn 2: what was on its way is sent again
+    assert other.sent.get(timeout=60) == (1 if overlap else 2)
 
 
 def test_an_error_of_the_exchange_ends_the_update():

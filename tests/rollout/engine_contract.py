@@ -62,7 +62,8 @@ class Subject:
     `published(version, equal)` gives weights for it, those of version 0 again if `equal`; answers to SAMPLING have
     LONGEST tokens, and a version whose weights differ gives other tokens. `prepare` runs before a check, `close` after
     it. `score(prompt, answer, versions)`, all int [n], gives the log-probs float [n] that the answer has under the
-    weights of its versions, each token after everything before it; None: only the engine knows them.
+    weights of its versions, each token after everything before it; None: only the engine knows them. `has_begun` says
+    whether an answer has a token, for a server in real time that can tell before it delivers.
     """
 
     engine: RolloutEngine
@@ -72,6 +73,7 @@ class Subject:
     close: Callable[[], Awaitable[None]] | None = None
     score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None
     tolerance: float = 1e-5  # of a log-prob
+    has_begun: Callable[[], bool] | None = None
 
 
 _MOST_WAITS = 200  # of 0.005 s each
@@ -109,13 +111,13 @@ class Bench:
         else:
             await self.clock.wait(self.clock.event('time'), seconds * self.setting.pace)
 
-    async def pass_until_begun(self, *found):
+    async def pass_until_begun(self):
         """0.045 s, in which a few tokens come; a loaded machine gets more, until the first one is there."""
         await self.pass_time(0.045)
-        for _ in range(_MOST_WAITS):
-            if any(one.tokens() or one.generation.finish_reason for one in found):
-                return
+        waits = 0
+        while self.subject.has_begun is not None and not self.subject.has_begun() and waits < _MOST_WAITS:
             await self.pass_time(0.005)
+            waits += 1
 
     async def load(self, version, equal=False):
         await self.engine.stage(self.subject.published(version, equal))
@@ -194,7 +196,7 @@ def a_cut_softmax_has_its_logprobs_where_they_are_declared(make):
 def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
     async def script(bench):
         first, second, third = bench.collect(0, 1, 2)
-        await bench.pass_until_begun(first, second, third)
+        await bench.pass_until_begun()
         bench.engine.cancel(request(0).request_id)
         bench.engine.cancel(request(2).request_id)
         bench.engine.cancel('0/0/99')  # not here
@@ -213,7 +215,7 @@ def a_cancelled_request_ends_as_cancelled_and_the_others_go_on(make):
 def a_pause_delivers_everything_and_a_resume_continues(make):
     async def script(bench):
         found = bench.collect(0, 1, 2)
-        await bench.pass_until_begun(*found)
+        await bench.pass_until_begun()
         await bench.engine.pause()
         await bench.pass_time(0.001)  # the coroutines take what was delivered
         before = [one.tokens() for one in found]
@@ -239,7 +241,7 @@ def a_pause_delivers_everything_and_a_resume_continues(make):
 def a_pause_that_aborts_ends_requests_and_keeps_what_was_delivered(make):
     async def script(bench):
         found = bench.collect(0, 1, 2)
-        await bench.pass_until_begun(*found)
+        await bench.pass_until_begun()
         await bench.engine.pause()
         await bench.pass_time(0.001)
         assert {one.generation.finish_reason for one in found} == {'cancelled'}
@@ -274,7 +276,7 @@ def staging_does_not_disturb_decoding(make):
 def a_swap_changes_the_version_of_later_tokens_and_tells_the_pause(make):
     async def script(bench):
         found = bench.collect(0, 1, 2)
-        await bench.pass_until_begun(*found)
+        await bench.pass_until_begun()
         before = bench.clock.now()
         pause_s = await bench.load(1)
         assert 0 <= pause_s <= bench.clock.now() - before
@@ -315,7 +317,7 @@ def a_recomputed_answer_continues_as_its_prefix_does(make):
 
     async def script(bench):
         (found,) = bench.collect(0)
-        await bench.pass_until_begun(found)
+        await bench.pass_until_begun()
         await bench.load(1)
         await bench.end_of(found)
         old = [segment for segment in found.segments if segment.policy_version == 0]
@@ -351,7 +353,7 @@ def logprobs_are_those_of_the_weights(make):
 
     async def script(bench):
         found = bench.collect(0, 1, temperature=1.0)
-        await bench.pass_until_begun(*found)
+        await bench.pass_until_begun()
         await bench.load(1)
         await bench.end_of(*found)
         seen = []
@@ -442,7 +444,7 @@ def a_pause_holds_pinned_requests_too_and_loses_nothing(make):
     async def script(bench):
         await bench.engine.pin(bench.subject.published(1, False))
         found = bench.collect(0, 1, version=1)
-        await bench.pass_until_begun(*found)
+        await bench.pass_until_begun()
         await bench.engine.pause()
         await bench.pass_time(0.001)
         before = [one.tokens() for one in found]

@@ -55,7 +55,7 @@ class Job:
 
     def spans(self):
         cuts = [i for i, v in enumerate(self.versions) if i == 0 or v != self.versions[i - 1]]
-        ends = [*cuts[1:], len(self.versions)]
+        ends = [*cuts, len(self.versions)][1:]
         return [{'version': self.versions[a], 'start': a, 'end': b} for a, b in zip(cuts, ends, strict=True)]
 
 
@@ -85,6 +85,9 @@ class FakeServer:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(10)
+
+    def has_begun(self):
+        return any(job.tokens for job in list(self.jobs.values()))
 
     def sent(self, path):
         """Bodies of the requests to a path."""

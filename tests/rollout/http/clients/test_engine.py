@@ -73,7 +73,7 @@ class Factory:
             if self._asks:
                 await engine.ask()
 
-        return Subject(engine, engine.start, self.published, prepare, engine.close)
+        return Subject(engine, engine.start, self.published, prepare, engine.close, has_begun=self.server.has_begun)
 
 
 @pytest.fixture(params=KINDS)
