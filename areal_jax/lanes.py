@@ -8,6 +8,7 @@ import dataclasses
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
 REGISTRY = 'registry'  # lane: the registry of servers is read in it
 TOOL = 'tool'  # lane: agents call their tools in it
+PROGRAM = 'program'  # lane: what programs of episodes do next is waited for in it
 EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it
 EVALUATION_WORK = ('evaluation_prefill', 'evaluation_decode', 'pin')  # kinds of work of such an evaluation
 

@@ -103,6 +103,10 @@ class Generator(Protocol):
         """Starts the request; on the engine `prefer` where there is one of that name."""
         ...
 
+    def cancel(self, request: GenerationRequest) -> None:
+        """Ends the request with the reason 'cancelled'; what was delivered stays. One that is not open is ignored."""
+        ...
+
     def cancel_all(self) -> None:
         """Ends every open request with the reason 'cancelled'."""
         ...

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests
 from areal_jax.control.episode import Call, Episode
+from areal_jax.errors import UserError
 from areal_jax.protocols import Clock, Generator
 from areal_jax.types import NOT_GENERATED, GenerationRequest, Prompt, SamplingParams, Segment, Work
 
-# why an episode ended; the first four are scored and trained, the others have no reward
+# why an episode ended; the first three are scored and trained, the others have no reward
 Label: TypeAlias = Literal['stop', 'length', 'turns', 'deadline', 'agent_error', 'env_error', 'cancelled']
 
 
@@ -30,6 +31,10 @@ class EpisodeEnd(BaseException):
         self.label = label
 
 
+class ProgramsError(UserError):
+    """No program can run, whatever the episode: it ends the run."""
+
+
 class ToolFailedError(Exception):
     """Raised by a tool that cannot do its work: the episode ends as env_error, without a reward."""
 
@@ -37,8 +42,11 @@ class ToolFailedError(Exception):
 class ChatFormat(Renderer, Protocol):
     """A chat template together with the notation of calls in it."""
 
-    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> Message:
-        """The message in sampled ids, int32 [n]: text, and calls of tools, whose ids begin with `prefix`."""
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
+        """The message in sampled ids, int32 [n]: text, and calls of tools, whose ids begin with `prefix`.
+
+        And the number of calls that are broken, and stay text.
+        """
         ...
 
     def closes(self, token: int) -> bool:
@@ -75,6 +83,16 @@ class Reply:
         return calls if isinstance(calls, (list, tuple)) else ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A reply with the tokens that it was made of."""
+
+    call: Call
+    reply: Reply
+    prompt_tokens: np.ndarray  # int32 [P], all of the row before the answer
+    answer: tuple[Segment, ...]
+
+
 class Dialogue:
     """The calls of one episode.
 
@@ -101,19 +119,50 @@ class Dialogue:
         self._conversation = Conversation(episode, prompt.tokens, chat_format)
         self._recorded = list(episode.calls)  # not yet repeated by a program that was started again
         self._results = list(episode.results)
+        self._open: dict[int, GenerationRequest] = {}  # answers under way, by the number of their row
+        self._closing: Label | None = None
+        self._drained = clock.event(f'answers of episode {prompt.draw}.{episode.sample}')
+
+    @property
+    def episode(self) -> Episode:
+        return self._episode
 
     async def chat(self, messages: Messages, tools: Tools = ()) -> Reply:
         """The reply of the policy to a conversation; raises EpisodeEnd where no budget is left."""
+        return (await self.take_turn(messages, tools)).reply
+
+    async def take_turn(self, messages: Messages, tools: Tools = (), *, one_tool_call: bool = False) -> Turn:
+        """The same with its tokens. With `one_tool_call` calls of tools after the first stay out of the message."""
         if not messages:
             raise ValueError('chat() was called without a message: give at least one turn')
+        if self._closing is not None:
+            raise EpisodeEnd(self._closing)
         call = self._find_recorded(messages, tools)
         if call is None:
             self._require_turn()
             call = self._conversation.begin(messages, tools)
         if call.reply is None:
-            await self._answer(call, messages, tools)
-        assert call.reply is not None
-        return Reply(call.reply, call.finish_reason)
+            await self._answer(call, messages, tools, one_tool_call)
+        return self._describe_turn(call)
+
+    async def close(self, label: Label) -> None:
+        """Ends answers under way; returns when all of their tokens are in the rows. Later calls raise EpisodeEnd."""
+        self._closing = self._closing or label
+        for request in list(self._open.values()):
+            self._pool.cancel(request)
+        while self._open:
+            self._drained.clear()
+            await self._clock.wait(self._drained)
+
+    def withdraw(self, calls: Iterable[Call]) -> None:
+        """Takes calls whose replies reached nobody out of the rows; none of them is continued by another one."""
+        for call in reversed(list(calls)):
+            self._conversation.undo(call)
+
+    def withdraw_unused(self) -> None:
+        """The same for answers that never ended, and for calls of a record that its program did not repeat."""
+        self.withdraw(call for call in self._episode.calls if call.reply is None or call in self._recorded)
+        self._recorded.clear()
 
     async def call_tool(self, name: str, arguments: object, tool: Callable[[], Awaitable[str]]) -> str:
         """The text that a tool gives, cut to agent.tool_bytes; a call that the record has is not made again.
@@ -144,8 +193,7 @@ class Dialogue:
         if found is not None:
             self._recorded.remove(found)
             return found
-        for call in reversed(self._recorded):  # the program of before got them, this one goes another way
-            self._conversation.undo(call)
+        self.withdraw(self._recorded)  # the program of before got them, this one goes another way
         self._recorded.clear()
         return None
 
@@ -156,7 +204,18 @@ class Dialogue:
         if self._budgets.max_turns and len(self._episode.calls) >= self._budgets.max_turns:
             raise EpisodeEnd('turns')
 
-    async def _answer(self, call: Call, messages: Messages, tools: Tools) -> None:
+    def _describe_turn(self, call: Call) -> Turn:
+        assert call.reply is not None
+        prompt, answer = self._conversation.tokens_before(call.row, call.start), []
+        left = call.end - len(prompt)
+        for segment in self._episode.rows[call.row].segments[call.start :]:
+            if left <= 0:
+                break
+            answer.append(segment)
+            left -= len(segment.tokens)
+        return Turn(call, Reply(call.reply, call.finish_reason), prompt, tuple(answer))
+
+    async def _answer(self, call: Call, messages: Messages, tools: Tools, one_tool_call: bool) -> None:
         """Generates into the row of the call, after what a resumed episode has of the answer already."""
         row = self._episode.rows[call.row]
         prompt = self._conversation.tokens_before(call.row, call.start)
@@ -177,12 +236,18 @@ class Dialogue:
         )
         generation = self._pool.generate(request, prefer=self._episode.engine)
         self._episode.engine = generation.engine
-        async for segment in generation:
-            row.append(segment)
+        self._open[call.row] = request
+        try:
+            async for segment in generation:
+                row.append(segment)
+        finally:
+            del self._open[call.row]
+            self._drained.set()
         self._episode.engine = generation.engine  # it may have moved
         if generation.finish_reason == 'cancelled':
             raise EpisodeEnd('cancelled')  # the record keeps what there is, for a run that goes on
-        self._finish(call, messages, tools, row.segments[call.start :], generation.finish_reason == 'length')
+        is_cut = generation.finish_reason == 'length'
+        self._finish(call, messages, tools, row.segments[call.start :], is_cut, one_tool_call)
 
     def _room(self, call: Call, prompt_tokens: int) -> int:
         """Most tokens of the answer, those that it has included."""
@@ -192,9 +257,18 @@ class Dialogue:
         rooms = [self._sampling.max_new_tokens - before, self._budgets.context_tokens - prompt_tokens]
         return min(rooms + ([self._budgets.max_turn_tokens] if self._budgets.max_turn_tokens else []))
 
-    def _finish(self, call: Call, messages: Messages, tools: Tools, answer: Sequence[Segment], is_cut: bool) -> None:
+    def _finish(
+        self, call: Call, messages: Messages, tools: Tools, answer: Sequence[Segment], is_cut: bool, one_tool_call: bool
+    ) -> None:
         ids = np.concatenate([segment.tokens for segment in answer])
-        reply = self._format.parse(ids, tools, f'call_{self._episode.calls.index(call)}')
+        reply, unparsed = self._format.parse(ids, tools, f'call_{self._episode.calls.index(call)}')
+        calls = reply.get('tool_calls')
+        called = len(calls) if isinstance(calls, list) else 0
+        self._episode.count(tool_calls=called, unparsed=unparsed)
+        if one_tool_call and called > 1:
+            assert isinstance(calls, list)
+            reply = {**reply, 'tool_calls': calls[:1]}
+            self._episode.count(hidden=called - 1)
         reason = 'length' if is_cut else 'tool_calls' if reply.get('tool_calls') else 'stop'
         closed = self._format.closes(int(ids[-1]))
         self._conversation.end(call, messages, tools, reply, closed=closed, finish_reason=reason)

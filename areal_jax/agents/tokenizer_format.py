@@ -35,22 +35,19 @@ class TokenizerFormat:
         """See conversation.Renderer."""
         return self._tokenizer.extend_chat(_for_template(messages), [dict(tool) for tool in tools], is_closed=closed)
 
-    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> Message:
-        """Text, and the calls that could be read; what begins as a call and is none stays text."""
-        text = self._decode(answer)
-        parts = self._parser().extend(text, is_last=True) if tools else [text]
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
+        """See dialogue.ChatFormat."""
+        text, parser = self._decode(answer), CallParser(self._notation, tuple(self._marks.values()))
+        parts = parser.extend(text, is_last=True) if tools else [text]
         content = ''.join(part for part in parts if isinstance(part, str))
         calls = [part for part in parts if isinstance(part, FoundCall)]
         message: JsonObject = {'role': 'assistant', 'content': content or None}
         if calls:
             message['tool_calls'] = [_describe_call(call, f'{prefix}_{n}') for n, call in enumerate(calls)]
-        return message
+        return message, parser.unparsed
 
     def closes(self, token: int) -> bool:
         return token == self._tokenizer.eos_id
-
-    def _parser(self) -> CallParser:
-        return CallParser(self._notation, tuple(self._marks.values()))
 
     def _encode(self, text: str) -> Sequence[int]:
         """Ids of a mark; none where the tokenizer cannot write it."""

@@ -18,7 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 4
+FORMAT = 5
 _NUMBER = (int, float)
 
 # what a run state must have besides 'format'; further keys are carried as they are
@@ -193,6 +193,7 @@ def _encode_episode(episode: Episode) -> JsonObject:
         'results': list(episode.results),
         'label': episode.label,
         'discarded': sorted([version, tokens] for version, tokens in episode.discarded.items()),
+        'counts': dict(sorted(episode.counts.items())),
     }
 
 
@@ -206,6 +207,7 @@ def _decode_episode(record: Mapping[str, object]) -> Episode:
         results=_take(record, 'results', list, 'episode'),
         label=_take(record, 'label', str, 'episode'),
         discarded=dict(_take(record, 'discarded', list, 'episode')),
+        counts=_take(record, 'counts', dict, 'episode'),
     )
 
 

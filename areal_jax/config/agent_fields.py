@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from areal_jax.config.fields import Field, Integer, Real
+from ml_collections import config_dict
+
+from areal_jax.config.fields import Choice, Field, Integer, Real, Text, Texts
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
+
+PROGRAM = 'program'  # rollout.workflow: programs that talk to a gateway
 
 AGENT_FIELDS: Mapping[str, Field] = {
     'max_turns': Integer(32, COUNT_OR_OFF, 'turns of an episode, those of sub-agents included; 0 = no bound'),
@@ -15,4 +19,38 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'tool_calls': Integer(8, COUNT, 'tools that are called at once; others wait'),
     'tool_deadline_s': Real(30.0, POSITIVE, 'of a call; then its result is an error that the model reads'),
     'tool_bytes': Integer(65536, COUNT, 'of the result of a tool, in UTF-8; the rest is cut off'),
+    'command': Text('', "rollout.workflow='program': the command line of an episode, e.g. 'python agent.py'"),
+    'function': Text('', "or an `async def` that long-lived workers run: 'FILE.py:FUNCTION'"),
+    'workers': Integer(1, COUNT, 'processes that run agent.function, each for several episodes at once'),
+    'preload': Texts((), 'modules that Python programs of agent.command find imported: they start from a fork'),
+    'programs': Integer(64, COUNT, 'programs at once; other episodes wait'),
+    'required': Choice(
+        'wish', ('wish', 'refuse'), 'calls and JSON that a program requires: shown to the model and counted, or refused'
+    ),
 }
+
+
+def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule that a config breaks: the fields, their values and the fix."""
+    agent, deadline_s = c.agent, c.rollout.episode_deadline_s
+    if c.rollout.workflow != PROGRAM:
+        for name in ('command', 'function'):
+            if agent[name]:
+                yield (
+                    f'agent.{name}={agent[name]!r} needs rollout.workflow={PROGRAM!r}, and it is {c.rollout.workflow!r}'
+                )
+        if deadline_s and ':' not in c.rollout.workflow:
+            yield f'rollout.episode_deadline_s={deadline_s} is for agents, and rollout.workflow={c.rollout.workflow!r}'
+        return
+    if bool(agent.command) == bool(agent.function):
+        yield (
+            f'rollout.workflow={PROGRAM!r} needs agent.command or agent.function, one of them; they are '
+            f'{agent.command!r} and {agent.function!r}'
+        )
+    if c.run.clock != 'real':
+        yield f"rollout.workflow={PROGRAM!r} needs run.clock='real': programs take time of their own"
+    if not 0 < deadline_s < c.run.stall_timeout_s:
+        yield (
+            f'rollout.workflow={PROGRAM!r} needs a rollout.episode_deadline_s above 0 and below run.stall_timeout_s='
+            f'{c.run.stall_timeout_s}, and it is {deadline_s}: a program may wait for ever'
+        )

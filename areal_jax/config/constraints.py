@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
+from areal_jax.config.agent_fields import find_agent_problems
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.critic_fields import find_critic_problems
@@ -42,6 +43,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _quantization_problems(c)
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
+        yield from find_agent_problems(c)
     yield from find_reference_problems(c)
     yield from find_critic_problems(c)
     yield from find_block_problems(c)
@@ -57,6 +59,7 @@ def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """The same for a model that is only evaluated: rules of training do not hold."""
     parse_engines(c.cluster.engines)
     yield from find_evaluation_problem(c)
+    yield from find_agent_problems(c)
     yield from _engine_problems(c)
     yield from _quantization_problems(c)
     yield from _task_and_model_problems(c)

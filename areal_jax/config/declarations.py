@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.config.agent_fields import AGENT_FIELDS
+from areal_jax.config.agent_fields import AGENT_FIELDS, PROGRAM
 from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
@@ -155,7 +155,10 @@ SECTIONS: Mapping[str, Section] = {
         urls=Texts((), "external: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"),
         max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
         max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
-        workflow=ChoiceOrOwn('single_turn', ('single_turn',), 'how a prompt becomes an answer: docs/your_task.md'),
+        workflow=ChoiceOrOwn(
+            'single_turn', ('single_turn', PROGRAM), 'how a prompt becomes an answer: docs/your_task.md, docs/agents.md'
+        ),
+        episode_deadline_s=Real(0.0, NOT_NEGATIVE, 'of an agent: then its episode has no reward; 0 = none'),
         group_size=Integer(8, COUNT, 'answers per prompt'),
         max_running_groups=Integer(0, COUNT_OR_OFF, 'groups admitted and unfinished; 0: as many as fill the slots'),
         max_new_tokens=Integer(16, COUNT, 'tokens of an answer, its stop token included'),

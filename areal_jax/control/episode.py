@@ -17,7 +17,9 @@ from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajec
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
-AGENT_ERROR, ENV_ERROR = 'agent_error', 'env_error'  # labels of an episode whose program or tool failed
+# labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s
+AGENT_ERROR, ENV_ERROR, DEADLINE = 'agent_error', 'env_error', 'deadline'
+UNSCORED = (AGENT_ERROR, ENV_ERROR, DEADLINE)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +74,7 @@ class Episode:
     results: list[JsonObject] = dataclasses.field(default_factory=list)  # of tools: {call, text}
     label: str = ''  # of an agent, why it ended (agents/dialogue.py); '' = it goes on, or has the finish reason alone
     discarded: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens that were taken out again, by version
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)  # of what its program did (agents/), by name
 
     @property
     def segments(self) -> list[Segment]:
@@ -95,8 +98,15 @@ class Episode:
         """The episode at this instant; later changes do not reach the copy."""
         rows, calls = [row.copy() for row in self.rows], [dataclasses.replace(call) for call in self.calls]
         return dataclasses.replace(
-            self, rows=rows, calls=calls, results=list(self.results), discarded=dict(self.discarded)
-        )
+            self, rows=rows, calls=calls, results=list(self.results), discarded=dict(self.discarded),
+            counts=dict(self.counts),
+        )  # fmt: skip
+
+    def count(self, **numbers: int) -> None:
+        """Adds to `counts`; zeros leave no name behind."""
+        for name, number in numbers.items():
+            if number:
+                self.counts[name] = self.counts.get(name, 0) + number
 
     def discard(self, segments: Iterable[Segment]) -> None:
         """Counts tokens that were sampled and taken out of their row again."""

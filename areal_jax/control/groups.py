@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from areal_jax.control.disturbances import Disturbances
-from areal_jax.control.episode import AGENT_ERROR, CANCELLED, ENV_ERROR, LOST, Episode, RunningGroup
+from areal_jax.control.episode import CANCELLED, LOST, UNSCORED, Episode, RunningGroup
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
@@ -112,7 +112,7 @@ class RunningGroups:
             await self._workflow.run(group.prompt, episode)
         except RequestLostError:
             lost = Verdict(0.0, attempts=0, label=LOST)
-        if episode.label in (AGENT_ERROR, ENV_ERROR):
+        if episode.label in UNSCORED:
             lost = Verdict(0.0, attempts=0, label=episode.label)
         if self._disturbances and lost is None and episode.finish_reason is not None:
             self._disturbances.disturb_answer(group.prompt.draw, episode)
@@ -126,6 +126,7 @@ class RunningGroups:
             versions=versions, lengths=lengths, **({'rows': rows, 'forks': forks} if forks else {}),
             **({'turns': sum(call.reply is not None for call in episode.calls)} if episode.label else {}),
             **({'discarded': sorted(map(list, episode.discarded.items()))} if episode.discarded else {}),
+            **({'counts': sorted(map(list, episode.counts.items()))} if episode.counts else {}),
         )  # fmt: skip
         self._unrecorded += 1
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))

@@ -28,6 +28,9 @@ class PoolAtVersion:
     def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
         return self._pool.generate(dataclasses.replace(request, version=self._version), prefer)
 
+    def cancel(self, request: GenerationRequest) -> None:
+        self._pool.cancel(dataclasses.replace(request, version=self._version))
+
     def cancel_all(self) -> None:
         self._pool.cancel_all(self._version)
 

@@ -22,6 +22,9 @@ class FinishEvent(Header):
     turns: NotRequired[Annotated[int, 'of an agent: turns that its program got']]
     rows: NotRequired[Annotated[list[int], 'segments of each row of the episode; one row where it is left out']]
     discarded: NotRequired[Annotated[list[list[int]], '[policy version, tokens] that were taken out of rows again']]
+    counts: NotRequired[
+        Annotated[list[list[str | int]], 'of an agent: [what its program did, how often], see docs/agents.md']
+    ]
     forks: NotRequired[Annotated[list[str], 'why each row after the first one began']]
 
 

@@ -7,11 +7,21 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import TypedDict, cast
 
+from areal_jax.events.episode_events import FinishEvent
 from areal_jax.events.schema import Event
 from areal_jax.report.lane_intervals import lane_intervals
 from areal_jax.telemetry.numerals import format_number, format_percent
 
 HEAD = ('agents', 'number', '')
+_COUNTED = {  # other names say themselves what was counted: 'overridden/temperature'
+    'tool_calls': 'calls of tools in answers',
+    'unparsed': 'broken calls, which stayed text',
+    'hidden': 'calls after the first, where one was wanted',
+    'malformed': 'requests that were refused for their body',
+    'refused': 'requests that no turn was sampled for',
+    'retried': 'retries, answered from the record',
+    'undelivered': 'turns that no program got, taken out',
+}
 
 
 class ToolSummary(TypedDict):
@@ -28,11 +38,12 @@ class AgentSummary(TypedDict):
     rows: float  # the same
     forks: dict[str, int]  # rows beyond the first one of an episode, by reason
     tools: dict[str, ToolSummary]  # by name
+    counts: dict[str, int]  # of what their programs did, by name
 
 
 def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
     """None where no episode is an agent's."""
-    ends = [event for event in events if event['kind'] == 'finish' and 'turns' in event]
+    ends = [cast(FinishEvent, event) for event in events if event['kind'] == 'finish' and 'turns' in event]
     if not ends:
         return None
     forks = collections.Counter(reason for event in ends for reason in event.get('forks', ()))
@@ -42,6 +53,7 @@ def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
         'rows': mean(len(event.get('rows', (0,))) for event in ends),
         'forks': dict(sorted(forks.items())),
         'tools': _summarize_tools(events),
+        'counts': _sum_counts(ends),
     }
 
 
@@ -63,7 +75,15 @@ def describe_agents(summary: AgentSummary | None) -> list[tuple[str, ...]]:
             )
             for name, tool in summary['tools'].items()
         ),
+        *((_COUNTED.get(name, name), str(count), '') for name, count in summary['counts'].items()),
     ]
+
+
+def _sum_counts(ends: Sequence[FinishEvent]) -> dict[str, int]:
+    found = collections.Counter[str]()
+    for event in ends:
+        found.update({cast(str, name): cast(int, count) for name, count in event.get('counts', ())})
+    return dict(sorted(found.items()))
 
 
 def _share_rows(what: str, counts: Mapping[str, int], total: int) -> list[tuple[str, ...]]:

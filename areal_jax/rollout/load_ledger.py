@@ -60,6 +60,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def find(self, request_id: str) -> Entry | None:
+        """None where no such request is open."""
+        return self._entries.get(request_id)
+
     def add_engine(self, name: str) -> None:
         """From now on new requests may go there; an engine that was withdrawn keeps its entries."""
         load = self._loads.setdefault(name, _Load(next(self._numbers)))

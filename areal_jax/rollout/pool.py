@@ -85,6 +85,11 @@ class Pool:
         generation = self._engines[name].generate(request)
         return PooledGeneration(generation, ledger.open(request, name), ledger)
 
+    def cancel(self, request: GenerationRequest) -> None:
+        ledger = self.ledger if request.version is None else self.pinned_ledger
+        if (entry := ledger.find(request.request_id)) is not None:
+            self._engines[entry.engine].cancel(entry.request_id)
+
     def cancel_all(self, version: int | None = None) -> None:
         for ledger in (self.ledger, self.pinned_ledger):
             for entry in ledger.entries():

@@ -24,6 +24,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from areal_jax.control.episode import UNSCORED
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import Event
 from areal_jax.telemetry import names
@@ -47,7 +48,7 @@ FIRST_VERSION = 6  # of the event log, with the lengths of segments
 _PROBE_DRAW = 2**31 - 1  # of requests that the pool of servers probes engines with: no draw of a run is that high
 _SCORED = ('ok', 'unparsed')  # labels of answers with a reward
 # reason of a finish without an answer -> of the drop
-_LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost', 'agent_error': 'agent_error', 'env_error': 'env_error'}
+_LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost', **{label: label for label in UNSCORED}}
 
 
 class LedgerError(RuntimeError):

@@ -38,7 +38,7 @@ class Run:
             )  # fmt: skip
             return self.dialogues[-1]
 
-        workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error))
+        workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock)
         clock.execute(workflow.run(PROMPT, self.episode))
 
     @property

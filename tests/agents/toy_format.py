@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from areal_jax.types import Segment
@@ -43,10 +45,9 @@ class ToyFormat:
         text = ''.join(chr(token - 500) for token in answer if token != CLOSE)
         if tools and 'T' in text:
             function = {'name': 'add', 'arguments': '{}'}
-            return reply(
-                text.replace('T', ''), tool_calls=[{'id': f'{prefix}_0', 'type': 'function', 'function': function}]
-            )
-        return reply(text)
+            call = {'id': f'{prefix}_0', 'type': 'function', 'function': function}
+            return reply(text.replace('T', ''), tool_calls=[call]), 0
+        return reply(text), 0
 
     def closes(self, token):
         return token == CLOSE
@@ -74,9 +75,46 @@ class ToyPool:
             ids, reason = ids[: request.sampling.max_new_tokens], 'length'
         return _Generation(ids or [], self.version, reason)
 
+    def cancel(self, request):
+        raise AssertionError('every answer has ended')
+
+
+class SlowPool(ToyPool):
+    """Answers come when the test releases them, one for each call of `release`, from any thread."""
+
+    def __init__(self, *answers):
+        super().__init__(*answers)
+        self.cancelled, self._open, self._released = [], {}, 0
+
+    def generate(self, request, prefer=''):
+        generation = super().generate(request, prefer)
+        generation.gate = self._open[request.row] = asyncio.get_running_loop().create_future()
+        self._let_go()
+        return generation
+
+    def cancel(self, request):
+        self.cancelled.append(request)
+        self._end(request.row, 'cancelled')
+
+    def release(self):
+        self._released += 1
+        for gate in list(self._open.values()):
+            gate.get_loop().call_soon_threadsafe(self._let_go)
+
+    def _let_go(self):
+        for row in list(self._open):
+            if self._released:
+                self._released -= 1
+                self._end(row, 'let go')
+
+    def _end(self, row, how):
+        gate = self._open.pop(row, None)
+        if gate is not None and not gate.done():
+            gate.set_result(how)
+
 
 class _Generation:
-    engine = 'engine/0'
+    engine, gate = 'engine/0', None
 
     def __init__(self, ids, version, reason):
         logprobs = np.full(len(ids), -1.0, np.float32)
@@ -87,6 +125,8 @@ class _Generation:
         return self
 
     async def __anext__(self):
+        if self.gate is not None and await self.gate == 'cancelled':
+            self.left, self.finish_reason = [], 'cancelled'
         if not self.left:
             raise StopAsyncIteration
         return self.left.pop()

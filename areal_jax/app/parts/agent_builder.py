@@ -1,4 +1,4 @@
-"""Builds the workflow of an agent: rollout.workflow='FILE.py:FUNCTION' with an `async def`.
+"""Builds the workflow of agents: rollout.workflow='FILE.py:FUNCTION' with an `async def`, or 'program'.
 
 The function gets what it has parameters for: chat, call_tool, problem, prompt, tokenizer, encode, decode.
 """
@@ -8,16 +8,22 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
+
 from areal_jax import lanes
-from areal_jax.agents.agent_workflow import AgentWorkflow
+from areal_jax.agents.agent_workflow import Agent, AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue
+from areal_jax.agents.program_agent import ProgramAgent
+from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost, check_function
 from areal_jax.agents.tokenizer_format import TokenizerFormat
 from areal_jax.config import TrackedConfig
+from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.control.episode import Episode
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock, Generator, Workflow
@@ -44,7 +50,7 @@ def load_agent(
             f'rollout.workflow={spec} has a parameter {unknown[0]!r}, which nobody gives an agent; known: '
             f'{", ".join(offered)}'
         )
-    chat_format, budgets, told = TokenizerFormat(tokenizer, NOTATIONS[_NOTATION]), _read_budgets(config), _Told(spec)
+    chat_format, told = TokenizerFormat(tokenizer, NOTATIONS[_NOTATION]), _Told(spec)
 
     async def agent(prompt: Prompt, dialogue: Dialogue) -> None:
         values = {
@@ -54,15 +60,58 @@ def load_agent(
         await function(**{name: values[name] for name in named})
 
     def make(clock: Clock, pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
-        def make_dialogue(prompt: Prompt, episode: Episode) -> Dialogue:
-            return Dialogue(
-                pool, clock, prompt, episode, sampling=sampling, seed=seed, chat_format=chat_format, budgets=budgets,
-                lane=lanes.TOOL,
-            )  # fmt: skip
-
-        return cast(Workflow, AgentWorkflow(agent, make_dialogue, told))
+        return _make_workflow(config, agent, chat_format, told, clock, pool, sampling, seed)
 
     return lambda clock: functools.partial(make, clock)
+
+
+def load_programs(
+    config: TrackedConfig, tokenizer: Tokenizer
+) -> Callable[[Clock], Callable[[Generator, SamplingParams, int], Workflow]]:
+    """The same for rollout.workflow='program': each episode is a program that talks to a gateway.
+
+    Raises UserError for agent.function that cannot be called.
+    """
+    from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings  # needs aiohttp, which other runs do not
+
+    settings, chat_format = config.agent, TokenizerFormat(tokenizer, NOTATIONS[_NOTATION])
+    gateway = Gateway(
+        _build_host(config),
+        GatewaySettings(
+            config.rollout.context_tokens, settings.programs, settings.required, chat_format.render,
+            lambda token: tokenizer.decode(np.array([token], np.int32)),
+        ),
+    )  # fmt: skip
+    told, deadline_s = _Told(PROGRAM), config.rollout.episode_deadline_s
+
+    def make(clock: Clock, pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
+        agent = ProgramAgent(clock, functools.partial(gateway.open, sampling), lanes.PROGRAM, deadline_s)
+        return _make_workflow(config, agent, chat_format, told, clock, pool, sampling, seed)
+
+    return lambda clock: functools.partial(make, clock)
+
+
+def _build_host(config: TrackedConfig) -> ProgramHost:
+    settings = config.agent
+    if settings.function:
+        check_function(settings.function)
+        return FunctionHost(settings.function, settings.workers)
+    return CommandHost(shlex.split(settings.command), settings.preload)
+
+
+def _make_workflow(
+    config: TrackedConfig, agent: Agent, chat_format: TokenizerFormat, told: _Told, clock: Clock, pool: Generator,
+    sampling: SamplingParams, seed: int,
+) -> Workflow:  # fmt: skip
+    budgets = _read_budgets(config)
+
+    def make_dialogue(prompt: Prompt, episode: Episode) -> Dialogue:
+        return Dialogue(
+            pool, clock, prompt, episode, sampling=sampling, seed=seed, chat_format=chat_format, budgets=budgets,
+            lane=lanes.TOOL,
+        )  # fmt: skip
+
+    return cast(Workflow, AgentWorkflow(agent, make_dialogue, told, clock, config.rollout.episode_deadline_s))
 
 
 def _read_budgets(config: TrackedConfig) -> Budgets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from areal_jax import lanes
 from areal_jax.app.parts.part_settings import uses_servers
 from areal_jax.config import TrackedConfig
+from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import parse_engines
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import END_OF_WORK_S, RealClock
@@ -12,6 +13,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.plugins import is_own
 
+_MOST_EPISODES = 1 << 16  # that wait for their programs at once: agent.programs bounds the programs
 SERVERS_S = 90.0  # in which dead servers are out of service: then the pool, which saves the run's state, ends it first
 
 
@@ -46,8 +48,13 @@ def lane_widths(config: TrackedConfig) -> dict[str, int]:
     """The lanes of a run, with what each does at once."""
     beside = {lanes.EVALUATION_REWARD: 1} if config.evaluation.every else {}
     others = {lanes.LEARNER: 1, lanes.REWARD: config.task.verifier_workers, lanes.DISK: 1}
-    tools = {lanes.TOOL: config.agent.tool_calls} if is_own(config.rollout.workflow) else {}
-    return _engine_lanes(config) | beside | others | tools
+    return _engine_lanes(config) | beside | others | _agent_lanes(config)
+
+
+def _agent_lanes(config: TrackedConfig) -> dict[str, int]:
+    if config.rollout.workflow == PROGRAM:
+        return {lanes.PROGRAM: _MOST_EPISODES}
+    return {lanes.TOOL: config.agent.tool_calls} if is_own(config.rollout.workflow) else {}
 
 
 def _engine_lanes(config: TrackedConfig) -> dict[str, int]:

@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
-from areal_jax.app.parts.agent_builder import load_agent
+from areal_jax.app.parts.agent_builder import load_agent, load_programs
 from areal_jax.config import TrackedConfig
+from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_own, load_function, raising_user_error
 from areal_jax.protocols import Clock, Episode, Generator, Workflow
@@ -42,6 +43,8 @@ def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Cloc
     returns no workflow.
     """
     spec = config.rollout.workflow
+    if spec == PROGRAM:
+        return load_programs(config, tokenizer)
     if not is_own(spec):
         return lambda clock: SingleTurn
     build = load_function(spec, _FIELD)

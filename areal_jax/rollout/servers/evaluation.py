@@ -71,6 +71,12 @@ class EvaluatedPool:
             raise RuntimeError(f'a request asks for version {request.version}, and pinned is {self._pinned}')
         return self.evaluation.generate(dataclasses.replace(request, version=None), prefer)
 
+    def cancel(self, request: GenerationRequest) -> None:
+        if request.version is None:
+            self.training.cancel(request)
+        else:
+            self.evaluation.cancel(dataclasses.replace(request, version=None))
+
     def cancel_all(self, version: int | None = None) -> None:
         if version is None:
             self.training.cancel_all()

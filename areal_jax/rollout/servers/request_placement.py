@@ -100,11 +100,16 @@ class Placement:
         self._place(moving, prefer=prefer)
         return moving
 
+    def cancel(self, request: GenerationRequest) -> None:
+        if (moving := self._open.get(request.request_id)) is None:
+            return
+        if moving.engine in self._members and moving.entry is not None:
+            self._members[moving.engine].engine.cancel(moving.request.request_id)
+        self._end(moving, 'cancelled')
+
     def cancel_all(self) -> None:
         for moving in list(self._open.values()):
-            if moving.engine in self._members and moving.entry is not None:
-                self._members[moving.engine].engine.cancel(moving.request.request_id)
-            self._end(moving, 'cancelled')
+            self.cancel(moving.request)
 
     def open_requests(self) -> int:
         """Those that an engine has, and those that wait for one."""

@@ -164,6 +164,9 @@ class ServerPool:
     def generate(self, request: GenerationRequest, prefer: str = '') -> MovingRequest:
         return self._placement.generate(request, prefer)
 
+    def cancel(self, request: GenerationRequest) -> None:
+        self._placement.cancel(request)
+
     def cancel_all(self, version: int | None = None) -> None:
         if version is None:  # servers have no requests of a pinned version
             self._placement.cancel_all()

@@ -17,12 +17,13 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.complaints import NAME
-from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY
+from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY, Limits
 from areal_jax.rollout.http.wire import messages, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
 from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
+LIMITS: web.AppKey[Limits] = web.AppKey('limits', Limits)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # no key: probes of clusters have none, and none of these paths generates anything
 _OPEN_PATHS = ('/health', '/ready', '/ping', '/metrics')
@@ -48,7 +49,7 @@ class Progress(Protocol):
 
 async def read_body(request: web.Request) -> object:
     """The JSON of the body, {} where it is empty; raises RequestError."""
-    limits = request.app[BRIDGE].limits
+    limits = request.app[LIMITS]
     try:
         if (request.content_length or 0) > limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(limits.body_bytes)

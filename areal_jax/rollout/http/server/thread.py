@@ -22,7 +22,7 @@ from areal_jax.rollout.http.server.complaints import bounded_log
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.server.replies import BRIDGE, guard
+from areal_jax.rollout.http.server.replies import BRIDGE, LIMITS, guard
 from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.wire.wishes import Required
@@ -121,7 +121,7 @@ class HttpThread:
         app = web.Application(
             middlewares=[guard(self._api_key, lambda: model.facts.holder)], client_max_size=limits.body_bytes
         )
-        app[FACTS], app[CONNECTIONS] = model.facts, table
+        app[FACTS], app[CONNECTIONS], app[LIMITS] = model.facts, table, limits
         app[BRIDGE] = Bridge(
             self._inbox, model.texts, limits,
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,

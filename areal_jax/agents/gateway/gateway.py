@@ -1,0 +1,166 @@
+"""One HTTP server on loopback for all programs of a run: a key an episode, the routes of the server's dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from aiohttp import web
+
+from areal_jax.agents.conversation import Messages, Tools
+from areal_jax.agents.gateway.call_reader import DIALECTS, read_asked_call, read_count
+from areal_jax.agents.gateway.reply_writer import MODEL, make_answers, render
+from areal_jax.agents.gateway.session import Session
+from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
+from areal_jax.rollout.http.server.descriptors import count_connections
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.replies import LIMITS, Handler, guard, read_body
+from areal_jax.rollout.http.server.thread import bind, describe_url
+from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
+from areal_jax.rollout.http.wire.openai import render_models
+from areal_jax.rollout.http.wire.wishes import Required
+from areal_jax.types import SamplingParams
+
+_BACKLOG = 1024
+_KEY_BYTES = 32  # random
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatewaySettings:
+    """What the gateway says of the model, and how it treats programs."""
+
+    context_tokens: int
+    programs: int  # agent.programs: at once
+    required: Required  # agent.required
+    render: Callable[[Messages, Tools], np.ndarray]  # int32 [P] of a conversation
+    token_text: Callable[[int], str]
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+
+class Gateway:
+    """The server, started by the first program on the loop that asks for it, and ended with that loop.
+
+    Args:
+      host: runs the programs.
+    """
+
+    def __init__(self, host: ProgramHost, settings: GatewaySettings):
+        self._host, self._settings = host, settings
+        self._sessions: dict[str, Session] = {}  # by key
+        self._room = asyncio.Semaphore(settings.programs)
+        self._starting = asyncio.Lock()
+        self._url = ''
+        self._server: asyncio.Task[None] | None = None
+
+    def open(self, sampling: SamplingParams, problem: JsonObject) -> Session:
+        """An episode whose program starts when its first event is asked for; `sampling` is that of its turns."""
+        return Session(functools.partial(self._run, problem), sampling)
+
+    # On the I/O loop.
+
+    async def _run(self, problem: JsonObject, session: Session) -> Ending:
+        async with self._room:
+            await self._start()
+            key = f'sk-{secrets.token_hex(_KEY_BYTES)}'
+            self._sessions[key] = session
+            try:
+                return await self._host.run(Job(self._environment(key), problem))
+            finally:
+                del self._sessions[key]
+
+    def _environment(self, key: str) -> Mapping[str, str]:
+        return {
+            'OPENAI_BASE_URL': f'{self._url}/v1', 'OPENAI_API_KEY': key, 'OPENAI_MODEL': MODEL,
+            'ANTHROPIC_BASE_URL': self._url, 'ANTHROPIC_API_KEY': key, 'ANTHROPIC_MODEL': MODEL,
+        }  # fmt: skip
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._server is None:
+                started = asyncio.Event()
+                self._server = asyncio.get_running_loop().create_task(self._serve(started), name='gateway')
+                waiting = asyncio.ensure_future(started.wait())
+                await asyncio.wait([self._server, waiting], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if self._server.done():
+                    self._server.result()
+
+    async def _serve(self, started: asyncio.Event) -> None:
+        limits = self._settings.limits
+        listener = bind('127.0.0.1', 0)
+        self._url = describe_url(listener)
+        connections = ConnectionLimits(count_connections(limits.connections), limits.header_s, limits.write_s)
+        app = web.Application(middlewares=[guard('')], client_max_size=limits.body_bytes)
+        app[LIMITS] = limits
+        app.add_routes(self._list_routes())
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        assert runner.server is not None
+        try:
+            async with ConnectionTable(connections, _log).listening(listener, runner.server, _BACKLOG):
+                started.set()
+                await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+            await self._host.close()
+
+    # Routes.
+
+    def _list_routes(self) -> list[web.RouteDef]:
+        return [
+            *(web.post(path, self._handle(path)) for path in DIALECTS),
+            web.post('/v1/messages/count_tokens', self._count_tokens),
+            web.get('/v1/models', self._list_models),
+        ]
+
+    def _handle(self, path: str) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            session, settings = self._find_session(request), self._settings
+            try:
+                asked = read_asked_call(path, await read_body(request), session.sampling, settings.required)
+            except RequestError:
+                session.counts['malformed'] += 1
+                raise
+            exchange = session.take(asked, _is_retried(request), request.headers.get('Idempotency-Key', ''))
+            turns = await session.wait(exchange)
+            answers = make_answers(asked.call, turns, f'{exchange.number}')
+            response = render(DIALECTS[path], asked.call, answers, settings.token_text)
+            await response.prepare(request)
+            await response.write_eof()
+            exchange.is_delivered = True
+            return response
+
+        return answer
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        self._find_session(request)
+        return web.json_response({'input_tokens': len(self._settings.render(*read_count(await read_body(request))))})
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        self._find_session(request)
+        return web.json_response(render_models(ReplyInfo(MODEL, 0), self._settings.context_tokens))
+
+    def _find_session(self, request: web.Request) -> Session:
+        """Raises RequestError for a key that is none of a running episode."""
+        bearer = request.headers.get('Authorization', '').removeprefix('Bearer ')
+        session = self._sessions.get(bearer) or self._sessions.get(request.headers.get('x-api-key', ''))
+        if session is None:
+            raise RequestError(
+                'Authorization', 'Authorization has no key of an episode that runs: use OPENAI_API_KEY of this program',
+                401,
+            )  # fmt: skip
+        return session
+
+
+def _is_retried(request: web.Request) -> bool:
+    """As the clients of OpenAI and Anthropic mark it."""
+    count = request.headers.get('x-stainless-retry-count', '0')
+    return count.isdecimal() and int(count) > 0

@@ -1,0 +1,106 @@
+"""An episode whose program is a coroutine of the test, which talks to the gateway over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from areal_jax.agents.agent_workflow import AgentWorkflow
+from areal_jax.agents.dialogue import Budgets, Dialogue
+from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
+from areal_jax.agents.program_agent import ProgramAgent
+from areal_jax.agents.programs.program_host import Ending
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.episode import Episode
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.types import Prompt, SamplingParams
+from tests.agents.toy_format import ToyFormat, ToyPool, user
+
+PROMPT = Prompt(5, ToyFormat().render([user('q')], ()), 'task', {'question': 'q'})
+SAMPLING = SamplingParams(max_new_tokens=40, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(3,))
+BUDGETS = Budgets(max_turns=12, max_turn_tokens=0, context_tokens=400, tool_deadline_s=5.0, tool_bytes=10)
+LIMITS = Limits(body_bytes=1 << 16, body_s=0.3)
+CHAT = '/chat/completions'
+
+
+class CoroutineHost:
+    """Runs `program(client)`; what it raises is how a program fails."""
+
+    def __init__(self, program):
+        self.program, self.jobs, self.is_closed = program, [], False
+
+    async def run(self, job):
+        self.jobs.append(job)
+        async with Client(job.environment) as client:
+            try:
+                await self.program(client)
+            except Exception as error:
+                return Ending('failed', f'{type(error).__name__}: {error}')
+        return Ending('ended', '')
+
+    async def close(self):
+        self.is_closed = True
+
+
+class Client:
+    """What a program does over HTTP."""
+
+    def __init__(self, environment):
+        self.url, self.key = environment['OPENAI_BASE_URL'], environment['OPENAI_API_KEY']
+
+    async def __aenter__(self):
+        self.http = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.http.close()
+
+    async def post(self, body, path=CHAT, key=None, **headers):
+        """(status, JSON or text of the reply)."""
+        headers = {'Authorization': f'Bearer {self.key if key is None else key}', **headers}
+        async with self.http.post(self.url + path, json=body, headers=headers) as reply:
+            is_json = reply.content_type == 'application/json'
+            return reply.status, await reply.json() if is_json else await reply.text()
+
+    async def chat(self, *messages, **fields):
+        """The message of the reply."""
+        status, reply = await self.post({'model': 'm', 'messages': list(messages), **fields})
+        assert status == 200, reply
+        return reply['choices'][0]['message']
+
+
+class Run:
+    """One episode: its program, and the ids that the pool answers with."""
+
+    def __init__(self, program, *answers, episode=None, pool=None, deadline_s=20.0, required='wish', **budgets):
+        self.episode, self.errors, self.log = episode or Episode(2), [], EventLog()
+        self.pool, self.host = pool or ToyPool(*answers), CoroutineHost(program)
+        clock = RealClock({'program': 64, 'tools': 2}, self.log, 30.0, end_of_work_s=1.0)
+        settings = GatewaySettings(400, 8, required, ToyFormat().render, chr, LIMITS)
+        gateway = Gateway(self.host, settings)
+
+        def make(prompt, episode):
+            return Dialogue(
+                self.pool, clock, prompt, episode, sampling=SAMPLING, seed=7, chat_format=ToyFormat(),
+                budgets=Budgets(**{**vars(BUDGETS), **budgets}), lane='tools',
+            )  # fmt: skip
+
+        agent = ProgramAgent(clock, lambda problem: gateway.open(SAMPLING, problem), 'program', deadline_s)
+        workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock, deadline_s)
+        supervisor = Supervisor(clock)
+        clock.execute(supervisor.run(workflow.run(PROMPT, self.episode)))
+
+    @property
+    def rows(self):
+        return [[s.tokens.tolist() for s in row.segments] for row in self.episode.rows]
+
+    @property
+    def ends(self):
+        return self.episode.label, self.episode.finish_reason
+
+
+async def never():
+    await asyncio.Event().wait()

@@ -1,0 +1,292 @@
+"""Programs over HTTP: their turns are rows of ids, a retry samples nothing, and what they do wrong ends one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from areal_jax.types import NOT_GENERATED
+from tests.agents.gateway.rig import CHAT, PROMPT, Run, never
+from tests.agents.test_dialogue import saved
+from tests.agents.toy_format import SlowPool, ids_of, result, user
+
+TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}]
+
+
+async def two_turns(client):
+    first = await client.chat(user('q'))
+    second = await client.chat(user('q'), first, user('again'))
+    assert (first['content'], second['content']) == ('a', 'b')
+
+
+def test_the_turns_of_a_program_are_one_row_of_sampled_ids():
+    run = Run(two_turns, ids_of('a'), ids_of('b'))
+    ((first, between, second),) = run.rows
+    assert (first, second) == (ids_of('a'), ids_of('b'))
+    assert run.pool.requests[1].prompt_tokens.tolist() == [*PROMPT.tokens, *first, *between]
+    assert [s.policy_version for s in run.episode.rows[0].segments] == [1, NOT_GENERATED, 2]
+    assert (run.ends, run.episode.counts, run.host.is_closed) == (('stop', 'stop'), {}, True)
+
+
+def test_the_key_is_in_no_event():
+    run = Run(two_turns, ids_of('a'), ids_of('b'))
+    (job,) = run.host.jobs
+    assert job.problem == {'question': 'q'}
+    assert len(job.environment['OPENAI_API_KEY']) >= 2 + 32
+    assert job.environment['OPENAI_API_KEY'] not in json.dumps(list(run.log.events))
+
+
+@pytest.mark.parametrize('marked', [True, False])
+def test_a_marked_retry_gets_the_recorded_reply_and_an_equal_call_another_one(marked):
+    seen = []
+
+    async def program(client):
+        body = {'messages': [user('q')]}
+        seen.append((await client.post(body))[1])
+        seen.append((await client.post(body, **{'x-stainless-retry-count': str(int(marked))}))[1])
+
+    run = Run(program, ids_of('a'), ids_of('b'))
+    texts = [reply['choices'][0]['message']['content'] for reply in seen]
+    assert texts == (['a', 'a'] if marked else ['a', 'b'])
+    assert [row.fork for row in run.episode.rows] == ([''] if marked else ['', 'resampled'])
+    assert run.episode.counts == ({'retried': 1} if marked else {})
+
+
+def test_a_key_of_idempotency_marks_a_retry_whatever_else_is_equal():
+    async def program(client):
+        body = {'messages': [user('q')]}
+        for key in ('one', 'two', 'one'):
+            await client.post(body, **{'Idempotency-Key': key})
+
+    run = Run(program, ids_of('a'), ids_of('b'))
+    assert (len(run.rows), run.episode.counts) == (2, {'retried': 1})
+
+
+def test_a_call_that_was_cut_goes_on_and_its_retry_gets_the_reply():
+    pool = SlowPool(ids_of('a'))
+
+    async def program(client):
+        body = {'messages': [user('q')]}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await client.post(body)
+        retry = asyncio.ensure_future(client.post(body, **{'x-stainless-retry-count': '1'}))
+        await asyncio.sleep(0.1)
+        pool.release()
+        assert (await retry)[1]['choices'][0]['message']['content'] == 'a'
+
+    run = Run(program, pool=pool)
+    assert (run.rows, run.ends, len(pool.requests)) == ([[ids_of('a')]], ('stop', 'stop'), 1)
+
+
+def test_a_reply_that_nobody_got_is_taken_out_and_its_tokens_are_counted():
+    pool = SlowPool(ids_of('a'), ids_of('b'))
+
+    async def program(client):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await client.post({'messages': [user('q')]})
+        pool.release()
+        await asyncio.sleep(0.1)
+        pool.release()
+        await client.chat(user('other'))
+
+    run = Run(program, pool=pool)
+    assert [row for row in run.rows if row] == [[ids_of('b')]]
+    assert (run.episode.counts, sum(run.episode.discarded.values())) == ({'undelivered': 1}, 2)
+
+
+def test_an_answer_that_a_program_does_not_wait_for_is_ended():
+    async def program(client):
+        await client.chat(user('q'))
+        waiting = asyncio.ensure_future(client.post({'messages': [user('other')]}))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+
+    pool = SlowPool(ids_of('a'), ids_of('b'))
+    pool.release()
+    run = Run(program, pool=pool)
+    assert (run.rows, run.ends, len(pool.cancelled)) == ([[ids_of('a')]], ('stop', 'stop'), 1)
+
+
+def test_several_choices_are_rows_of_their_own():
+    async def program(client):
+        _, reply = await client.post({'messages': [user('q')], 'n': 3})
+        assert [choice['message']['content'] for choice in reply['choices']] == ['a', 'b', 'c']
+        assert reply['usage']['completion_tokens'] == 6
+
+    run = Run(program, ids_of('a'), ids_of('b'), ids_of('c'))
+    assert run.rows == [[ids_of('a')], [ids_of('b')], [ids_of('c')]]
+
+
+@pytest.mark.parametrize('path', [CHAT, '/responses', '/messages'])
+def test_every_dialect_streams_what_it_says_at_once(path):
+    body = {'input': 'q'} if path == '/responses' else {'messages': [user('q')]}
+    body |= {'max_tokens': 9} if path == '/messages' else {}
+
+    async def program(client):
+        plain = await client.post(body, path)
+        streamed = await client.post(body | {'stream': True}, path)
+        assert (plain[0], streamed[0]) == (200, 200)
+        assert 'hello' in json.dumps(plain[1])
+        assert 'hello' in streamed[1]
+        assert streamed[1].startswith(('data: ', 'event: '))
+
+    run = Run(program, ids_of('hello'), ids_of('hello'))
+    assert run.ends == ('stop', 'stop')
+    assert run.episode.counts == ({'overridden/max_tokens': 2} if path == '/messages' else {})
+
+
+def test_a_tool_is_called_and_its_result_continues_the_row():
+    async def program(client):
+        called = await client.chat(user('q'), tools=TOOLS)
+        (call,) = called['tool_calls']
+        assert call['function'] == {'name': 'add', 'arguments': '{}'}
+        await client.chat(user('q'), called, result('3', call['id']), tools=TOOLS)
+
+    run = Run(program, ids_of('T'), ids_of('b'))
+    assert (len(run.rows), run.episode.counts) == (1, {'tool_calls': 1})
+
+
+def test_what_a_client_asks_otherwise_is_overridden_and_counted():
+    async def program(client):
+        await client.chat(
+            user('q'), temperature=0.0, top_p=1.0, max_tokens=1, stop=['x'], seed=3, user='u', logit_bias={}
+        )  # fmt: skip
+
+    run = Run(program, ids_of('ab'))
+    assert run.rows == [[ids_of('ab')]]
+    asked = ('max_tokens', 'seed', 'stop', 'temperature')
+    assert run.episode.counts == {f'overridden/{name}': 1 for name in asked} | {'ignored/user': 1}
+
+
+@pytest.mark.parametrize('required', ['wish', 'refuse'])
+def test_a_call_that_is_required_is_a_wish_or_refused(required):
+    async def program(client):
+        status, _ = await client.post({'messages': [user('q')], 'tools': TOOLS, 'tool_choice': 'required'})
+        assert status == (200 if required == 'wish' else 400)
+
+    run = Run(program, ids_of('T'), required=required)
+    assert run.ends == (('stop', 'stop') if required == 'wish' else ('agent_error', None))
+    assert run.episode.counts == ({'tool_calls': 1} if required == 'wish' else {'malformed': 1})
+
+
+def test_keys_of_nobody_and_of_others_are_refused():
+    other = []
+
+    async def program(client):
+        for key in ('', 'sk-wrong', *other):
+            status, reply = await client.post({'messages': [user('q')]}, key=key)
+            assert (status, 'OPENAI_API_KEY' in reply['error']['message']) == (401, True)
+        other.append(client.key)
+        await client.chat(user('q'))
+
+    Run(program, ids_of('a'))
+    assert Run(program, ids_of('a')).ends == ('stop', 'stop')
+
+
+def test_a_budget_ends_the_turns_and_a_program_that_goes_on_asking_is_ended():
+    statuses = []
+
+    async def program(client):
+        while True:
+            statuses.append((await client.post({'messages': [user('q')]}))[0])
+
+    run = Run(program, *[ids_of('a')] * 3, max_turns=3)
+    assert statuses[:4] == [200, 200, 200, 400]
+    assert len(statuses) < 3 + 12
+    assert run.ends == ('turns', 'length')
+
+
+@pytest.mark.parametrize(
+    ('body', 'status'),
+    [
+        (b'{"messages": [{"role": "user", "content": "' + b'x' * (1 << 17) + b'"}]}', 413),
+        (b'[' * 10_000 + b']' * 10_000, 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
+        (b'{"messages": []}', 400),
+        (b'', 400),
+    ],
+)
+def test_a_body_that_cannot_be_served_is_refused_in_one_sentence(body, status):
+    async def program(client):
+        headers = {'Authorization': f'Bearer {client.key}', 'Content-Type': 'application/json'}
+        async with client.http.post(client.url + CHAT, data=body, headers=headers) as reply:
+            assert reply.status == status
+            assert '\n' not in (await reply.json())['error']['message']
+        await client.chat(user('q'))
+
+    assert Run(program, ids_of('a')).ends == ('stop', 'stop')
+
+
+def test_a_body_that_never_comes_whole_is_given_up():
+    async def program(client):
+        host, port = client.url.removeprefix('http://').removesuffix('/v1').split(':')
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f'POST /v1{CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\nContent-Length: 99\r\n\r\n'
+        writer.write(head.encode() + b'{')
+        assert b' 408 ' in await reader.readline()
+        writer.close()
+        await client.chat(user('q'))
+
+    assert Run(program, ids_of('a')).ends == ('stop', 'stop')
+
+
+def test_a_program_that_fails_or_never_asks_has_no_reward():
+    async def fails(client):
+        await client.chat(user('q'))
+        raise ValueError('a bug')
+
+    async def never_asks(client):
+        pass
+
+    run = Run(fails, ids_of('a'))
+    assert (run.ends, [str(error) for error in run.errors]) == (('agent_error', None), ['ValueError: a bug'])
+    assert Run(never_asks).ends == ('agent_error', None)
+
+
+@pytest.mark.parametrize('waits_for', ['nothing', 'an answer'])
+def test_a_program_that_is_late_has_no_reward_and_leaves_no_answer_under_way(waits_for):
+    pool = SlowPool(ids_of('a'))
+
+    async def program(client):
+        await (never() if waits_for == 'nothing' else client.chat(user('q')))
+
+    run = Run(program, pool=pool, deadline_s=0.3)
+    assert run.ends == ('deadline', None)
+    assert len(pool.cancelled) == (waits_for == 'an answer')
+
+
+def test_a_program_that_starts_again_gets_the_replies_of_the_record():
+    before = Run(two_turns, ids_of('a'), ids_of('b'))
+    again = Run(two_turns, episode=saved(before.episode))
+    assert (again.rows, again.pool.requests) == (before.rows, [])
+
+    async def other_way(client):
+        first = await client.chat(user('q'))
+        await client.chat(user('q'), first, user('another way'))
+
+    other = Run(other_way, ids_of('c'), episode=saved(before.episode))
+    ((first, _, second),) = other.rows
+    assert (first, second, sum(other.episode.discarded.values())) == (ids_of('a'), ids_of('c'), 2)
+
+    async def one_turn(client):
+        await client.chat(user('q'))
+
+    shorter = Run(one_turn, episode=saved(before.episode))
+    assert (shorter.rows, sum(shorter.episode.discarded.values())) == ([[ids_of('a')]], 2)
+
+
+def test_programs_see_the_model_and_count_tokens():
+    async def program(client):
+        headers = {'Authorization': f'Bearer {client.key}'}
+        async with client.http.get(f'{client.url}/models', headers=headers) as reply:
+            assert (await reply.json())['data'][0]['max_model_len'] == 400
+        _, counted = await client.post({'messages': [user('q')]}, '/messages/count_tokens')
+        assert counted == {'input_tokens': len(PROMPT.tokens)}
+        await client.chat(user('q'))
+
+    assert Run(program, ids_of('a')).ends == ('stop', 'stop')
