@@ -24,7 +24,7 @@ TOOLS = ({'type': 'function', 'function': {'name': 'add'}},)
 class Run:
     """An episode whose agent is a function of a dialogue; `again` starts one as a resumed run does."""
 
-    def __init__(self, agent, *answers, episode=None, sampling=SAMPLING, **budgets):
+    def __init__(self, agent, *answers, episode=None, sampling=SAMPLING, deadline_s=0.0, **budgets):
         self.episode, self.pool, self.errors, self.log = episode or Episode(2), ToyPool(*answers), [], EventLog()
         clock = VirtualClock({'tools': 2}, self.log, {'tool': 0.5})
         self.dialogues = []
@@ -38,7 +38,7 @@ class Run:
             )  # fmt: skip
             return self.dialogues[-1]
 
-        workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock)
+        workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock, deadline_s)
         clock.execute(workflow.run(PROMPT, self.episode))
 
     @property
@@ -174,6 +174,17 @@ def test_an_agent_that_raises_or_asks_nothing_has_no_answer(agent):
     run = Run(agent, ids_of('a'))
     assert run.ends == ('agent_error', None)
     assert len(run.errors) == (agent is raises)
+
+
+@pytest.mark.parametrize(('deadline_s', 'label'), [(0.3, 'deadline'), (0.7, 'stop')])
+def test_an_agent_that_waits_for_a_tool_beyond_the_deadline_has_no_reward(deadline_s, label):
+    async def work():  # takes 0.5 s on the clock
+        return 'fine'
+
+    agent = lambda prompt, dialogue: with_tool(prompt, dialogue, work)
+    run = Run(agent, ids_of('T'), ids_of('b'), deadline_s=deadline_s)
+    assert run.ends == (label, None if label == 'deadline' else 'stop')
+    assert len(run.pool.requests) == (1 if label == 'deadline' else 2)
 
 
 # A resumed episode.

@@ -36,7 +36,8 @@ def sampled(tokenizer):
 
 
 def test_calls_are_read_from_ids_as_they_were_written(form, sampled):
-    message = form.parse(sampled(f'I add. {CALL}'), TOOLS, 'call_3')
+    message, unparsed = form.parse(sampled(f'I add. {CALL}'), TOOLS, 'call_3')
+    assert unparsed == 0
     (call,) = message['tool_calls']
     assert message['content'] == 'I add.'
     assert call == {
@@ -46,7 +47,8 @@ def test_calls_are_read_from_ids_as_they_were_written(form, sampled):
 
 @pytest.mark.parametrize(('text', 'tools'), [(CALL, ()), ('<tool_call>\n{"name": "add"}\n</tool_call>', TOOLS)])
 def test_what_is_no_call_stays_text(form, sampled, text, tools):
-    assert form.parse(sampled(text), tools, 'call_0') == {'role': 'assistant', 'content': text}
+    message, unparsed = form.parse(sampled(text), tools, 'call_0')
+    assert (message, unparsed) == ({'role': 'assistant', 'content': text}, int(bool(tools)))
 
 
 def test_the_end_of_a_turn_is_the_end_token_alone(form, tokenizer):
@@ -66,7 +68,7 @@ def test_a_row_of_turns_and_results_is_the_text_of_the_whole_history(form, token
         call = conversation.begin(history, TOOLS)
         ids = sampled(text, closed)
         episode.rows[call.row].append(Segment(ids, np.zeros(len(ids), np.float32), 0))
-        reply = form.parse(ids, TOOLS, f'call_{len(history)}')
+        reply, _ = form.parse(ids, TOOLS, f'call_{len(history)}')
         conversation.end(call, history, TOOLS, reply, closed=closed, finish_reason='stop')
         calls = reply.get('tool_calls', [])
         history = [*history, reply, *({**m, **({'tool_call_id': calls[0]['id']} if calls else {})} for m in added)]

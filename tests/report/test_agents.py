@@ -22,8 +22,8 @@ def test_ends_rows_and_tools_are_counted():
         *tool(2, 2, 5, 'search'),
         *tool(3, 3, 3.5, 'add'),
         finish(0, 'stop', turns=2),
-        finish(1, 'turns', turns=4, rows=[1, 1, 1], forks=['history', 'resampled']),
-        finish(2, 'stop', turns=3, rows=[1, 1], forks=['history']),
+        finish(1, 'turns', turns=4, rows=[1, 1, 1], forks=['history', 'resampled'], counts=[['retried', 1], ['x', 2]]),
+        finish(2, 'stop', turns=3, rows=[1, 1], forks=['history'], counts=[['retried', 2]]),
         finish(3, 'length'),  # of a workflow that is no agent
     )
     found = summarize_agents(events)
@@ -36,11 +36,13 @@ def test_ends_rows_and_tools_are_counted():
             'add': {'calls': 1, 'median_seconds': 0.5, 'max_seconds': 0.5},
             'search': {'calls': 2, 'median_seconds': 2, 'max_seconds': 3},
         },
+        'counts': {'retried': 3, 'x': 2},
     }
     rows = describe_agents(found)
     assert rows[0] == ('episodes', '3', '3 turns and 2 rows, mean')
     assert ('rows begun for history', '2', '67%') in rows
     assert ('calls of search', '2', '2 / 3 s, median / max') in rows
+    assert rows[-2:] == [('retries, answered from the record', '3', ''), ('x', '2', '')]
 
 
 def test_a_run_without_agents_has_no_table():
