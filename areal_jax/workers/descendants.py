@@ -28,9 +28,9 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux only)."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that forked it ends (Linux only)."""
+    _prctl(_PR_SET_PDEATHSIG, sent)
 
 
 @dataclasses.dataclass(frozen=True)

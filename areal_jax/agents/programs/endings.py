@@ -1,0 +1,56 @@
+"""How a program ended, in a sentence that holds no key."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Mapping
+
+from areal_jax.agents.programs.supervisor import TAIL_BYTES
+
+_SECRET = re.compile(r'.*_(KEY|TOKEN)')  # names of variables
+_LONGEST_LINE, _LONGEST = 300, 500  # characters
+
+
+def find_secrets(environment: Mapping[str, str]) -> list[str]:
+    """The values that nobody may read: those of variables whose names end in _KEY or _TOKEN."""
+    return [value for name, value in environment.items() if value and _SECRET.fullmatch(name)]
+
+
+def hide_secrets(text: str, secrets: Collection[str]) -> str:
+    """The text with '***' for each secret."""
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(secret, '***')
+    return text
+
+
+def describe_exit(exit_code: int, output: bytes, secrets: Collection[str]) -> str:
+    """'it ended with exit code 1; its last line: ValueError: no digits (line 3 of agent.py)'.
+
+    Args:
+      exit_code: negative: the signal that killed it.
+      output: its end, at most TAIL_BYTES.
+    """
+    text = output.decode(errors='replace')
+    if len(output) >= TAIL_BYTES:  # it may begin within a secret
+        text = text[max(map(len, secrets), default=0) :]
+    lines = [line for line in hide_secrets(text, secrets).splitlines() if line.strip()]
+    said = f'; its last line: {shorten(lines[-1], _LONGEST_LINE)}' if lines else ''
+    places = re.findall(r'^  File "([^"\n]+)", line (\d+)', '\n'.join(lines), re.MULTILINE)
+    if places and exit_code == 1:  # of a traceback
+        said += f' (line {places[-1][1]} of {places[-1][0]})'
+    return shorten(f'{_describe_code(exit_code)}{said}', _LONGEST)
+
+
+def shorten(text: str, most: int = _LONGEST) -> str:
+    """The text in one line of at most so many characters."""
+    line = ' '.join(text.split())
+    return line if len(line) <= most else f'{line[: most - 3]}...'
+
+
+def _describe_code(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f'it ended with exit code {exit_code}'
+    names = {number.value: number.name for number in signal.Signals}
+    by_kernel = ', which the kernel sends where memory runs out' if exit_code == -signal.SIGKILL else ''
+    return f'it was killed by {names.get(-exit_code, f"signal {-exit_code}")}{by_kernel}'

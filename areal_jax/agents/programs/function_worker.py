@@ -1,0 +1,155 @@
+"""Runs the function of agent.function for several episodes at once: `python -m ...function_worker DESCRIPTOR PARENT`.
+
+DESCRIPTOR is a socket to the process PARENT, with whose end this one ends. A JSON line each, from the parent: first
+{function}; then {job, environment, problem} begins job number `job`, and {end} cancels that one. To the parent:
+{refused} for a function that cannot be used, after which this process ends; {job, error} for a job that raised,
+{job, ended: true} for any other one at its end; {printed} for each of the first lines of output; and {exited, tail}
+with the exit code and the end of the output in base64, if the process itself ends.
+
+A worker is two processes: a supervisor (supervisor.py), and its child, the loop of the function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from areal_jax.agents.programs.program_function import (
+    CLIENT,
+    FIELD,
+    ProgramFunction,
+    check_function,
+    list_parameters,
+)
+from areal_jax.agents.programs.supervisor import start_program
+from areal_jax.errors import UserError
+from areal_jax.plugins import source_file
+
+_LONGEST_LINE = 2**30  # bytes of a job
+_SHOWN_LINES, _LONGEST_SHOWN = 20, 1000  # of the output; characters of a line or an error
+_MODEL = 'policy'
+_Message = dict  # of JSON
+
+
+class FunctionWorker:
+    """The loop: a task for each job."""
+
+    def __init__(self, function: ProgramFunction, spec: str, send: Callable[[_Message], None]):
+        self._function, self._spec, self._send = function, spec, send
+        self._names = list_parameters(function)
+        # imported only for a function that has a use for it
+        module = 'areal_jax.agents.programs.shared_clients'
+        self._clients = importlib.import_module(module).SharedClients() if CLIENT in self._names else None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, message: _Message) -> None:
+        """Begin a job or cancel one."""
+        if 'end' not in message:
+            self._tasks[message['job']] = asyncio.create_task(self._run(message))
+        elif task := self._tasks.get(message['end']):
+            task.cancel()
+        else:
+            self._send({'job': message['end'], 'ended': True})
+
+    async def _run(self, job: _Message) -> None:
+        number, reply = job['job'], {'job': job['job'], 'ended': True}
+        try:
+            await self._call(job)
+        except asyncio.CancelledError as error:
+            task = self._tasks[number]
+            if not task.cancelling():  # of its own
+                reply = {'job': number, 'error': describe_error(error, self._spec)}
+        except BaseException as error:  # SystemExit would end the loop and with it all jobs
+            reply = {'job': number, 'error': describe_error(error, self._spec)}
+        finally:
+            del self._tasks[number]
+        self._send(reply)
+
+    async def _call(self, job: _Message) -> None:
+        environment = job['environment']
+        base_url, api_key = environment.get('OPENAI_BASE_URL', ''), environment.get('OPENAI_API_KEY', '')
+        values: dict[str, Any] = {'problem': job['problem'], 'base_url': base_url, 'api_key': api_key, 'model': _MODEL}
+        if self._clients is not None:
+            values[CLIENT] = self._clients.make(base_url, api_key)
+        await self._function(**{name: values[name] for name in self._names})
+
+
+def describe_error(error: BaseException, spec: str) -> str:
+    """'ValueError: no digits (line 3 of agent.py)', the innermost line of the function's file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(source_file(spec, FIELD))] or frames[-1:]
+    place = f' (line {own[-1].lineno} of {own[-1].filename})' if own else ''
+    text = ' '.join(str(error).split())[:_LONGEST_SHOWN]
+    return f'{type(error).__name__}: {text}{place}' if text else f'{type(error).__name__}{place}'
+
+
+async def serve(control: socket.socket) -> None:
+    """Runs jobs until the parent closes the socket."""
+    reader, writer = await asyncio.open_unix_connection(sock=control, limit=_LONGEST_LINE)
+    spec = json.loads(await reader.readline())['function']
+    try:
+        worker = FunctionWorker(check_function(spec), spec, lambda message: writer.write(_write_line(message)))
+    except UserError as error:
+        writer.write(_write_line({'refused': str(error)}))
+        await writer.drain()
+        return
+    except ImportError as error:  # of openai, which is there
+        writer.write(_write_line({'refused': f'{FIELD}={spec}: openai cannot be imported: {error}'}))
+        await writer.drain()
+        return
+    while line := await reader.readline():
+        worker.take(json.loads(line))
+
+
+class _Output:
+    """Hands the first lines of output on."""
+
+    def __init__(self, control: int):
+        self._control, self._n_lines, self._line = control, 0, b''
+
+    def hear(self, chunk: bytes) -> None:
+        if self._n_lines >= _SHOWN_LINES:
+            return
+        *lines, self._line = (self._line + chunk).split(b'\n')
+        for line in lines[: _SHOWN_LINES - self._n_lines]:
+            send_line(self._control, {'printed': line.decode(errors='replace')[:_LONGEST_SHOWN]})
+        self._n_lines += len(lines)
+        self._line = self._line[:_LONGEST_SHOWN]
+
+
+def send_line(control: int, message: _Message) -> None:
+    """From the supervisor. The lines of its child are written by the child, and may be cut by its end."""
+    with contextlib.suppress(OSError):
+        os.write(control, b'\n' + _write_line(message))
+
+
+def main(control: int, parent: int) -> None:
+    """Supervise; in a fork, serve."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it is handled
+    supervisor = start_program(parent, b'', _Output(control).hear, kept=(control,))
+    if supervisor is None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        asyncio.run(serve(socket.socket(fileno=control)))
+        return
+    if supervisor.exit_code is not None:
+        tail = base64.b64encode(supervisor.tail).decode()
+        send_line(control, {'exited': supervisor.exit_code, 'tail': tail})
+    os._exit(0)
+
+
+def _write_line(message: _Message) -> bytes:
+    return json.dumps(message).encode() + b'\n'
+
+
+if __name__ == '__main__':
+    main(int(sys.argv[1]), int(sys.argv[2]))

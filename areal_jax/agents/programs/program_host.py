@@ -1,0 +1,161 @@
+"""Runs the programs of episodes: a command in a fork of a warm interpreter, or a function in long-lived workers.
+
+A host is for one event loop, which need not be that of the main thread. Its processes start with the first job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+from areal_jax.agents.programs.endings import describe_exit, find_secrets, hide_secrets, shorten
+from areal_jax.agents.programs.job_process import JobProcess
+from areal_jax.agents.programs.program_function import FIELD, check_function
+from areal_jax.files import JsonObject
+from areal_jax.plugins import absolute_spec
+from areal_jax.workers.worker_process import worker_environment
+
+_FORK_SERVER = pathlib.Path(__file__).with_name('fork_server.py')
+_COMMAND_PATIENCE_S = 15.0  # killing needs milliseconds; without an answer the fork server is stuck
+FUNCTION_PATIENCE_S = 2.0  # for a function to end once it is cancelled
+
+Status: TypeAlias = Literal['ended', 'failed']
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One episode of a program.
+
+    `environment` is added to that of the run: OPENAI_BASE_URL, OPENAI_API_KEY. `problem` is JSON, on one line of the
+    stdin of a command, or an argument of a function.
+    """
+
+    environment: Mapping[str, str] = dataclasses.field(repr=False)
+    problem: JsonObject
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a program ended.
+
+    'ended': with exit code 0, or its function returned. 'failed': any other way, which `detail` says in a sentence
+    without the secrets of its job.
+    """
+
+    status: Status
+    detail: str = ''
+
+
+class ProgramHost(Protocol):
+    """What runs programs."""
+
+    async def run(self, job: Job) -> Ending:
+        """Run a program to its end; a cancelled call returns at once and has it and all that it started killed.
+
+        Raises UserError for a program that no job could run.
+        """
+
+    async def close(self) -> None:
+        """End all programs; those that run have failed."""
+
+
+class CommandHost:
+    """Implements ProgramHost for `agent.command`.
+
+    `python FILE.py ...` and `python -m MODULE ...` run in a fork of an interpreter that has imported the modules of
+    `agent.preload`; any other command is executed. Each has its own session, the problem on stdin, and no end of its
+    output that is read: the last 2 KB are kept for `Ending.detail`.
+    """
+
+    def __init__(self, command: Sequence[str], preload: Sequence[str]):
+        self._setup: JsonObject = {'command': list(command), 'preload': list(preload)}
+        self._server: JobProcess | None = None
+        self._is_closed = False
+
+    async def run(self, job: Job) -> Ending:
+        """Implements ProgramHost.run. Raises UserError for a module of agent.preload that cannot be imported."""
+        if self._is_closed:
+            return Ending('failed', 'the run has ended')
+        if self._server is None or self._server.is_ending:
+            try:
+                self._server = self._start()
+            except OSError as error:
+                return Ending('failed', f'the fork server cannot be started: {error.strerror}')
+        return make_ending(await self._server.run(dataclasses.asdict(job)), job)
+
+    async def close(self) -> None:
+        """Implements ProgramHost.close."""
+        self._is_closed = True
+        if self._server is not None:
+            await self._server.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the fork server; None before the first job."""
+        return None if self._server is None else self._server.pid
+
+    def _start(self) -> JobProcess:
+        command = [sys.executable, '-P', str(_FORK_SERVER)]  # -P: no module beside it hides a library's
+        return JobProcess('the fork server of agent.command', command, None, self._setup, _COMMAND_PATIENCE_S)
+
+
+class FunctionHost:
+    """Implements ProgramHost for `agent.function`, 'FILE.py:FUNCTION', an `async def`.
+
+    It gets what it has parameters for: problem, base_url, api_key, model ('policy'), and client, an
+    openai.AsyncOpenAI of its own. Each worker is a process with one event loop, which runs several episodes at once.
+
+    Raises UserError for a function that no worker can run.
+    """
+
+    def __init__(self, function: str, workers: int):
+        check_function(function)
+        self._function = absolute_spec(function)
+        self._workers: list[JobProcess | None] = [None] * workers
+        self._is_closed = False
+
+    async def run(self, job: Job) -> Ending:
+        """Implements ProgramHost.run. Raises UserError for a function that a worker cannot load."""
+        if self._is_closed:
+            return Ending('failed', 'the run has ended')
+        loads = [(False, 0) if worker is None or worker.is_ending else worker.load for worker in self._workers]
+        place = loads.index(min(loads))
+        worker = self._workers[place]
+        if worker is None or worker.is_ending:
+            try:
+                worker = self._workers[place] = self._start()
+            except OSError as error:
+                return Ending('failed', f'a worker of {FIELD} cannot be started: {error.strerror}')
+        return make_ending(await worker.run(dataclasses.asdict(job)), job)
+
+    async def close(self) -> None:
+        """Implements ProgramHost.close."""
+        self._is_closed = True
+        await asyncio.gather(*(worker.close() for worker in self._workers if worker is not None))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that were started."""
+        return [worker.pid for worker in self._workers if worker is not None]
+
+    def _start(self) -> JobProcess:
+        command = [sys.executable, '-m', 'areal_jax.agents.programs.function_worker']
+        return JobProcess(
+            f'a worker of {FIELD}', command, worker_environment(), {'function': self._function}, FUNCTION_PATIENCE_S,
+            hear=lambda line: print(f'{FIELD} printed: {line}', file=sys.stderr),
+        )  # fmt: skip
+
+
+def make_ending(reply: JsonObject, job: Job) -> Ending:
+    """Of what a process of a host replies to a job."""
+    secrets = find_secrets(job.environment)
+    if 'error' in reply:
+        return Ending('failed', shorten(hide_secrets(reply['error'], secrets)))
+    if reply.get('exit_code', 0) != 0:
+        return Ending('failed', describe_exit(reply['exit_code'], base64.b64decode(reply['tail']), secrets))
+    return Ending('ended')

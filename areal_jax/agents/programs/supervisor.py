@@ -1,0 +1,183 @@
+"""A process that watches one program: it feeds its input, drains its output, and ends everything that it started.
+
+On Linux the supervisor adopts the orphans of its program, so that a process which left its session (setsid) or its
+parent (a daemon) is found, and a supervisor whose parent ends is told by the kernel. Elsewhere the process group of the
+program is killed, and the parent is looked for once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
+
+TAIL_BYTES = 2048  # of the output that are kept
+_CHUNK_BYTES = 2**16  # read or written at once
+_LAST_READS = 64  # after the end of all; a process that could not be killed may print on
+_LOOK_S = 1.0  # between two looks whether the parent lives
+_DEATH_S = 0.1  # between SIGKILL and the end of a process, usually
+_KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+
+
+class Supervisor:
+    """One program, from the side of the process that watches it; made by `start_program`."""
+
+    def __init__(self, parent: int):
+        self.exit_code: int | None = None  # of the program; negative: the signal that killed it
+        self.is_asked_to_end = False  # by SIGTERM, or since the parent has ended
+        self.tail = b''  # the last bytes that the program wrote
+        self._parent = parent
+        self._wakeups = watch_signals(self._ask_to_end)
+
+    def watch(self, pid: int, stdin: int, unsent: bytes, output: int, hear: Callable[[bytes], None]) -> None:
+        """Wait until the program ends or this process is asked to end; nothing that it started is alive afterwards.
+
+        Args:
+          pid: of the program, a child of this process that leads a session.
+          stdin, output: the ends of its pipes.
+          unsent: what it can read from its stdin before the end of the file.
+          hear: called with each piece of its output.
+        """
+        self._pid, self._stdin, self._unsent, self._output, self._hear = pid, stdin, unsent, output, hear
+        self._output_is_open = True
+        for descriptor in (stdin, output):
+            os.set_blocking(descriptor, False)
+        self._write()
+        while self.exit_code is None and not self.is_asked_to_end:
+            self._wait(_LOOK_S)
+        self._end_all()
+        for _ in range(_LAST_READS):
+            if not self._output_is_open or not self._read():
+                break
+
+    def _ask_to_end(self) -> None:
+        self.is_asked_to_end = True
+
+    def _wait(self, longest_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._wakeups, select.POLLIN)
+        if self._output_is_open:
+            poller.register(self._output, select.POLLIN)
+        if self._unsent:
+            poller.register(self._stdin, select.POLLOUT)
+        ready = dict(poller.poll(1000 * longest_s))
+        if self._output in ready:
+            self._read()
+        if self._stdin in ready and self._unsent:
+            self._write()
+        if self._wakeups in ready:
+            os.read(self._wakeups, _CHUNK_BYTES)
+            self._reap()
+        if os.getppid() != self._parent:
+            self.is_asked_to_end = True
+
+    def _read(self) -> bool:
+        """Take one piece of the output; False if there is none now."""
+        try:
+            chunk = os.read(self._output, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self._output_is_open = bool(chunk)
+        self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+        self._hear(chunk)
+        return True
+
+    def _write(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._stdin, self._unsent[:_CHUNK_BYTES]) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # the program has closed its stdin
+            self._unsent = b''
+        if not self._unsent:
+            os.close(self._stdin)
+
+    def _reap(self) -> bool:
+        """Wait for every child that has ended, the program and adopted orphans; False if none is left."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._pid:
+                    self.exit_code = os.waitstatus_to_exitcode(ended[1])
+        except ChildProcessError:
+            return False
+        return True
+
+    def _end_all(self) -> None:
+        # Once the program is reaped, another process may have its number; orphans are found as children on Linux.
+        if self.exit_code is None or sys.platform != 'linux':
+            with contextlib.suppress(OSError):
+                os.killpg(self._pid, signal.SIGKILL)
+        if self.exit_code is None:
+            self._wait(_DEATH_S)
+        if self._reap():
+            end_descendants(self._reap, _KILL_S)
+
+
+def start_program(
+    parent: int, stdin: bytes, hear: Callable[[bytes], None] = lambda chunk: None, kept: Sequence[int] = ()
+) -> Supervisor | None:
+    """Forks the caller: None in the child, which becomes the program; in the caller, the supervisor after its end.
+
+    The program leads a session of its own, has pipes as descriptors 0 to 2 and the signals of a new process. Both keep
+    no other descriptor but those in `kept`. SIGTERM may be blocked by the caller, and is not blocked afterwards.
+
+    Args:
+      parent: the process that forked this one; its end is that of the program.
+      stdin: what the program can read.
+      hear: called in the supervisor with each piece of output.
+
+    Raises OSError if the program cannot be forked; then SIGTERM is still handled by the supervisor.
+    """
+    adopt_orphans()
+    supervisor = Supervisor(parent)
+    for_program, to_program = os.pipe()
+    from_program, of_program = os.pipe()
+    own_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        for descriptor in (for_program, of_program):
+            os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        supervisor.watch(pid, to_program, stdin, from_program, hear)
+        return supervisor
+    die_with_parent()
+    os.setsid()
+    for source, target in ((for_program, 0), (of_program, 1), (of_program, 2)):
+        os.dup2(source, target)
+    _restore_signals()
+    close_descriptors(kept)
+    if os.getppid() != own_pid:
+        os._exit(1)
+    return None
+
+
+def watch_signals(on_term: Callable[[], None]) -> int:
+    """A descriptor that becomes readable when a child ends, and when SIGTERM comes, after `on_term` was called."""
+    wakeups, wake = os.pipe()
+    for descriptor in (wakeups, wake):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: on_term())
+    return wakeups
+
+
+def close_descriptors(kept: Sequence[int]) -> None:
+    """Close everything but 0 to 2 and `kept`."""
+    for name in os.listdir('/dev/fd'):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
+
+
+def _restore_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
