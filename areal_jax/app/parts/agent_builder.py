@@ -20,7 +20,8 @@ from areal_jax import lanes
 from areal_jax.agents.agent_workflow import Agent, AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue
 from areal_jax.agents.program_agent import ProgramAgent
-from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost, check_function
+from areal_jax.agents.programs.program_function import check_function
+from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
 from areal_jax.agents.tokenizer_format import TokenizerFormat
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM

@@ -102,7 +102,7 @@ class GenerationRules:
                     yield from self._settle(answer, answer.last.steps)
                 answer.last = dispatch
                 dispatch.open += 1
-            elif self._ended.get(request) != 'cancelled':
+            elif self._single_turn and self._ended.get(request) != 'cancelled':  # agents end answers of their own
                 yield f'{dispatch.name} decodes {request}, which is not under way'
         yield from self._compare(dispatch)
 

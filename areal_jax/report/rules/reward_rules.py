@@ -9,6 +9,7 @@ import collections
 import json
 from collections.abc import Generator, Iterator
 
+from areal_jax.control.episode import UNSCORED
 from areal_jax.control.group_filter import BY_REWARD, describe_drop
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import BufferEvent, DropEvent, Event, RunDoneEvent
@@ -16,7 +17,7 @@ from areal_jax.lanes import REWARD
 from areal_jax.tasks.scoring.score_call import SCORED, Score, to_reward
 
 _REWARDS_VERSION = 8  # of the log from which on `buffer` has the rewards
-_UNSCORED = ('cancelled', 'lost')  # reasons of answers that no verifier sees
+_UNSCORED = ('cancelled', 'lost', *UNSCORED)  # reasons of answers that no verifier sees
 _Reply = tuple[int, float, str]  # attempt, reward, label
 
 
