@@ -9,8 +9,9 @@ over --channel; it is killed while it sends a version, and its successor sends t
 
 Exit code 0 only if every answer ended once and was whole, every log-prob is that of its recorded version, every
 abusive request got the right status, no server was taken for a wrong one, nothing took longer than two minutes, and
-the resident memory of the servers grows by less than a megabyte a minute: Theil and Sen's slope over medians of 30 s,
-in the second half. A check of which nothing was seen has failed: every kind of fault and abuse must have happened.
+the memory of the servers themselves grows by less than a megabyte a minute: Theil and Sen's slope over medians of 30 s,
+in the second half. What they share with a sender stays below two of its segments. A check of which nothing was seen has
+failed: every kind of fault and abuse must have happened.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.publication.carriers.shm_segment import DIRECTORY
 from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.server_entries import describe_server
 from tests.soak import abuse
@@ -41,6 +43,7 @@ from tests.soak.checks import (
     check_memory,
     check_seconds,
     check_seen,
+    check_shared,
     count_events,
     find_quarantines,
 )
@@ -74,6 +77,7 @@ class Havoc:
         self._began_s = time.monotonic()
         self._stop = threading.Event()
         self.memory = MemoryTrack()
+        self.largest_segment = self.most_shared = 0  # bytes
         self.counts: collections.Counter[str] = collections.Counter()
         self.faults: list[str] = []
         self._threads = [
@@ -154,7 +158,14 @@ class Havoc:
         while not self._stop.wait(SAMPLE_S):
             for server in self._servers:
                 if (size := server.resident_bytes()) is not None:
-                    self.memory.add(f'server {server.number}, start {server.starts}', self._elapsed_s, size)
+                    self.memory.add(f'server {server.number}, start {server.starts}', self._elapsed_s, size.own)
+                    self.largest_segment = max(self.largest_segment, *segment_sizes())
+                    self.most_shared = max(self.most_shared, size.shared)
+
+
+def segment_sizes() -> list[int]:
+    """Bytes of the segments of shared memory of this machine; 0 is one of them."""
+    return [0, *(path.stat().st_size for path in DIRECTORY.glob('areal_jax-*.weights') if path.exists())]
 
 
 def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
@@ -185,11 +196,13 @@ def soak(flags: argparse.Namespace, workdir: pathlib.Path) -> dict[str, Any]:
     scored = {'scored_answers': check.scored, 'scored_of_several_versions': check.of_versions}
     quarantines = find_quarantines(events)
     faults += [f'a server that was right was taken for a wrong one: {text}' for text in quarantines]
-    faults += check_memory(slopes, len(servers)) + check_seconds(load.slowest_s, MOST_SECONDS)
+    shared = {'most_shared_bytes': havoc.most_shared, 'largest_segment_bytes': havoc.largest_segment}
+    faults += check_memory(slopes, len(servers)) + check_shared(havoc.most_shared, havoc.largest_segment)
+    faults += check_seconds(load.slowest_s, MOST_SECONDS)
     faults += check_seen(counts | scored, (*WANTED, *scored, *(['deltas'] if 'delta' in flags.channel else [])))
     return {
-        'faults': faults, 'megabytes_a_minute': slopes, 'counts': counts, **scored, 'slowest_s': load.slowest_s,
-        'quarantines': quarantines, 'events': count_events(events),
+        'faults': faults, 'megabytes_a_minute': slopes, **shared, 'counts': counts, **scored,
+        'slowest_s': load.slowest_s, 'quarantines': quarantines, 'events': count_events(events),
     }  # fmt: skip
 
 

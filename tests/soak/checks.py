@@ -93,6 +93,15 @@ def check_memory(slopes: Mapping[str, float | None], servers: int) -> list[str]:
     return found
 
 
+def check_shared(most_bytes: int, segment_bytes: int) -> list[str]:
+    """A reader may have two segments open, of a sender that died and of its successor."""
+    if most_bytes <= 2 * segment_bytes:
+        return []
+    return [
+        f'a server shares {most_bytes / 1e6:.1f} MB, and a segment has {segment_bytes / 1e6:.1f} MB: it keeps old ones'
+    ]
+
+
 def check_seconds(slowest_s: Mapping[str, float], most_s: float) -> list[str]:
     """What hung, by kind."""
     return [f'the slowest {kind} took {seconds:.0f} s' for kind, seconds in slowest_s.items() if not seconds <= most_s]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from typing import NamedTuple
 
 from tests.chaos.processes import ROOT
 
@@ -36,6 +37,13 @@ _RESTART_S = 1.0
 
 def list_flags(channel: str) -> list[str]:
     return [f'--config.{name}={value}' for name, value in (OVERRIDES | CHANNELS[channel]).items()]
+
+
+class Resident(NamedTuple):
+    """Bytes of a process that are in memory."""
+
+    own: int
+    shared: int  # of a channel in shared memory: it has a place after the other, and begins anew with each sender
 
 
 class ServerProcess:
@@ -98,13 +106,15 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
-    def resident_bytes(self) -> int | None:
+    def resident_bytes(self) -> Resident | None:
         """None while it is dead."""
         try:
             status = pathlib.Path(f'/proc/{self.pid}/status').read_text()
         except OSError:
             return None
-        return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('VmRSS:')), None)
+        lines = [line.split() for line in status.splitlines()]
+        sizes = {fields[0]: int(fields[1]) * 1024 for fields in lines if fields and fields[0].startswith('Rss')}
+        return Resident(sizes['RssAnon:'] + sizes['RssFile:'], sizes['RssShmem:']) if 'RssAnon:' in sizes else None
 
     def last_words(self) -> str:
         return self._log.read_text(errors='replace')[-2000:] if self._log.exists() else ''

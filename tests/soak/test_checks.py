@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.soak.checks import check_events, check_memory, check_seconds, check_seen, find_quarantines
+from tests.soak.checks import check_events, check_memory, check_seconds, check_seen, check_shared, find_quarantines
 
 
 def write(path, *events):
@@ -57,3 +57,8 @@ def test_what_took_too_long_or_never_happened_is_a_fault():
         'never happened: stop',
         'never happened: cut',
     ]
+
+
+def test_two_segments_may_be_open_at_once():
+    assert check_shared(20, 10) == check_shared(0, 0) == []
+    assert len(check_shared(21, 10)) == 1
