@@ -70,17 +70,23 @@ class Stopwatch:
 
 
 class Side:
-    """A running side; use as a context."""
+    """A running side; use as a context.
 
-    def __init__(self, python: str, module: str, arguments: Mapping[str, Any]):
+    Args:
+      checkout: of another version, whose packages the file of `module` in this one imports; None = this version.
+    """
+
+    def __init__(self, python: str, module: str, arguments: Mapping[str, Any], checkout: pathlib.Path | None = None):
         self._errors = tempfile.TemporaryFile('w+')  # noqa: SIM115 as long as the process
         # nothing compiled by an earlier run may help
         environment = {k: v for k, v in os.environ.items() if k != 'JAX_COMPILATION_CACHE_DIR'}
         self._name = f'{python} -m {module}'
+        started = ['-m', module] if checkout is None else [str(ROOT / f'{module.replace(".", "/")}.py')]
+        path = {} if checkout is None else {'PYTHONPATH': str(checkout)}
         self._process = subprocess.Popen(
-            [python, '-m', module, json.dumps(arguments)],
-            cwd=ROOT,
-            env=environment | {'JAX_ENABLE_COMPILATION_CACHE': 'false'},
+            [python, *started, json.dumps(arguments)],
+            cwd=checkout or ROOT,
+            env=environment | path | {'JAX_ENABLE_COMPILATION_CACHE': 'false'},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

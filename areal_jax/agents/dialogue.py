@@ -70,7 +70,7 @@ class Reply:
     """The next turn."""
 
     message: Message  # to put into the history as it is
-    finish_reason: str  # 'stop', 'tool_calls', or 'length': cut off by a budget, and the next call ends the episode
+    finish_reason: str  # 'stop', 'tool_calls', or 'length': cut off by a budget
 
     @property
     def text(self) -> str:
@@ -198,9 +198,6 @@ class Dialogue:
         return None
 
     def _require_turn(self) -> None:
-        answered = [call for call in self._episode.calls if call.reply is not None]
-        if any(call.finish_reason == 'length' for call in answered):
-            raise EpisodeEnd('length')
         if self._budgets.max_turns and len(self._episode.calls) >= self._budgets.max_turns:
             raise EpisodeEnd('turns')
 

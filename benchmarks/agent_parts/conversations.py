@@ -97,7 +97,8 @@ class Ran:
             for draw, episode in self.episodes.items()
         ]
         for version in range(1, self._swaps + 1):
-            while self._count_turns() < version * TURNS * len(self.episodes) // (self._swaps + 1):
+            due = version * TURNS * len(self.episodes) // (self._swaps + 1)
+            while self._count_turns() < due and not all(task.done() for task in tasks):
                 await self._clock.wait(self._clock.event('turns'), 0.05)
             await self._engine.stage(PublishedWeights(version, '', None))
             await self._engine.swap(version)

@@ -134,7 +134,7 @@ def ask_on(prompt, dialogue):
 
 @pytest.mark.parametrize(('budget', 'label', 'lengths'), [
     ({'max_turns': 3}, 'turns', [3, 3, 3]),
-    ({'max_turn_tokens': 2}, 'length', [2]),  # cut: the next call ends the episode
+    ({'max_turn_tokens': 2}, 'turns', [2, 2, 2, 2]),  # cut, and closed by the environment
     ({'context_tokens': len(PROMPT.tokens) + 3 + 4}, 'length', [3]),  # no room behind the second question
     ({'context_tokens': len(PROMPT.tokens) + 3 + 6}, 'length', [3, 2]),
     ({'sampling': SamplingParams(7, 1.0, 0, 1.0, (3,))}, 'length', [3, 3, 1]),  # sampled tokens alone count
