@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Collection, Mapping
 
-from areal_jax.agents.programs.supervisor import TAIL_BYTES
+from areal_jax.agents.programs.program_supervisor import TAIL_BYTES
 
 _SECRET = re.compile(r'.*_(KEY|TOKEN)')  # names of variables
 _LONGEST_LINE, _LONGEST = 300, 500  # characters

@@ -6,7 +6,7 @@ DESCRIPTOR is a socket to the process PARENT, with whose end this one ends. A JS
 {job, ended: true} for any other one at its end; {printed} for each of the first lines of output; and {exited, tail}
 with the exit code and the end of the output in base64, if the process itself ends.
 
-A worker is two processes: a supervisor (supervisor.py), and its child, the loop of the function.
+A worker is two processes: a supervisor (program_supervisor.py), and its child, the loop of the function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal_jax.agents.programs.program_function import (
     check_function,
     list_parameters,
 )
-from areal_jax.agents.programs.supervisor import start_program
+from areal_jax.agents.programs.program_supervisor import start_program
 from areal_jax.errors import UserError
 from areal_jax.plugins import source_file
 

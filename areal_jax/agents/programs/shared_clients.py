@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import httpx
 import openai
 
 
 class SharedClients:
-    """Makes a client for each episode without a TLS context of its own; one that is closed leaves the others open."""
+    """Makes a client for each episode without a TLS context of its own.
+
+    It takes no proxy from the environment, since the address is one of this machine.
+    """
 
     def __init__(self) -> None:
-        self._transport = _SharedTransport()
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._shared = _OpenClient(api_key='none', http_client=http_client)
 
     def make(self, base_url: str, api_key: str) -> openai.AsyncOpenAI:
-        """Takes no proxy from the environment: the address is one of this machine."""
-        http_client = openai.DefaultAsyncHttpxClient(transport=self._transport)
-        return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        return self._shared.copy(base_url=base_url, api_key=api_key)
 
 
-class _SharedTransport(httpx.AsyncBaseTransport):
-    def __init__(self) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return await self._transport.handle_async_request(request)
+class _OpenClient(openai.AsyncOpenAI):
+    async def close(self) -> None:
+        """Leaves the connections open, which are those of other episodes too."""

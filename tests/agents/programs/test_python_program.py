@@ -10,6 +10,8 @@ from areal_jax.agents.programs.python_program import find_python_program
 from tests.agents.programs.loop_thread import LoopThread
 
 SHOW = """
+import sys
+early = sorted({{'asyncio', 'logging', 'threading'}} & set(sys.modules))
 import atexit, beside, dataclasses, os, pickle, sys, threading, time
 
 @dataclasses.dataclass
@@ -20,7 +22,7 @@ def write(*values):
 
 assert pickle.loads(pickle.dumps(Own(1))) == Own(1)
 main = sys.modules['__main__']
-write(__name__, sys.argv, sys.path[0], sys.path[1:], main.Own is Own, __package__, sys.flags.optimize, type(__loader__))
+write(__name__, early, sys.argv, sys.path[0], sys.path[1:], main.Own is Own, __package__, type(__loader__))
 write(main.__file__, __spec__ and __spec__.name, sys.stdin.isatty(), sys.stdout.line_buffering, sys.stdout.encoding)
 atexit.register(lambda: write('exit function'))
 threading.Thread(target=lambda: (time.sleep(0.05), write('thread', sys.modules['__main__'].Own is Own))).start()
