@@ -167,6 +167,16 @@ def test_after_a_kill_of_the_fork_server_its_jobs_have_failed_and_the_next_one_r
     assert loop.run(host.run(job('pass'))) == Ending('ended')
 
 
+def test_a_program_does_not_outlive_its_supervisor_and_the_fork_server(loop, host, tmp_path):
+    running = loop.start(host.run(job(HANG.replace('os.getpid()', 'os.getppid(), os.getpid()'), tmp_path / 'pids')))
+    supervisor, pid = map(int, read_when_there(tmp_path / 'pids').split())
+    os.kill(host.pid, signal.SIGSTOP)  # it would end the program too
+    for process in (supervisor, host.pid):
+        os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid))
+    assert running.result(10).status == 'failed'
+
+
 def test_after_a_kill_of_the_run_nothing_is_left(program, tmp_path):
     source = f"""
 import asyncio
