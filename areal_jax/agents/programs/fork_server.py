@@ -28,7 +28,7 @@ import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
-from areal_jax.agents.programs.program_supervisor import close_descriptors, start_program, watch_signals
+from areal_jax.agents.programs.program_supervisor import Supervisor, close_descriptors, start_program, watch_signals
 from areal_jax.agents.programs.python_program import find_python_program, import_as, is_python, run_python
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, kill_processes, list_descendants
 
@@ -120,10 +120,12 @@ class ForkServer:
 
     def _wait(self) -> None:
         poller = select.poll()
-        for descriptor in (self._control, self._reports, self._wakeups):
+        for descriptor in (self._reports, self._wakeups):
             poller.register(descriptor, select.POLLIN)
+        if not self._is_ending:  # afterwards it is readable for ever
+            poller.register(self._control, select.POLLIN)
         ready = dict(poller.poll(1000 * _LOOK_S))
-        if self._control in ready and not self._is_ending:
+        if self._control in ready:
             self._receive()
         if self._reports in ready:
             self._forward_reports()
@@ -229,14 +231,17 @@ def supervise(job: _Message, server: int, report_to: int) -> bool:
     else:
         if supervisor is None:
             return True
-        tail = base64.b64encode(supervisor.tail).decode()
-        end = (
-            {'error': _TOLD_TO_END} if supervisor.is_asked_to_end else {'exit_code': supervisor.exit_code, 'tail': tail}
-        )
-        report = {'job': job['job'], **end}
+        report = {'job': job['job'], **describe_end(supervisor)}
     with contextlib.suppress(OSError):
         os.write(report_to, json.dumps(report).encode() + b'\n')
     os._exit(0)
+
+
+def describe_end(supervisor: Supervisor) -> _Message:
+    """What the parent is told of a program that has ended."""
+    if supervisor.is_asked_to_end:
+        return {'error': _TOLD_TO_END}
+    return {'exit_code': supervisor.exit_code, 'tail': base64.b64encode(supervisor.tail).decode()}
 
 
 def import_module(name: str) -> None:
