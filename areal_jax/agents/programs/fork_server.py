@@ -295,6 +295,7 @@ def run_program(command: list[str], job: _Message) -> int:
 
 def main(control: int, parent: int, ending: _Exit) -> None:
     """Serve; in a fork, run the program."""
+    die_with_parent(signal.SIGTERM)  # also during an import that does not end
     server = ForkServer(control, parent)
     try:
         command = server.set_up()

@@ -35,6 +35,7 @@ from areal_jax.agents.programs.program_function import (
 from areal_jax.agents.programs.program_supervisor import start_program
 from areal_jax.errors import UserError
 from areal_jax.plugins import source_file
+from areal_jax.workers.descendants import die_with_parent
 
 _LONGEST_LINE = 2**30  # bytes of a job
 _SHOWN_LINES, _LONGEST_SHOWN = 20, 500  # of the output; characters of a line
@@ -138,6 +139,7 @@ def send_line(control: int, message: _Message) -> None:
 def main(control: int, parent: int) -> None:
     """Supervise; in a fork, serve."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it is handled
+    die_with_parent(signal.SIGTERM)
     supervisor = start_program(parent, b'', _Output(control).hear, kept=(control,))
     if supervisor is None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -177,12 +177,15 @@ def test_a_program_does_not_outlive_its_supervisor_and_the_fork_server(loop, hos
     assert running.result(10).status == 'failed'
 
 
-def test_after_a_kill_of_the_run_nothing_is_left(program, tmp_path):
+@pytest.mark.parametrize('preload', [[], ['hang']])
+def test_after_a_kill_of_the_run_nothing_is_left(program, tmp_path, preload):
+    program.with_name('hang.py').write_text(f'import os; {HANG}')
     source = f"""
-import asyncio
+import asyncio, os
 from areal_jax.agents.programs.program_host import CommandHost, Job
-host = CommandHost(['python', {str(program)!r}], [])
-asyncio.run(host.run(Job({{'DO': {LEAVE + 'time.sleep(100)'!r}, 'FILE': {str(tmp_path / 'pids')!r}}}, {{}})))
+os.environ['FILE'] = {str(tmp_path / 'pids')!r}
+host = CommandHost(['python', {str(program)!r}], {preload})
+asyncio.run(host.run(Job({{'DO': {LEAVE + 'time.sleep(100)'!r}}}, {{}})))
 """
     with subprocess.Popen([sys.executable, '-c', source], cwd=ROOT) as run:
         pids = [int(pid) for pid in read_when_there(tmp_path / 'pids').split()]
