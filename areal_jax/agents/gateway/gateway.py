@@ -30,6 +30,7 @@ from areal_jax.types import SamplingParams
 
 _BACKLOG = 1024
 _KEY_BYTES = 32  # random
+_HERE = '127.0.0.1,localhost'  # a proxy of the machine does not reach it
 _log = logging.getLogger(__name__)
 
 
@@ -80,6 +81,7 @@ class Gateway:
         return {
             'OPENAI_BASE_URL': f'{self._url}/v1', 'OPENAI_API_KEY': key, 'OPENAI_MODEL': MODEL,
             'ANTHROPIC_BASE_URL': self._url, 'ANTHROPIC_API_KEY': key, 'ANTHROPIC_MODEL': MODEL,
+            'NO_PROXY': _HERE, 'no_proxy': _HERE,
         }  # fmt: skip
 
     async def _start(self) -> None:

@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Collection, Mapping
 
-from areal_jax.agents.programs.supervisor import TAIL_BYTES
+from areal_jax.agents.programs.program_supervisor import TAIL_BYTES
 
 _SECRET = re.compile(r'.*_(KEY|TOKEN)')  # names of variables
 _LONGEST_LINE, _LONGEST = 300, 500  # characters
@@ -33,7 +33,8 @@ def describe_exit(exit_code: int, output: bytes, secrets: Collection[str]) -> st
     """
     text = output.decode(errors='replace')
     if len(output) >= TAIL_BYTES:  # it may begin within a secret
-        text = text[max(map(len, secrets), default=0) :]
+        ends = (secret[start:] for secret in secrets for start in range(1, len(secret)))
+        text = text.removeprefix(max(filter(text.startswith, ends), key=len, default=''))
     lines = [line for line in hide_secrets(text, secrets).splitlines() if line.strip()]
     said = f'; its last line: {shorten(lines[-1], _LONGEST_LINE)}' if lines else ''
     places = re.findall(r'^  File "([^"\n]+)", line (\d+)', '\n'.join(lines), re.MULTILINE)

@@ -7,7 +7,7 @@ DESCRIPTOR is a socket to the process PARENT, with whose end this one ends. A JS
 {refused} for a module that cannot be imported, after which this process ends; for a job either {job, exit_code, tail},
 with the end of its output in base64, or {job, error}, also for one that was asked to end.
 
-A job is two processes: a supervisor (supervisor.py), a child of this one, and the program, its child.
+A job is two processes: a supervisor (program_supervisor.py), a child of this one, and the program, its child.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import select
 import signal
 import sys
 import time
+import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
+from areal_jax.agents.programs.program_supervisor import Supervisor, close_descriptors, start_program, watch_signals
 from areal_jax.agents.programs.python_program import find_python_program, import_as, is_python, run_python
-from areal_jax.agents.programs.supervisor import close_descriptors, start_program, watch_signals
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, kill_processes, list_descendants
 
 del sys.path[0]
@@ -38,7 +39,7 @@ _CHUNK_BYTES = 2**16  # read at once
 _LOOK_S = 1.0  # between two looks whether the parent lives
 _END_S = 5.0  # for all supervisors to end; then they are killed
 _KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
-_TRIED_CALL_S = 1.0  # nobody listens at the address of the tried call; a proxy might
+_NOBODY, _TRIED_CALL_S = 'http://127.0.0.1:9/v1', 1.0  # nobody listens there; a proxy of the environment might
 _TOLD_TO_END = 'it was told to end'
 _CANNOT_EXECUTE = 127  # the exit code of shells
 
@@ -87,7 +88,7 @@ class ForkServer:
         for name in setup['preload']:
             import_module(name)
         if 'openai' in sys.modules:
-            try_client()
+            try_clients()
         with contextlib.suppress(Exception):
             sys.stdout.flush()  # else each fork would print what the imports have printed
         gc.collect()
@@ -119,10 +120,12 @@ class ForkServer:
 
     def _wait(self) -> None:
         poller = select.poll()
-        for descriptor in (self._control, self._reports, self._wakeups):
+        for descriptor in (self._reports, self._wakeups):
             poller.register(descriptor, select.POLLIN)
+        if not self._is_ending:  # afterwards it is readable for ever
+            poller.register(self._control, select.POLLIN)
         ready = dict(poller.poll(1000 * _LOOK_S))
-        if self._control in ready and not self._is_ending:
+        if self._control in ready:
             self._receive()
         if self._reports in ready:
             self._forward_reports()
@@ -150,7 +153,9 @@ class ForkServer:
         """Whether this is the program now, a fork of this process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the fork handles it
         try:
-            pid = os.fork()
+            with warnings.catch_warnings():  # Python 3.12 dislikes forks of a process in which an import began threads
+                warnings.simplefilter('ignore', DeprecationWarning)
+                pid = os.fork()
         except OSError as error:
             self._send({'job': job['job'], 'error': describe_fork_error(error)})
             pid = -1
@@ -226,14 +231,17 @@ def supervise(job: _Message, server: int, report_to: int) -> bool:
     else:
         if supervisor is None:
             return True
-        tail = base64.b64encode(supervisor.tail).decode()
-        end = (
-            {'error': _TOLD_TO_END} if supervisor.is_asked_to_end else {'exit_code': supervisor.exit_code, 'tail': tail}
-        )
-        report = {'job': job['job'], **end}
+        report = {'job': job['job'], **describe_end(supervisor)}
     with contextlib.suppress(OSError):
         os.write(report_to, json.dumps(report).encode() + b'\n')
     os._exit(0)
+
+
+def describe_end(supervisor: Supervisor) -> _Message:
+    """What the parent is told of a program that has ended."""
+    if supervisor.is_asked_to_end:
+        return {'error': _TOLD_TO_END}
+    return {'exit_code': supervisor.exit_code, 'tail': base64.b64encode(supervisor.tail).decode()}
 
 
 def import_module(name: str) -> None:
@@ -247,13 +255,21 @@ def import_module(name: str) -> None:
         ) from error
 
 
-def try_client() -> None:
-    """A client of openai, and a call that fails at once: what both import late is then imported before any fork."""
-    openai = importlib.import_module('openai')
-    client = openai.OpenAI(api_key='none', base_url='http://127.0.0.1:9/v1', max_retries=0, timeout=_TRIED_CALL_S)
-    with contextlib.suppress(Exception):
-        client.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': ''}])
-    client.close()  # no fork shares a connection
+def try_clients() -> None:
+    """Makes clients of openai and calls that fail at once: what these import late is then imported before any fork."""
+    # not imported at the top: logging, which asyncio imports, must register its exit function after _Exit
+    asyncio, openai = importlib.import_module('asyncio'), importlib.import_module('openai')
+    options = {'api_key': 'none', 'base_url': _NOBODY, 'max_retries': 0, 'timeout': _TRIED_CALL_S}
+    call = {'model': 'policy', 'messages': [{'role': 'user', 'content': ''}]}
+
+    async def try_async() -> None:
+        async with openai.AsyncOpenAI(**options) as client:
+            with contextlib.suppress(openai.OpenAIError):
+                await client.chat.completions.create(**call)
+
+    with openai.OpenAI(**options) as client, contextlib.suppress(openai.OpenAIError):  # no fork shares a connection
+        client.chat.completions.create(**call)
+    asyncio.run(try_async())
 
 
 def describe_fork_error(error: OSError) -> str:
@@ -279,6 +295,7 @@ def run_program(command: list[str], job: _Message) -> int:
 
 def main(control: int, parent: int, ending: _Exit) -> None:
     """Serve; in a fork, run the program."""
+    die_with_parent(signal.SIGTERM)  # also during an import that does not end
     server = ForkServer(control, parent)
     try:
         command = server.set_up()

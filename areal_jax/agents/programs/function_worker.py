@@ -6,7 +6,7 @@ DESCRIPTOR is a socket to the process PARENT, with whose end this one ends. A JS
 {job, ended: true} for any other one at its end; {printed} for each of the first lines of output; and {exited, tail}
 with the exit code and the end of the output in base64, if the process itself ends.
 
-A worker is two processes: a supervisor (supervisor.py), and its child, the loop of the function.
+A worker is two processes: a supervisor (program_supervisor.py), and its child, the loop of the function.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from areal_jax.agents.programs.endings import find_secrets, hide_secrets, shorten
 from areal_jax.agents.programs.program_function import (
     CLIENT,
     FIELD,
@@ -31,12 +32,13 @@ from areal_jax.agents.programs.program_function import (
     check_function,
     list_parameters,
 )
-from areal_jax.agents.programs.supervisor import start_program
+from areal_jax.agents.programs.program_supervisor import start_program
 from areal_jax.errors import UserError
 from areal_jax.plugins import source_file
+from areal_jax.workers.descendants import die_with_parent
 
 _LONGEST_LINE = 2**30  # bytes of a job
-_SHOWN_LINES, _LONGEST_SHOWN = 20, 1000  # of the output; characters of a line or an error
+_SHOWN_LINES, _LONGEST_SHOWN = 20, 500  # of the output; characters of a line
 _MODEL = 'policy'
 _Message = dict  # of JSON
 
@@ -65,12 +67,10 @@ class FunctionWorker:
         number, reply = job['job'], {'job': job['job'], 'ended': True}
         try:
             await self._call(job)
-        except asyncio.CancelledError as error:
-            task = self._tasks[number]
-            if not task.cancelling():  # of its own
-                reply = {'job': number, 'error': describe_error(error, self._spec)}
         except BaseException as error:  # SystemExit would end the loop and with it all jobs
-            reply = {'job': number, 'error': describe_error(error, self._spec)}
+            if not (isinstance(error, asyncio.CancelledError) and self._tasks[number].cancelling()):
+                said = hide_secrets(describe_error(error, self._spec), find_secrets(job['environment']))
+                reply = {'job': number, 'error': shorten(said)}
         finally:
             del self._tasks[number]
         self._send(reply)
@@ -89,8 +89,7 @@ def describe_error(error: BaseException, spec: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == str(source_file(spec, FIELD))] or frames[-1:]
     place = f' (line {own[-1].lineno} of {own[-1].filename})' if own else ''
-    text = ' '.join(str(error).split())[:_LONGEST_SHOWN]
-    return f'{type(error).__name__}: {text}{place}' if text else f'{type(error).__name__}{place}'
+    return f'{type(error).__name__}: {error}{place}' if str(error) else f'{type(error).__name__}{place}'
 
 
 async def serve(control: socket.socket) -> None:
@@ -122,9 +121,13 @@ class _Output:
             return
         *lines, self._line = (self._line + chunk).split(b'\n')
         for line in lines[: _SHOWN_LINES - self._n_lines]:
-            send_line(self._control, {'printed': line.decode(errors='replace')[:_LONGEST_SHOWN]})
+            text = line.decode(errors='replace')  # not cut, which might leave a part of a key
+            is_long = len(text) > _LONGEST_SHOWN
+            send_line(
+                self._control, {'printed': f'a line of more than {_LONGEST_SHOWN} characters' if is_long else text}
+            )
         self._n_lines += len(lines)
-        self._line = self._line[:_LONGEST_SHOWN]
+        self._line = self._line[: _LONGEST_SHOWN + 1]
 
 
 def send_line(control: int, message: _Message) -> None:
@@ -136,6 +139,7 @@ def send_line(control: int, message: _Message) -> None:
 def main(control: int, parent: int) -> None:
     """Supervise; in a fork, serve."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it is handled
+    die_with_parent(signal.SIGTERM)
     supervisor = start_program(parent, b'', _Output(control).hear, kept=(control,))
     if supervisor is None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ _KEPT_SECRETS = 1000  # of the last jobs: what the process prints does not say f
 
 
 class JobProcess:
-    """Started at once; jobs may be sent before it is ready. For one event loop.
+    """Started at once; jobs may be sent before it is ready. For one event loop, with whose thread it ends.
 
     Args:
       name: what it is called in sentences: 'the fork server of agent.command'.

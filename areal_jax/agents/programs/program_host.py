@@ -86,7 +86,7 @@ class CommandHost:
                 self._server = self._start()
             except OSError as error:
                 return Ending('failed', f'the fork server cannot be started: {error.strerror}')
-        return make_ending(await self._server.run(dataclasses.asdict(job)), job)
+        return make_ending(await self._server.run(make_message(job)), job)
 
     async def close(self) -> None:
         """Implements ProgramHost.close."""
@@ -131,7 +131,7 @@ class FunctionHost:
                 worker = self._workers[place] = self._start()
             except OSError as error:
                 return Ending('failed', f'a worker of {FIELD} cannot be started: {error.strerror}')
-        return make_ending(await worker.run(dataclasses.asdict(job)), job)
+        return make_ending(await worker.run(make_message(job)), job)
 
     async def close(self) -> None:
         """Implements ProgramHost.close."""
@@ -149,6 +149,11 @@ class FunctionHost:
             f'a worker of {FIELD}', command, worker_environment(), {'function': self._function}, FUNCTION_PATIENCE_S,
             hear=lambda line: print(f'{FIELD} printed: {line}', file=sys.stderr),
         )  # fmt: skip
+
+
+def make_message(job: Job) -> JsonObject:
+    """What a process of a host is told of a job."""
+    return {'environment': dict(job.environment), 'problem': job.problem}
 
 
 def make_ending(reply: JsonObject, job: Job) -> Ending:

@@ -6,13 +6,19 @@ import openai
 
 
 class SharedClients:
-    """Makes a client for each episode; the connections and their TLS context, which costs most of a client, are one."""
+    """Makes a client for each episode without a TLS context of its own.
+
+    It takes no proxy from the environment, since the address is one of this machine.
+    """
 
     def __init__(self) -> None:
-        self._first: openai.AsyncOpenAI | None = None
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._shared = _OpenClient(api_key='none', http_client=http_client)
 
     def make(self, base_url: str, api_key: str) -> openai.AsyncOpenAI:
-        """Another one of the same connections; where a function has closed them, the first of new ones."""
-        if self._first is None or self._first.is_closed():
-            self._first = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        return self._first.with_options(base_url=base_url, api_key=api_key)
+        return self._shared.copy(base_url=base_url, api_key=api_key)
+
+
+class _OpenClient(openai.AsyncOpenAI):
+    async def close(self) -> None:
+        """Leaves the connections open, which are those of other episodes too."""

@@ -167,12 +167,25 @@ def test_after_a_kill_of_the_fork_server_its_jobs_have_failed_and_the_next_one_r
     assert loop.run(host.run(job('pass'))) == Ending('ended')
 
 
-def test_after_a_kill_of_the_run_nothing_is_left(program, tmp_path):
+def test_a_program_does_not_outlive_its_supervisor_and_the_fork_server(loop, host, tmp_path):
+    running = loop.start(host.run(job(HANG.replace('os.getpid()', 'os.getppid(), os.getpid()'), tmp_path / 'pids')))
+    supervisor, pid = map(int, read_when_there(tmp_path / 'pids').split())
+    os.kill(host.pid, signal.SIGSTOP)  # it would end the program too
+    for process in (supervisor, host.pid):
+        os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid))
+    assert running.result(10).status == 'failed'
+
+
+@pytest.mark.parametrize('preload', [[], ['hang']])
+def test_after_a_kill_of_the_run_nothing_is_left(program, tmp_path, preload):
+    program.with_name('hang.py').write_text(f'import os; {HANG}')
     source = f"""
-import asyncio
+import asyncio, os
 from areal_jax.agents.programs.program_host import CommandHost, Job
-host = CommandHost(['python', {str(program)!r}], [])
-asyncio.run(host.run(Job({{'DO': {LEAVE + 'time.sleep(100)'!r}, 'FILE': {str(tmp_path / 'pids')!r}}}, {{}})))
+os.environ['FILE'] = {str(tmp_path / 'pids')!r}
+host = CommandHost(['python', {str(program)!r}], {preload})
+asyncio.run(host.run(Job({{'DO': {LEAVE + 'time.sleep(100)'!r}}}, {{}})))
 """
     with subprocess.Popen([sys.executable, '-c', source], cwd=ROOT) as run:
         pids = [int(pid) for pid in read_when_there(tmp_path / 'pids').split()]
@@ -221,3 +234,59 @@ def test_a_module_that_cannot_be_imported_is_named(loop):
         loop.run(host.run(job('')))
     loop.run(host.close())
     assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.parametrize('where', ['the fork server', 'the process that watches it'])
+def test_a_fork_that_fails_ends_a_job_alone(loop, tmp_path, where):
+    (tmp_path / 'agent.py').write_text('')
+    (tmp_path / 'few.py').write_text(f"""
+import errno, os
+server, fork, n = os.getpid(), os.fork, 0
+def fail():
+    global n
+    n += (os.getpid() == server) == {where == 'the fork server'}
+    if n == 1:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = fail
+""")
+    host = CommandHost(['python', str(tmp_path / 'agent.py')], ['few'])
+    failed = Ending('failed', 'no process could be started for it: Resource temporarily unavailable')
+    assert loop.run(host.run(job(''))) == failed
+    if where == 'the fork server':
+        assert loop.run(host.run(job(''))) == Ending('ended')
+    loop.run(host.close())
+
+
+OPENAI = """
+import os
+made = open(os.environ['MADE'], 'a', buffering=1)
+
+class OpenAIError(Exception): ...
+
+class OpenAI:
+    def __init__(self, **options):
+        self.chat = self.completions = self
+        print(os.getpid(), type(self).__name__, options['base_url'], options['max_retries'], file=made)
+    def create(self, model, messages):
+        print('called', file=made)
+        raise OpenAIError
+    def __enter__(self): return self
+    def __exit__(self, *error): print('closed', file=made)
+
+class AsyncOpenAI(OpenAI):
+    async def create(self, **call): super().create(**call)
+    async def __aenter__(self): return self
+    async def __aexit__(self, *error): print('closed', file=made)
+"""
+
+
+def test_clients_are_tried_and_closed_once_before_the_forks(loop, tmp_path, monkeypatch):
+    (tmp_path / 'openai.py').write_text(OPENAI)
+    (tmp_path / 'agent.py').write_text('import openai\n')
+    monkeypatch.setenv('MADE', str(tmp_path / 'made'))
+    host = CommandHost(['python', str(tmp_path / 'agent.py')], ['openai'])
+    assert [loop.run(host.run(job(''))) for _ in range(2)] == [Ending('ended')] * 2
+    made = [f'{host.pid} {name} http://127.0.0.1:9/v1 0\ncalled\nclosed\n' for name in ('OpenAI', 'AsyncOpenAI')]
+    assert (tmp_path / 'made').read_text() == ''.join(made)
+    loop.run(host.close())

@@ -1,6 +1,7 @@
 """Functions in long-lived workers: what they are given, how each end is told, what else the end of a worker ends."""
 
 import asyncio
+import importlib.util
 import os
 import pathlib
 import signal
@@ -211,4 +212,35 @@ def test_a_function_that_only_its_worker_cannot_load_is_refused(loop, tmp_path):
     file.write_text('import no_such_module\n')
     with pytest.raises(UserError, match=r'^agent\.function=.*: line 1 of .* raises ModuleNotFoundError'):
         loop.run(host.run(job('end')))
+    loop.run(host.close())
+
+
+OPENAI = """
+class DefaultAsyncHttpxClient:
+    def __init__(self, trust_env): self.is_open = not trust_env
+
+class AsyncOpenAI:
+    def __init__(self, base_url='', api_key='', http_client=None):
+        self.base_url, self.api_key, self.http_client = base_url, api_key, http_client
+    def copy(self, base_url, api_key): return type(self)(base_url, api_key, self.http_client)
+    async def close(self): self.http_client.is_open = False
+"""
+
+
+def test_a_client_of_its_own_shares_the_connections_and_does_not_close_them(loop, tmp_path, monkeypatch):
+    (tmp_path / 'agent.py').write_text("""
+async def agent(client, problem):
+    said = (client.base_url, client.api_key, client.http_client.is_open)
+    await client.close()
+    assert said == ('http://127.0.0.1:9/v1', problem['do'], True), said
+""")
+    monkeypatch.delitem(sys.modules, 'openai', raising=False)
+    if importlib.util.find_spec('openai') is None:
+        with pytest.raises(UserError, match="its parameter 'client' needs the package openai; install it, or take"):
+            check_function(f'{tmp_path}/agent.py:agent')
+    (tmp_path / 'openai.py').write_text(OPENAI)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=os.pathsep)
+    host = FunctionHost(f'{tmp_path}/agent.py:agent', workers=1)
+    assert [loop.run(host.run(job(KEY))) for _ in range(2)] == [Ending('ended')] * 2
     loop.run(host.close())

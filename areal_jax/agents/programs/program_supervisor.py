@@ -123,15 +123,16 @@ def start_program(
 ) -> Supervisor | None:
     """Forks the caller: None in the child, which becomes the program; in the caller, the supervisor after its end.
 
-    The program leads a session of its own, has pipes as descriptors 0 to 2 and the signals of a new process. Both keep
-    no other descriptor but those in `kept`. SIGTERM may be blocked by the caller, and is not blocked afterwards.
+    The program leads a session of its own and has the signals of a new process. The caller should block SIGTERM, which
+    would else come too early; the supervisor handles it.
 
     Args:
       parent: the process that forked this one; its end is that of the program.
       stdin: what the program can read.
       hear: called in the supervisor with each piece of output.
+      kept: descriptors that the program has beside 0 to 2, which are pipes.
 
-    Raises OSError if the program cannot be forked; then SIGTERM is still handled by the supervisor.
+    Raises OSError if the program cannot be forked.
     """
     adopt_orphans()
     supervisor = Supervisor(parent)
