@@ -178,6 +178,9 @@ MISMATCH_RATIO_SHARE = Metric(
     'mismatch/ratio_share', 'ratio', 'mean square of the mismatch by that of the log-ratio of all generated tokens'
 )
 MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean_abs
+MISMATCH_OF_TURN = (
+    'mismatch/turn/'  # prefix, with answers of several turns; what follows is 1, 2, ... and n or mean_abs
+)
 
 # prefix; what follows is a range of ages (telemetry/ages.py) and tokens, effective_sample_size, clip_fraction or kl: as
 # the metrics loss/... of these names, of the trained tokens of these ages
@@ -206,6 +209,7 @@ PREFIXES = (
     ADMISSION_HELD,
     IDLE_SLOTS,
     MISMATCH_OF,
+    MISMATCH_OF_TURN,
     LEDGER,
     BY_AGE,
     RATIO,

@@ -14,9 +14,10 @@ from numpy.typing import DTypeLike
 from areal_jax.learning.objective.rewards import rewards_of
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.telemetry import names
-from areal_jax.telemetry.names import MISMATCH_OF
+from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concatenate
 
+_MOST_TURNS = 8  # that have a metric each: the last one has those behind it too
 Metrics = Mapping[str, Any]  # floats by name, and for a histogram a list of floats
 
 
@@ -127,11 +128,12 @@ def mismatch_metrics(
       logprobs: per batch float32 [M, R, N] of the weights of `version`, i.e. before the update.
       engines: of each trajectory of the update the one that generated its last segment; () = not by engine.
     """
-    differences, trajectories = [np.zeros(0)], [np.zeros(0, np.int32)]
+    differences, trajectories, turns = [np.zeros(0)], [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
     for batch, learned in zip(batches, logprobs, strict=True):
         current = (batch.trajectory_ids >= 0) & (batch.policy_versions == version)
         differences.append(np.abs(batch.behavior_logprobs.astype(np.float64) - learned)[current])
         trajectories.append(batch.trajectory_ids[current])
+        turns.append(_number_turns(batch)[current])
     all_differences = np.concatenate(differences)
     if not len(all_differences):
         return {'mismatch/n': 0.0}
@@ -141,6 +143,7 @@ def mismatch_metrics(
         'mismatch/max_abs': float(all_differences.max()),
         'mismatch/exact_share': float((all_differences == 0).mean()),
         **_mismatch_by_engine(all_differences, np.concatenate(trajectories), engines),
+        **_mismatch_by_turn(all_differences, np.concatenate(turns)),
     }
 
 
@@ -153,6 +156,29 @@ def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engin
             found[f'{MISMATCH_OF}{engine}/n'] = float(len(own))
             found[f'{MISMATCH_OF}{engine}/mean_abs'] = float(own.mean())
     return found
+
+
+def _mismatch_by_turn(differences: np.ndarray, turns: np.ndarray) -> dict[str, float]:
+    """Of each turn of rows the number of tokens and their mean; nothing where no row has a second one."""
+    turns = np.minimum(turns, _MOST_TURNS)
+    found = {}
+    for turn in np.unique(turns) if turns.max(initial=1) > 1 else ():
+        own = differences[turns == turn]
+        found |= {
+            f'{MISMATCH_OF_TURN}{turn}/n': float(len(own)),
+            f'{MISMATCH_OF_TURN}{turn}/mean_abs': float(own.mean()),
+        }
+    return found
+
+
+def _number_turns(batch: PackedBatch) -> np.ndarray:
+    """int64 [M, R, N]: 1 up to the first tokens of the environment of a trajectory, 2 behind them, and so on."""
+    ids, is_environment = batch.trajectory_ids, batch.policy_versions == NOT_GENERATED
+    is_first = np.diff(ids, axis=-1, prepend=-2) != 0
+    begins = is_environment & (is_first | np.diff(is_environment, axis=-1, prepend=False))
+    count = np.cumsum(begins, axis=-1)
+    before = np.maximum.accumulate(np.where(is_first, count - begins, 0), axis=-1)  # up to the trajectory
+    return 1 + count - before
 
 
 def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:

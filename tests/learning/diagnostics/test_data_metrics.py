@@ -1,0 +1,47 @@
+"""The mismatch of tokens by the turn of their row."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from areal_jax.learning.diagnostics.data_metrics import mismatch_metrics
+from areal_jax.types import NOT_GENERATED, PackedBatch
+
+E = NOT_GENERATED
+
+
+def batch(versions, trajectories):
+    shape = (1, 1, len(versions))
+    fields = {
+        field.name: np.zeros(shape, np.int32)
+        for field in dataclasses.fields(PackedBatch)
+        if field.name not in ('behavior_logprobs', 'policy_versions', 'trajectory_ids', 'columns')
+    }
+    return PackedBatch(
+        **fields,
+        behavior_logprobs=np.zeros(shape, np.float32),
+        policy_versions=np.array(versions, np.int32).reshape(shape),
+        trajectory_ids=np.array(trajectories, np.int32).reshape(shape),
+    )
+
+
+def test_tokens_behind_those_of_the_environment_are_of_the_next_turn():
+    packed = batch([3, 3, E, E, 3, E, 3, 3, E, 3, 2, 3, 0], [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, -1])
+    learned = -np.array([1, 1, 9, 9, 2, 9, 3, 1, 9, 4, 9, 7, 9], np.float32).reshape(1, 1, -1)
+    found = mismatch_metrics([packed], [learned], 3)
+    assert found['mismatch/n'] == 7
+    turns = {name.removeprefix('mismatch/turn/'): value for name, value in found.items() if '/turn/' in name}
+    assert turns.pop('1/mean_abs') == pytest.approx((1 + 1 + 1 + 7) / 4)
+    assert turns == {'1/n': 4, '2/n': 2, '2/mean_abs': 3, '3/n': 1, '3/mean_abs': 3}
+
+
+def test_rows_of_one_turn_have_no_metric_of_turns():
+    found = mismatch_metrics([batch([3, 3, 3], [0, 0, 1])], [np.zeros((1, 1, 3), np.float32)], 3)
+    assert not [name for name in found if '/turn/' in name]
+
+
+def test_turns_beyond_the_eighth_are_counted_with_it():
+    packed = batch([3, E] * 9 + [3], [0] * 19)
+    found = mismatch_metrics([packed], [np.ones((1, 1, 19), np.float32)], 3)
+    assert (found['mismatch/turn/8/n'], found['mismatch/turn/7/n']) == (3, 1)
