@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests
+from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests, to_json
 from areal_jax.control.episode import Call, Episode
 from areal_jax.protocols import Clock, Generator
 from areal_jax.types import NOT_GENERATED, GenerationRequest, Prompt, SamplingParams, Segment, Work
@@ -129,7 +129,8 @@ class Dialogue:
             detail = {'draw': self._prompt.draw, 'sample': self._episode.sample, 'tool': name}
             work = Work('tool', 1.0, detail, recorded=True)
             run = lambda: _describe_result(tool, self._budgets)
-            recorded = {'call': key, **await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)}
+            told = await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)
+            recorded = {'call': key, 'name': name, 'arguments': to_json(arguments), **told}
             self._episode.results.append(recorded)
         if recorded['failed']:
             raise EpisodeEnd('env_error')
@@ -146,7 +147,10 @@ class Dialogue:
             return found
         for call in reversed(self._recorded):  # the program of before got them, this one goes another way
             self._conversation.undo(call)
+        for result in self._results:
+            self._episode.results.remove(result)
         self._recorded.clear()
+        self._results.clear()
         return None
 
     def _require_turn(self) -> None:
