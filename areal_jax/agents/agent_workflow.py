@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ToolFailedError
 from areal_jax.control.episode import Episode
 from areal_jax.types import FinishReason, Prompt
 
@@ -19,7 +19,7 @@ class AgentWorkflow:
     Args:
       agent: what a program does; it starts again in a resumed run, and its calls are answered from the record.
       make_dialogue: the calls of an episode.
-      on_error: called with the prompt and the exception of an agent that raised.
+      on_error: called with the prompt and the exception of an agent that raised, or of a tool that failed.
     """
 
     def __init__(
@@ -42,6 +42,8 @@ class AgentWorkflow:
         try:
             await self._agent(prompt, self._make_dialogue(prompt, episode))
         except EpisodeEnd as end:
+            if isinstance(end.__cause__, ToolFailedError):
+                self._on_error(prompt, end.__cause__)
             return end.label if any(call.reply for call in episode.calls) else _without_answer(end.label)
         except Exception as error:  # of the program: it ends this episode alone
             self._on_error(prompt, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.config.fields import Field, Integer, Real
+from areal_jax.config.fields import Field, Integer, Real, Texts
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
 
 AGENT_FIELDS: Mapping[str, Field] = {
@@ -15,4 +15,5 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'tool_calls': Integer(8, COUNT, 'tools that are called at once; others wait'),
     'tool_deadline_s': Real(30.0, POSITIVE, 'of a call; then its result is an error that the model reads'),
     'tool_bytes': Integer(65536, COUNT, 'of the result of a tool, in UTF-8; the rest is cut off'),
+    'mcp_servers': Texts((), "MCP servers of an agent: 'python server.py' or 'http://host:port/mcp'"),
 }

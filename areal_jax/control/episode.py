@@ -17,6 +17,7 @@ from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajec
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
+TOOL_LISTING = 'tools/list'  # name of the call that lists the tools of MCP servers: no call of the policy
 AGENT_ERROR, ENV_ERROR = 'agent_error', 'env_error'  # labels of an episode whose program or tool failed
 
 

@@ -6,7 +6,7 @@ episode without calls.
 
 from __future__ import annotations
 
-from areal_jax.control.episode import Call, Episode
+from areal_jax.control.episode import TOOL_LISTING, Call, Episode
 from areal_jax.files import JsonObject
 from areal_jax.types import NOT_GENERATED
 
@@ -18,12 +18,13 @@ def describe_episode(episode: Episode) -> JsonObject:
     answered = [call for call in episode.calls if call.reply is not None]
     newest = {call.row: call for call in answered}
     conversations = [read_conversation(episode, newest[row]) for row in sorted(newest)]
+    tools = [result for result in episode.results if result['name'] != TOOL_LISTING]
     return {
         'label': episode.label or episode.finish_reason,
         'turns': len(answered) or _count_turns(episode),
         'messages': conversations[-1] if conversations else [],
         'conversations': conversations,
-        'tools': [{name: result[name] for name in _RESULT_FIELDS} for result in episode.results],
+        'tools': [{name: result[name] for name in _RESULT_FIELDS} for result in tools],
     }
 
 

@@ -1,13 +1,15 @@
 """Builds the workflow of an agent: rollout.workflow='FILE.py:FUNCTION' with an `async def`.
 
-The function gets what it has parameters for: chat, call_tool, problem, prompt, tokenizer, encode, decode.
+The function gets what it has parameters for: chat, call_tool, mcp, problem, prompt, tokenizer, encode, decode.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,7 +39,7 @@ def load_agent(
     Raises UserError for a parameter that nobody gives.
     """
     fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
-    offered = ('chat', 'call_tool', 'problem', 'prompt', *fixed)
+    offered = ('chat', 'call_tool', 'mcp', 'problem', 'prompt', *fixed)
     named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     if unknown := [name for name in named if name not in offered]:
         raise UserError(
@@ -46,12 +48,16 @@ def load_agent(
         )
     chat_format, budgets, told = TokenizerFormat(tokenizer, NOTATIONS[_NOTATION]), _read_budgets(config), _Told(spec)
 
+    open_mcp = _load_mcp(config, spec, asked='mcp' in named)
+
     async def agent(prompt: Prompt, dialogue: Dialogue) -> None:
         values = {
             'chat': dialogue.chat, 'call_tool': dialogue.call_tool, 'prompt': prompt, 'problem': dict(prompt.problem),
             **fixed,
         }  # fmt: skip
-        await function(**{name: values[name] for name in named})
+        with open_mcp(dialogue) as mcp:
+            values['mcp'] = mcp
+            await function(**{name: values[name] for name in named})
 
     def make(clock: Clock, pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
         def make_dialogue(prompt: Prompt, episode: Episode) -> Dialogue:
@@ -63,6 +69,32 @@ def load_agent(
         return cast(Workflow, AgentWorkflow(agent, make_dialogue, told))
 
     return lambda clock: functools.partial(make, clock)
+
+
+def _load_mcp(
+    config: TrackedConfig, spec: str, *, asked: bool
+) -> Callable[[Dialogue], contextlib.AbstractContextManager[object]]:
+    """Of the calls of an episode, its MCP servers, which are ended on leaving; None where the agent asks for none.
+
+    Raises UserError where it asks and there are none, or the other way round.
+    """
+    servers, deadline_s = config.agent.mcp_servers, config.agent.tool_deadline_s
+    if asked != bool(servers):
+        raise UserError(
+            f'rollout.workflow={spec} has a parameter mcp: name the servers in agent.mcp_servers'
+            if asked
+            else f'agent.mcp_servers={servers!r}: the agent rollout.workflow={spec} has no parameter mcp to get them'
+        )
+    if not servers:
+        return lambda dialogue: contextlib.nullcontext()
+    for server in servers:
+        with contextlib.suppress(ValueError):  # a quotation that is not closed
+            if shlex.split(server):
+                continue
+        raise UserError(f'agent.mcp_servers={servers!r}: {server!r} is neither a command nor an address')
+    from areal_jax.agents.mcp_tools import McpTools  # imports the package mcp, which other runs need not have
+
+    return lambda dialogue: contextlib.closing(McpTools(servers, dialogue, deadline_s))
 
 
 def _read_budgets(config: TrackedConfig) -> Budgets:

@@ -29,6 +29,7 @@ EXTRAS = {
     'wandb': 'wandb',
     'mlflow': 'mlflow',
     'trackio': 'trackio',
+    'mcp': 'agents',
 }
 
 
@@ -55,6 +56,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     if find_objective(c.loss.objective).generates:
         for module in find_server(c.rollout.server).modules:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
+    if c.agent.mcp_servers and find_objective(c.loss.objective).generates:
+        yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
 
