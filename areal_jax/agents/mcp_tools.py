@@ -21,7 +21,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, CallToolResult, ContentBlock, EmbeddedResource, TextContent, Tool
 
 from areal_jax.agents.conversation import Tools, read_arguments
-from areal_jax.agents.dialogue import Dialogue, ToolFailedError
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, ToolFailedError
 from areal_jax.agents.mcp_process import MOST_MESSAGE_BYTES, ServerProcess
 from areal_jax.control.episode import TOOL_LISTING
 from areal_jax.files import JsonObject
@@ -73,7 +73,10 @@ class McpTools:
             text = await self._dialogue.call_tool(
                 TOOL_LISTING, names, self._ask_for_tools, most_bytes=_MOST_LISTING_BYTES
             )
-            self._offered = json.loads(text)
+            try:
+                self._offered = json.loads(text)
+            except ValueError:  # the deadline of the call came first: the I/O loop was held up
+                raise EpisodeEnd('env_error') from ToolFailedError(f'agent.mcp_servers: list of tools: {text}')
         return self._offered
 
     # On the I/O loop.

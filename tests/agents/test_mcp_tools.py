@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 import re
 import shlex
@@ -12,7 +13,7 @@ import pytest
 from areal_jax.control.episode_description import describe_episode
 from tests.agents.test_dialogue import Run, saved
 from tests.agents.toy_format import ids_of, result, user
-from tests.tasks.process_table import all_end
+from tests.tasks.process_table import all_end, is_alive
 
 pytest.importorskip('mcp', reason="the package mcp is not installed: pip install -e '.[agents]'")
 from areal_jax.agents.mcp_tools import McpTools
@@ -131,16 +132,22 @@ def test_what_tools_give_is_text_and_a_server_that_dies_ends_the_episode(write):
 
 
 def test_a_call_that_hangs_is_read_by_the_model_and_the_server_ends_with_its_episode(write):
-    texts = []
-
-    async def use(mcp):
-        await mcp.tools()
+    async def agent(prompt, dialogue):
+        await dialogue.chat([user('q')])
+        mcp = McpTools([write(LIGHT_SERVER)], dialogue, 1.5)
         texts.append(await mcp.call('flood', {'to': 'nowhere'}))
+        mcp.close()
+        texts.append(await dialogue.call_tool('wait', {}, wait))
 
-    run = Run(with_servers(use, write(LIGHT_SERVER), deadline_s=1.5), ids_of('a'), tool_deadline_s=1.5, tool_bytes=99)
-    assert texts == ['error: no result within 1.5 s']
+    async def wait():  # other episodes go on meanwhile
+        while any(map(is_alive, write.pids())):
+            await asyncio.sleep(0.02)
+        return 'ended'
+
+    texts = []
+    run = Run(agent, ids_of('a'), tool_deadline_s=1.5, tool_bytes=99)
+    assert texts == ['error: no result within 1.5 s', 'ended']
     assert run.ends == ('stop', 'stop')
-    assert all_end(write.pids())
 
 
 @pytest.mark.parametrize('to', ['1', '2'])
