@@ -181,16 +181,18 @@ class _Session:
                 self._client.set_exception(ToolFailedError(f'{self._name()} was ended before it had begun'))
 
     def _end(self) -> None:
-        assert self._loop is not None
-        assert self._owner is not None
+        if self._loop is None or self._owner is None:  # closed before it was started
+            return
         self._leave.set()
         self._loop.call_later(_LEAVE_S if self._client.done() else 0.0, self._owner.cancel)
 
     def _is_lost(self, error: Exception) -> bool:
         """Whether the connection has ended, and not the request alone failed."""
         assert self._owner is not None
-        if self._owner.done() or (self._process and self._process.fault):
+        if self._owner.done():
             return True
+        if self._process:  # some servers answer with the code of CONNECTION_CLOSED
+            return bool(self._process.fault)
         return isinstance(error, OSError | httpx2.HTTPError) or (
             isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
         )
