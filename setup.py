@@ -14,6 +14,7 @@ SERVE = ['aiohttp>=3.11']  # servers and their clients
 JETSTREAM = ['grpcio>=1.70', 'protobuf>=5', 'prometheus-client>=0.20', 'tiktoken>=0.7', 'blobfile>=3', 'shortuuid>=1.0']
 RAY = ['ray>=2.60,<3']  # placement groups of TPU slices
 JOBSET = ['pyyaml>=6']
+AGENTS = ['mcp>=2.3,<3', 'openai>=2']  # MCP servers of agents, and clients of agent.function
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
@@ -74,6 +75,7 @@ setup(
         'mlflow': ['mlflow>=3.1'],
         'trackio': ['trackio>=0.20'],
         'push': PUSH,
+        'agents': AGENTS,
         'ray': RAY,  # launch.ray
         'jobset': JOBSET,  # launch.jobset
         'docs': DOCS,
@@ -87,6 +89,7 @@ setup(
             *SERVE,
             *DOCS,
             *JOBSET,
+            *AGENTS,
             'jsonschema>=4.20',
             'scikit-learn>=1.5',  # benchmarks/digits.py
             'pytest>=8',

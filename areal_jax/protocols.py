@@ -279,7 +279,15 @@ class Channel(Protocol):
 class Verifier(Protocol):
     """Scores answers outside the event loop, with a deadline."""
 
-    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict: ...
+    async def verify(
+        self,
+        prompt: Prompt,
+        answer_tokens: np.ndarray,
+        finish_reason: FinishReason,
+        describe_episode: Callable[[], dict[str, Any]] | None = None,
+    ) -> Verdict:
+        """The verdict on one answer; `describe_episode` is called for a scorer that asks for the episode as JSON."""
+        ...
 
 
 class PromptStream(Protocol):

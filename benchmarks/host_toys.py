@@ -234,7 +234,9 @@ class ToyVerifier:
     def __init__(self, clock: Clock):
         self._clock = clock
 
-    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+    async def verify(
+        self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason, describe_episode: object = None
+    ) -> Verdict:
         return await self._clock.call(REWARD, _answer, Work('reward', 1, {'draw': prompt.draw}), 60.0)
 
 

@@ -17,7 +17,7 @@ from areal_jax.app.process.interrupt import Interrupts
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEMPLATES = ROOT / 'configs' / 'templates'
-COMMANDS = {'your_task': (4, 3), 'agents': (1, 0)}  # of each page those that work, and that end with an error
+COMMANDS = {'your_task': (4, 3), 'agents': (2, 0)}  # of each page those that work, and that end with an error
 QUIET = ['--config.telemetry.plots=False', '--config.telemetry.tensorboard=False']  # a new reader sees both
 
 

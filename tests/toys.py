@@ -266,7 +266,9 @@ class ToyVerifier:
         self._clock, self._delays, self._lane = clock, delays, lane
         self.fail = fail  # draws whose answers are not scored
 
-    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: str) -> Verdict:
+    async def verify(
+        self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: str, describe_episode: Any = None
+    ) -> Verdict:
         amount = self._delays[(prompt.draw * 7 + len(answer_tokens)) % len(self._delays)]
         work = Work('reward', amount, recorded=True)
         reply: dict[str, Any] = {'reward': float(answer_tokens.sum() % 2)}

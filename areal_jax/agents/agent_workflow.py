@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError, ToolFailedError
 from areal_jax.control.episode import Episode
 from areal_jax.control.failures import RequestLostError
 from areal_jax.protocols import Clock
@@ -22,7 +22,7 @@ class AgentWorkflow:
     Args:
       agent: what a program does; it starts again in a resumed run, and its calls are answered from the record.
       make_dialogue: the calls of an episode.
-      on_error: called with the prompt and the exception of an agent that raised.
+      on_error: called with the prompt and the exception of an agent that raised, or of a tool that failed.
       deadline_s: of an episode, on the clock: then it has no reward; 0 = none.
     """
 
@@ -68,6 +68,8 @@ class AgentWorkflow:
         try:
             await self._agent(prompt, dialogue)
         except EpisodeEnd as end:
+            if isinstance(end.__cause__, ToolFailedError):
+                self._on_error(prompt, end.__cause__)
             return end.label if any(call.reply for call in episode.calls) else _without_answer(end.label)
         except (ProgramsError, RequestLostError):
             raise

@@ -12,11 +12,12 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from areal_jax.control.episode import Call, Episode, Row
+from areal_jax.files import JsonObject
 from areal_jax.text.extension import can_extend
 from areal_jax.types import NOT_GENERATED, Segment, concatenate
 
@@ -66,7 +67,11 @@ class Conversation:
             fork = self._find_reason(messages, histories, known)
             found = self._fork(self._renderer.render(messages, tools), fork)
         row, began_row = found
-        call = Call(histories[-1], digests(messages[:1], ())[-1], row, self._count_segments(row), began_row)
+        first, brought = digests(messages[:1], ())[-1], messages[known[-1] if known else 0 :]
+        call = Call(
+            histories[-1], first, row, self._count_segments(row), began_row,
+            messages=[_to_json(message) for message in brought], follows=histories[known[-1]] if known else '',
+        )  # fmt: skip
         self._episode.calls.append(call)
         return call
 
@@ -156,6 +161,16 @@ def digests(messages: Messages, tools: Tools) -> list[str]:
         digest.update(hashlib.sha256(_encode(_canonical(message))).digest())
         found.append(digest.hexdigest())
     return found
+
+
+def _to_json(message: Message) -> JsonObject:
+    """What is compared of a message, as JSON: a copy that the program cannot change."""
+    return to_json({name: message[name] for name in _COMPARED if name in message})
+
+
+def to_json(value: object) -> Any:
+    """The value as JSON gives it back; what JSON cannot carry becomes text."""
+    return json.loads(json.dumps(value, default=lambda own: dict(own) if isinstance(own, Mapping) else str(own)))
 
 
 def _encode(value: object) -> bytes:

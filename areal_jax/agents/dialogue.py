@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests
+from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests, to_json
 from areal_jax.control.episode import Call, Episode
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock, Generator
@@ -164,8 +164,10 @@ class Dialogue:
         self.withdraw(call for call in self._episode.calls if call.reply is None or call in self._recorded)
         self._recorded.clear()
 
-    async def call_tool(self, name: str, arguments: object, tool: Callable[[], Awaitable[str]]) -> str:
-        """The text that a tool gives, cut to agent.tool_bytes; a call that the record has is not made again.
+    async def call_tool(
+        self, name: str, arguments: object, tool: Callable[[], Awaitable[str]], *, most_bytes: int | None = None
+    ) -> str:
+        """The text that a tool gives, cut to agent.tool_bytes (or `most_bytes`); a recorded call is not made again.
 
         `tool` is awaited on the I/O loop and touches nothing of the run. Raises EpisodeEnd('env_error') where it raises
         ToolFailedError; what else it raises, and a deadline, is the result: the model reads it.
@@ -177,11 +179,13 @@ class Dialogue:
         else:
             detail = {'draw': self._prompt.draw, 'sample': self._episode.sample, 'tool': name}
             work = Work('tool', 1.0, detail, recorded=True)
-            run = lambda: _describe_result(tool, self._budgets)
-            recorded = {'call': key, **await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)}
+            most = self._budgets.tool_bytes if most_bytes is None else most_bytes
+            run = lambda: _describe_result(tool, self._budgets.tool_deadline_s, most)
+            told = await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)
+            recorded = {'call': key, 'name': name, 'arguments': to_json(arguments), **told}
             self._episode.results.append(recorded)
         if recorded['failed']:
-            raise EpisodeEnd('env_error')
+            raise EpisodeEnd('env_error') from ToolFailedError(recorded['text'])
         return str(recorded['text'])
 
     def _find_recorded(self, messages: Messages, tools: Tools) -> Call | None:
@@ -194,7 +198,10 @@ class Dialogue:
             self._recorded.remove(found)
             return found
         self.withdraw(self._recorded)  # the program of before got them, this one goes another way
+        for result in self._results:
+            self._episode.results.remove(result)
         self._recorded.clear()
+        self._results.clear()
         return None
 
     def _require_turn(self) -> None:
@@ -275,20 +282,20 @@ class Dialogue:
         return [segment for segment in rows if segment.policy_version != NOT_GENERATED]
 
 
-async def _describe_result(tool: Callable[[], Awaitable[str]], budgets: Budgets) -> dict[str, object]:
+async def _describe_result(tool: Callable[[], Awaitable[str]], deadline_s: float, most_bytes: int) -> dict[str, object]:
     """What the log keeps of a call: JSON, whatever the tool does."""
     import asyncio
 
     try:
-        async with asyncio.timeout(budgets.tool_deadline_s):
+        async with asyncio.timeout(deadline_s):
             text = str(await tool())
     except ToolFailedError as error:
         return {'text': str(error), 'failed': True}
     except TimeoutError:
-        text = f'error: no result within {budgets.tool_deadline_s:g} s'
+        text = f'error: no result within {deadline_s:g} s'
     except Exception as error:
         text = f'error: {type(error).__name__}: {error}'
     content = text.encode(errors='replace')
-    if len(content) > budgets.tool_bytes:
-        text = content[: budgets.tool_bytes].decode(errors='ignore') + ' [cut off]'
+    if len(content) > most_bytes:
+        text = content[:most_bytes].decode(errors='ignore') + ' [cut off]'
     return {'text': text, 'failed': False}

@@ -19,6 +19,7 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'tool_calls': Integer(8, COUNT, 'tools that are called at once; others wait'),
     'tool_deadline_s': Real(30.0, POSITIVE, 'of a call; then its result is an error that the model reads'),
     'tool_bytes': Integer(65536, COUNT, 'of the result of a tool, in UTF-8; the rest is cut off'),
+    'mcp_servers': Texts((), "MCP servers of an agent: 'python server.py' or 'http://host:port/mcp'"),
     'command': Text('', "rollout.workflow='program': the command line of an episode, e.g. 'python agent.py'"),
     'function': Text('', "or an `async def` that long-lived workers run: 'FILE.py:FUNCTION'"),
     'workers': Integer(1, COUNT, 'processes that run agent.function, each for several episodes at once'),

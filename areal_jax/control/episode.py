@@ -6,7 +6,7 @@ The controller drives them, workflows fill episodes (protocols.Episode), checkpo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajec
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
+TOOL_LISTING = 'tools/list'  # name of the call that lists the tools of MCP servers: no call of the policy
 # labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s
-AGENT_ERROR, ENV_ERROR, DEADLINE = 'agent_error', 'env_error', 'deadline'
-UNSCORED = (AGENT_ERROR, ENV_ERROR, DEADLINE)
+UNSCORED = ('agent_error', 'env_error', 'deadline')
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +53,8 @@ class Call:
     row: int  # number of the row that the answer is in
     start: int  # segments of the row before the answer
     began_row: bool  # the row began with this call
+    messages: Sequence[JsonObject]  # that it brought: all, or those behind the turn with the history `follows`
+    follows: str  # `after` of an earlier call; '' = none
     # what follows is known when the answer is complete
     reply: Mapping[str, Any] | None = None  # the message that the program got; None: the answer is under way
     after: str = ''  # history that ends with the reply
@@ -71,7 +73,7 @@ class Episode:
     engine: str = ''  # the engine of the last request; a resumed episode prefers it
     rows: list[Row] = dataclasses.field(default_factory=lambda: [Row()])
     calls: list[Call] = dataclasses.field(default_factory=list)  # of a program, in the order in which they came
-    results: list[JsonObject] = dataclasses.field(default_factory=list)  # of tools: {call, text}
+    results: list[JsonObject] = dataclasses.field(default_factory=list)  # of tools: see agents/dialogue.py
     label: str = ''  # of an agent, why it ended (agents/dialogue.py); '' = it goes on, or has the finish reason alone
     discarded: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens that were taken out again, by version
     counts: dict[str, int] = dataclasses.field(default_factory=dict)  # of what its program did (agents/), by name

@@ -5,12 +5,14 @@ The controller starts groups and is called for each complete one; workflows gene
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, LOST, UNSCORED, Episode, RunningGroup
+from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
@@ -136,7 +138,8 @@ class RunningGroups:
         if episode.finish_reason is None:
             return None
         answer = concatenate([segment.tokens for segment in episode.segments], np.int32)
-        verdict = await self._verifier.verify(group.prompt, answer, episode.finish_reason)
+        describe = functools.partial(describe_episode, episode)
+        verdict = await self._verifier.verify(group.prompt, answer, episode.finish_reason, describe)
         self._log.write(
             'reward', draw=group.prompt.draw, sample=episode.sample, value=verdict.reward, label=verdict.label,
             attempts=verdict.attempts,

@@ -6,12 +6,14 @@ It scores a run before the first and after the last update, with the run's pool 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.control.episode import AGENT_ERROR, ENV_ERROR, LOST, Episode
+from areal_jax.control.episode import LOST, UNSCORED, Episode
+from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
@@ -149,11 +151,12 @@ class Evaluator:
             await (self._sampled if column else self._greedy).run(prompt, episode)
         except RequestLostError:
             lost, episode.finish_reason = Verdict(0.0, attempts=0, label=LOST), 'length'
-        if episode.label in (AGENT_ERROR, ENV_ERROR):
+        if episode.label in UNSCORED:
             lost, episode.finish_reason = Verdict(0.0, attempts=0, label=episode.label), 'length'
         if episode.finish_reason is None:
             return None
         tokens = concatenate([segment.tokens for segment in episode.segments], np.int32)
-        verdict = lost or await self._verifier.verify(prompt, tokens, episode.finish_reason)
+        describe = functools.partial(describe_episode, episode)
+        verdict = lost or await self._verifier.verify(prompt, tokens, episode.finish_reason, describe)
         text = self._decode(tokens)
         return Answer(tokens, text, self._final_answer(text), episode.finish_reason, verdict)

@@ -23,7 +23,8 @@ from areal_jax.types import FinishReason, Prompt
 
 Split = Literal['train', 'held_out']
 Problem = JsonObject  # JSON-able: what a scorer needs to know
-Scorer = Callable[[Problem, str, FinishReason], float]  # (problem, text of the answer, how it ended) -> reward
+# (problem, text of the answer, how it ended) -> reward; a parameter `episode` gets the episode as JSON
+Scorer = Callable[..., float]
 OverLength = Literal['refuse', 'drop']  # what to do with a problem that is too long: task.over_length
 _Item = TypeVar('_Item')
 
@@ -137,9 +138,10 @@ class ListedTask:
         stream = self.prompts('held_out', seed)
         return [stream.draw() for _ in range(min(n, stream.size))]  # the first epoch repeats nothing
 
-    def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-        """The reward: a function of its arguments alone."""
-        return self._score(problem, answer_text, finish_reason)
+    @property
+    def score(self) -> Scorer:
+        """The scorer itself, whose parameters say whether it asks for the episode; see Task."""
+        return self._score
 
     def final_answer(self, text: str) -> str:
         """What an answer's text comes to; see Task."""

@@ -11,6 +11,7 @@ from areal_jax.agents.dialogue import Budgets, Dialogue, EpisodeEnd, ToolFailedE
 from areal_jax.checkpoint.state import _decode_episode, _encode_episode
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode
+from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams
 from tests.agents.toy_format import ToyFormat, ToyPool, ids_of, result, user
@@ -206,6 +207,45 @@ def test_calls_that_were_answered_are_not_made_again():
     assert len(resumed.pool.requests) == 1
     assert len(called) == 2  # of the whole run and of the one that was cut
     assert resumed.ends == ('stop', 'stop')
+
+
+def test_a_resumed_episode_is_described_as_one_that_was_not_cut():
+    async def work():
+        return 'fine'
+
+    agent = lambda prompt, dialogue: with_tool(prompt, dialogue, work)
+    found = describe_episode(Run(agent, ids_of('T'), ids_of('b')).episode)
+    cut = Run(agent, ids_of('T'), None)
+    assert describe_episode(Run(agent, ids_of('b'), episode=saved(cut.episode)).episode) == found
+    call = {'id': 'call_0_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{}'}}
+    first, last = {'role': 'assistant', 'content': '', 'tool_calls': [call]}, {'role': 'assistant', 'content': 'b'}
+    assert found['messages'] == [user('q'), first, result('fine', 'call_0_0'), last]
+    assert found['tools'] == [{'name': 'add', 'arguments': '{}', 'text': 'fine', 'failed': False}]
+    assert (found['label'], found['turns']) == ('stop', 2)
+
+
+def test_what_a_program_changes_later_and_results_that_it_does_not_ask_for_again_are_not_told():
+    async def work():
+        return 'fine'
+
+    async def agent(prompt, dialogue):
+        history = [user('q')]
+        reply = await dialogue.chat(history, TOOLS)
+        history[0]['content'] = 'changed'
+        await dialogue.call_tool('add', (1,), work)
+        await dialogue.chat([user('q'), reply.message, user('u')], TOOLS)
+
+    async def another(prompt, dialogue):
+        await dialogue.chat([user('else')])
+
+    cut = Run(agent, ids_of('a'), None)
+    found = describe_episode(cut.episode)
+    assert found['messages'][0] == user('q')
+    assert found['tools'][0]['arguments'] == [1]
+    resumed = Run(another, ids_of('c'), episode=saved(cut.episode))
+    found = describe_episode(resumed.episode)
+    assert found['messages'] == [user('else'), {'role': 'assistant', 'content': 'c'}]
+    assert found['tools'] == []
 
 
 def test_an_answer_that_was_under_way_goes_on_where_it_was():

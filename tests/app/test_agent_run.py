@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
 import pytest
 
 from areal_jax import main_check_log
+from areal_jax.plugins import load_module
 from areal_jax.types import NOT_GENERATED
 from tests.app.small import SmallRun, equal
 from tests.app.test_session import lines_of, logprob_gaps, tokens_of
 
 AGENT = """
-CALLS = []
+import json
+
+from areal_jax.tasks import token_reversal
+
+CALLS, EPISODES = [], []
 
 async def agent(chat, call_tool, problem):
     history = [{'role': 'user', 'content': problem['question']}]
@@ -29,6 +35,10 @@ async def agent(chat, call_tool, problem):
     second = await chat([*history, first.message, {'role': 'user', 'content': mark}])
     if problem['question'].startswith('a') and second.finish_reason == 'stop':
         await chat(history)  # once more from the beginning: another row
+
+def score(problem, text, finish_reason, episode):
+    EPISODES.append(json.dumps(episode))
+    return token_reversal.score(problem, text, finish_reason)
 """
 EOS = 0
 FIELDS = {
@@ -41,12 +51,22 @@ FIELDS = {
 def fields(tmp_path_factory):
     path = tmp_path_factory.mktemp('agent') / 'agent.py'
     path.write_text(AGENT)
-    return {**FIELDS, 'rollout__workflow': f'{path}:agent'}
+    return {**FIELDS, 'rollout__workflow': f'{path}:agent', 'task__reward': f'{path}:score'}
 
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory, fields):
-    return SmallRun(tmp_path_factory.mktemp('run') / 'whole', **fields).train()
+    run = SmallRun(tmp_path_factory.mktemp('run') / 'whole', **fields).train()
+    run.described = take_described(fields)
+    return run
+
+
+def take_described(fields):
+    """What the scorer has got since the last time, less the trial at the start."""
+    episodes = load_module(fields['task__reward'], 'task.reward').EPISODES
+    found = episodes[1:]
+    episodes.clear()
+    return found
 
 
 def episodes(run):
@@ -102,6 +122,24 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_calls_no_tool_again(whole, fi
     assert lines_of(resumed) == lines_of(whole)
     assert any(any(call.reply for call in e.calls) for e in under_way)  # some had had an answer
     assert any(e.results for e in under_way)
+    described = take_described(fields)
+    assert described == whole.described[-len(described) :]
+    assert described
+
+
+def test_the_scorer_gets_each_episode_as_messages(whole):
+    rewards = [event for event in whole.events if event['kind'] == 'reward']
+    described = [json.loads(text) for text in whole.described]
+    assert len(described) == len(rewards)
+    both = [episode for episode in described if episode['turns'] > 1]
+    assert len(both) > 10
+    for episode in both:
+        question, first, mark, second = episode['conversations'][0]
+        assert (question['role'], mark) == ('user', {'role': 'user', 'content': '='})
+        assert first['role'] == second['role'] == 'assistant'
+        (tool,) = episode['tools']
+        assert tool == {'name': 'look_up', 'arguments': {'text': first['content'] or ''}, 'text': '=', 'failed': False}
+    assert {len(episode['conversations']) for episode in both} == {1, 2}  # some began another row
 
 
 def test_the_log_keeps_the_rules_of_the_loop(whole):

@@ -94,9 +94,9 @@ def test_evaluation_runs_the_same_workflow(tmp_path, monkeypatch):
     asked = []
     verify = InlineVerifier.verify
 
-    async def remember(verifier, prompt, tokens, reason):
+    async def remember(verifier, prompt, tokens, reason, describe_episode):
         asked.append(tokens.tolist())
-        return await verify(verifier, prompt, tokens, reason)
+        return await verify(verifier, prompt, tokens, reason, describe_episode)
 
     monkeypatch.setattr(InlineVerifier, 'verify', remember)
     run.train()

@@ -204,6 +204,7 @@ _SETTINGS: Mapping[str, str] = {
     'loss.objective=configs/default.py:get_config': 'it returned ConfigDict, and must return an Objective',
     'loss.advantage=no_file.py:f': "there is no file 'no_file.py'",
     'rollout.workflow=two_turns': _CHOICE,
+    "agent.mcp_servers=('server',)": "rollout.workflow='single_turn' is no agent, which could call tools",
     'rollout.workflow=json:dumps': "has a parameter 'obj', which nobody gives",
     'model.characters=aab=': "model.characters='aab=' must have each character once",
     'model.characters=xyz': "that are not among 'xyz'",

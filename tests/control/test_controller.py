@@ -271,7 +271,7 @@ def test_a_policy_that_answers_everything_alike_ends_the_run():
     run = ToyRun(steps=40, max_filtered=30, checkpoint_every=1)
     verify = run.verifier.verify
 
-    async def score(prompt, answer_tokens, finish_reason):
+    async def score(prompt, answer_tokens, finish_reason, describe_episode):
         verdict = await verify(prompt, answer_tokens, finish_reason)
         return verdict if prompt.draw < 20 else dataclasses.replace(verdict, reward=0.0)
 
@@ -520,7 +520,7 @@ def test_a_cancelled_answer_reaches_neither_verifier_nor_buffer(samples):
     run = ToyRun(steps=4, slots=2, decode_steps=1)
     verified, verify = [], run.verifier.verify
 
-    async def note(prompt, answer_tokens, finish_reason):
+    async def note(prompt, answer_tokens, finish_reason, describe_episode):
         verified.append((prompt.draw, finish_reason))
         return await verify(prompt, answer_tokens, finish_reason)
 

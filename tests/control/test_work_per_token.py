@@ -55,7 +55,7 @@ class BlindRun(ToyRun):
         return len(groups)
 
 
-async def verdict(prompt, answer_tokens, finish_reason):
+async def verdict(prompt, answer_tokens, finish_reason, describe_episode):
     from areal_jax.types import Verdict
 
     return Verdict(float(prompt.draw % 2))

@@ -17,7 +17,7 @@ from tests.toys import LONGEST, PRICES, STOP, ToyBackend, length, toy_prompt
 class LengthVerifier:
     """1 when the answer has more than two tokens."""
 
-    async def verify(self, prompt, answer_tokens, finish_reason):
+    async def verify(self, prompt, answer_tokens, finish_reason, describe_episode=None):
         return Verdict(float(len(answer_tokens) > 2))
 
 
@@ -125,7 +125,7 @@ class FailingVerifier:
     def __init__(self, every):
         self.every, self.asked = every, 0
 
-    async def verify(self, prompt, answer_tokens, finish_reason):
+    async def verify(self, prompt, answer_tokens, finish_reason, describe_episode=None):
         self.asked += 1
         return Verdict(1.0) if self.asked % self.every == 0 else Verdict(0.0, attempts=2, label='timeout')
 

@@ -1,11 +1,12 @@
 """Builds the workflow of agents: rollout.workflow='FILE.py:FUNCTION' with an `async def`, or 'program'.
 
-The function gets what it has parameters for: chat, call_tool, problem, prompt, tokenizer, encode, decode.
+The function gets what it has parameters for: chat, call_tool, mcp, problem, prompt, tokenizer, encode, decode.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
 import shlex
@@ -44,7 +45,7 @@ def load_agent(
     Raises UserError for a parameter that nobody gives.
     """
     fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
-    offered = ('chat', 'call_tool', 'problem', 'prompt', *fixed)
+    offered = ('chat', 'call_tool', 'mcp', 'problem', 'prompt', *fixed)
     named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     if unknown := [name for name in named if name not in offered]:
         raise UserError(
@@ -53,12 +54,16 @@ def load_agent(
         )
     chat_format, told = TokenizerFormat(tokenizer, NOTATIONS[_NOTATION]), _Told(spec)
 
+    open_mcp = _load_mcp(config, spec, asked='mcp' in named)
+
     async def agent(prompt: Prompt, dialogue: Dialogue) -> None:
         values = {
             'chat': dialogue.chat, 'call_tool': dialogue.call_tool, 'prompt': prompt, 'problem': dict(prompt.problem),
             **fixed,
         }  # fmt: skip
-        await function(**{name: values[name] for name in named})
+        with open_mcp(dialogue) as mcp:
+            values['mcp'] = mcp
+            await function(**{name: values[name] for name in named})
 
     def make(clock: Clock, pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
         return _make_workflow(config, agent, chat_format, told, clock, pool, sampling, seed)
@@ -113,6 +118,32 @@ def _make_workflow(
         )  # fmt: skip
 
     return cast(Workflow, AgentWorkflow(agent, make_dialogue, told, clock, config.rollout.episode_deadline_s))
+
+
+def _load_mcp(
+    config: TrackedConfig, spec: str, *, asked: bool
+) -> Callable[[Dialogue], contextlib.AbstractContextManager[object]]:
+    """Of the calls of an episode, its MCP servers, which are ended on leaving; None where the agent asks for none.
+
+    Raises UserError where it asks and there are none, or the other way round.
+    """
+    servers, deadline_s = config.agent.mcp_servers, config.agent.tool_deadline_s
+    if asked != bool(servers):
+        raise UserError(
+            f'rollout.workflow={spec} has a parameter mcp: name the servers in agent.mcp_servers'
+            if asked
+            else f'agent.mcp_servers={servers!r}: the agent rollout.workflow={spec} has no parameter mcp to get them'
+        )
+    if not servers:
+        return lambda dialogue: contextlib.nullcontext()
+    for server in servers:
+        with contextlib.suppress(ValueError):  # a quotation that is not closed
+            if shlex.split(server):
+                continue
+        raise UserError(f'agent.mcp_servers={servers!r}: {server!r} is neither a command nor an address')
+    from areal_jax.agents.mcp_tools import McpTools  # imports the package mcp, which other runs need not have
+
+    return lambda dialogue: contextlib.closing(McpTools(servers, dialogue, deadline_s))
 
 
 def _read_budgets(config: TrackedConfig) -> Budgets:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
+from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
@@ -29,6 +30,7 @@ EXTRAS = {
     'wandb': 'wandb',
     'mlflow': 'mlflow',
     'trackio': 'trackio',
+    'mcp': 'agents',
 }
 
 
@@ -55,6 +57,10 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     if find_objective(c.loss.objective).generates:
         for module in find_server(c.rollout.server).modules:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
+    if c.rollout.workflow == PROGRAM:
+        yield 'aiohttp', f'rollout.workflow={PROGRAM!r}', ''
+    if c.agent.mcp_servers and find_objective(c.loss.objective).generates:
+        yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
 

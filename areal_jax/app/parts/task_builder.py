@@ -23,6 +23,7 @@ from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, 
 from areal_jax.tasks.pairs import contrast_task, read_pairs
 from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.scoring.audit import Audit
+from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import Scorer, Split, Task, TaskError
 from areal_jax.text.tokenizer import Tokenizer
@@ -106,8 +107,7 @@ def build_verifier(
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
     scorer = absolute_spec(reward or task.scorer)
-    if own:
-        _require_loadable(scorer, task, reward)
+    with_episode = own and takes_episode(_load_scorer(scorer, task, reward))
     return ProcessVerifier(
         clock,
         scorer,
@@ -119,6 +119,7 @@ def build_verifier(
         lane=lane,
         trial=trial,
         audit=build_audit(config, workdir),
+        with_episode=with_episode,
         start_worker=start_worker,
     )
 
@@ -132,11 +133,11 @@ def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | 
     return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
 
 
-def _require_loadable(scorer: str, task: Task, reward: str) -> None:
+def _load_scorer(scorer: str, task: Task, reward: str) -> Scorer:
     """Raises UserError for a scorer that a worker process would not find."""
     if not reward and not scorer.rpartition(':')[2].isidentifier():
         raise TaskError(
             f'the scorer {scorer} of task {task.name!r} is not at the top level of its file, so that worker processes '
             "cannot load it: declare it there, or set task.verifier='inline'"
         )
-    load_function(scorer, 'task.reward' if reward else f'scorer of task {task.name!r}')
+    return cast(Scorer, load_function(scorer, 'task.reward' if reward else f'scorer of task {task.name!r}'))

@@ -43,13 +43,18 @@ def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Cloc
     returns no workflow.
     """
     spec = config.rollout.workflow
+    build = load_function(spec, _FIELD) if is_own(spec) else SingleTurn
+    if inspect.iscoroutinefunction(build):
+        return load_agent(config, tokenizer, build, spec)
+    if config.agent.mcp_servers:
+        raise UserError(
+            f'agent.mcp_servers={config.agent.mcp_servers!r}: {_FIELD}={spec!r} is no agent, which could call tools; '
+            'name an `async def`, FILE.py:FUNCTION'
+        )
     if spec == PROGRAM:
         return load_programs(config, tokenizer)
     if not is_own(spec):
         return lambda clock: SingleTurn
-    build = load_function(spec, _FIELD)
-    if inspect.iscoroutinefunction(build):
-        return load_agent(config, tokenizer, build, spec)
     make = _make_own(build, spec, tokenizer)
     return lambda clock: make
 

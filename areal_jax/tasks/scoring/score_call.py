@@ -41,14 +41,17 @@ class ScoringError(Exception):
     """The scorer raised, or returned something that is not a reward; the message says what."""
 
 
-def score_answer(score: Callable[..., object], problem: object, text: str, finish_reason: object) -> Score:
+def score_answer(
+    score: Callable[..., object], problem: object, text: str, finish_reason: object, episode: object = None
+) -> Score:
     """The reward of one answer, with its label.
 
+    `episode`: for a scorer with a parameter of that name (episode_object.takes_episode); None = it has none.
     Raises ScoringError if the scorer raises anything, SystemExit included, or if `to_reward` refuses its value.
     KeyboardInterrupt is raised again: with inline scoring it is the user's Ctrl-C.
     """
     try:
-        value = score(problem, text, finish_reason)
+        value = score(problem, text, finish_reason, **({} if episode is None else {'episode': episode}))
         return Score(to_reward(value), value.label if isinstance(value, Score) else 'ok')
     except KeyboardInterrupt:
         raise

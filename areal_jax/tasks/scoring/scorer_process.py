@@ -2,6 +2,7 @@
 
 First line out: {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...},
 one line out: {"id": ..., "reward": 0.5} or {"id": ..., "error": "..."}; beside a reward, "label" unless it is 'ok'.
+A scorer with a parameter `episode` gets "episode" of the line, {"messages": ...}.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, cast
 
 from areal_jax.plugins import load_function, load_module
+from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.score_call import ScoringError, describe_error, score_answer
 
 if TYPE_CHECKING:
@@ -59,7 +61,8 @@ def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
     try:
         request = json.loads(line)
         reply['id'] = request.get('id')
-        scored = score_answer(score, request['problem'], request['text'], request['finish_reason'])
+        episode = request.get('episode') if takes_episode(score) else None
+        scored = score_answer(score, request['problem'], request['text'], request['finish_reason'], episode)
         reply['reward'] = float(scored)
         if scored.label != 'ok':
             reply['label'] = scored.label

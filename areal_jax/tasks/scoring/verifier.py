@@ -20,6 +20,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.scoring.audit import Audit
+from areal_jax.tasks.scoring.episode_object import DescribeEpisode, complete_episode, takes_episode
 from areal_jax.tasks.scoring.score_call import SCORED, Score, ScoringError, make_printable, score_answer, to_reward
 from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
@@ -60,24 +61,45 @@ class InlineVerifier:
         """Raises VerifierError where the trial fails."""
         if self._trial is not None:
             try:
-                score_answer(self._score, copy.deepcopy(dict(self._trial)), '', 'stop')
+                score_answer(self._score, copy.deepcopy(dict(self._trial)), '', 'stop', self._describe_trial())
             except ScoringError as error:
                 raise _trial_failed(self._scorer, error) from error
 
     def close(self) -> None:
         """Nothing to end."""
 
-    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+    def _describe_trial(self) -> JsonObject | None:
+        return complete_episode({}, self._trial or {}, str, '', 'stop') if takes_episode(self._score) else None
+
+    async def verify(
+        self,
+        prompt: Prompt,
+        answer_tokens: np.ndarray,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
         """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
         problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
+        text, episode = self._decode(answer_tokens), None
+        if takes_episode(self._score):
+            found = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
+            episode = copy.deepcopy(found)
         try:
-            score = score_answer(self._score, problem, self._decode(answer_tokens), finish_reason)
+            score = score_answer(self._score, problem, text, finish_reason, episode)
             verdict = Verdict(float(score), label=score.label)
         except ScoringError as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
             verdict = Verdict(0.0, label='error')
         self.attempts_by_label[verdict.label] += 1
         return verdict
+
+
+def describe_answer(
+    prompt: Prompt, text: str, finish_reason: FinishReason, decode: Decode, describe_episode: DescribeEpisode | None
+) -> JsonObject:
+    """The episode of one answer as JSON, for a scorer that asks for it."""
+    found = describe_episode() if describe_episode else {}
+    return complete_episode(found, prompt.problem, lambda: decode(prompt.tokens), text, finish_reason)
 
 
 def _trial_failed(scorer: str, error: Exception) -> VerifierError:
@@ -109,7 +131,8 @@ class ProcessVerifier:
     with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
     scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
     `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
-    compares a share of the scored answers a second time, which changes no reward.
+    compares a share of the scored answers a second time, which changes no reward. `with_episode`: the scorer has a
+    parameter `episode` (episode_object.takes_episode).
     """
 
     def __init__(
@@ -126,6 +149,7 @@ class ProcessVerifier:
         lane: str = LANE,
         trial: Problem | None = None,
         audit: Audit | None = None,
+        with_episode: bool = False,
         start_worker: StartWorker = WorkerProcess,
     ):
         if workers < 1 or attempts < 1 or deadline_s <= 0:
@@ -145,6 +169,7 @@ class ProcessVerifier:
         self._memory_mb = memory_mb
         self._trial = trial
         self._audit = audit
+        self._with_episode = with_episode
         self._start_worker = start_worker
         self._workers: list[WorkerProcess] = []  # every process that may still be in the process table
         self._free: collections.deque[_Slot] = collections.deque()
@@ -191,14 +216,18 @@ class ProcessVerifier:
             worker.close(max(0.0, end_s - time.monotonic()))
         self._workers.clear()
 
-    async def verify(self, prompt: Prompt, answer_tokens: np.ndarray, finish_reason: FinishReason) -> Verdict:
+    async def verify(
+        self,
+        prompt: Prompt,
+        answer_tokens: np.ndarray,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
         """The verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
-        request = {
-            'draw': prompt.draw,
-            'problem': dict(prompt.problem),
-            'text': self._decode(answer_tokens),
-            'finish_reason': finish_reason,
-        }
+        text = self._decode(answer_tokens)
+        request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
+        if self._with_episode:
+            request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
         slot = await self._take_slot()
         try:
             for attempt in range(1, self._attempts + 1):
@@ -212,6 +241,8 @@ class ProcessVerifier:
 
     def _try_out(self, worker: WorkerProcess, problem: Problem) -> None:
         request = {'draw': 0, 'problem': dict(problem), 'text': '', 'finish_reason': 'stop'}
+        if self._with_episode:
+            request['episode'] = complete_episode({}, problem, str, '', 'stop')
         try:
             reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
             if 'error' in reply:

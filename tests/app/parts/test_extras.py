@@ -22,6 +22,7 @@ NEEDED = {
     ),
     'wandb': ({'telemetry.tracker': 'wandb'}, r"telemetry\.tracker='wandb' .*\[wandb\]', or .*tracker=none"),
     'mlflow': ({'telemetry.tracker': 'mlflow'}, r"telemetry\.tracker='mlflow' .*\[mlflow\]'"),
+    'mcp': ({'agent.mcp_servers': ('server',)}, r"agent\.mcp_servers=\('server',\) .*\[agents\]'$"),
     'trackio': ({'telemetry.tracker': 'trackio'}, r"telemetry\.tracker='trackio' .*\[trackio\]'"),
 }  # fmt: skip
 

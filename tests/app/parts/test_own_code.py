@@ -110,6 +110,7 @@ BAD = {
     },
     'rollout.workflow': {
         'a parameter': ('def f(pool, clock): ...', 'own.py:f', r"has a parameter 'clock', which nobody gives"),
+        'no server': ('async def f(mcp): ...', 'own.py:f', r'has a parameter mcp: name the servers in agent\.mcp_s'),
         'no workflow': ('def f(pool):\n  return pool', 'own.py:f', r'it returned a Pool, which is no workflow'),
         'raises': ('def f(pool):\n  return pool.x', 'own.py:f', r'line 2 of own\.py raises AttributeError'),
     },

@@ -1,0 +1,272 @@
+"""The tools of MCP servers for an agent: sessions that belong to one episode, by the client of the package `mcp`.
+
+A session begins on the I/O loop with the first call that needs it, in a task of its own, which ends it: the client's
+scopes must be left by the task that entered them. A resumed episode starts no server for what its record has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import httpx2
+import pydantic_core
+from mcp.client.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPError
+from mcp_types import CONNECTION_CLOSED, CallToolResult, ContentBlock, EmbeddedResource, TextContent, Tool
+
+from areal_jax.agents.conversation import Tools, read_arguments
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, ToolFailedError
+from areal_jax.agents.mcp_process import MOST_MESSAGE_BYTES, ServerProcess
+from areal_jax.control.episode import TOOL_LISTING
+from areal_jax.files import JsonObject
+
+_Result = TypeVar('_Result')
+
+_MOST_LISTING_BYTES = 2**20
+_MOST_PAGES = 100  # of a list of tools
+_LEAVE_S = 3.0  # for a connection to end by itself; then its task is cancelled
+# of agent.tool_deadline_s: what fails before the deadline ends the episode, and is no result for the model
+_START_SHARE, _LISTING_SHARE = 0.8, 0.9
+
+
+class McpTools:
+    """The parameter `mcp` of an agent: `tools()` and `call()`. Made for one episode; `close` ends its servers."""
+
+    def __init__(self, servers: Sequence[str], dialogue: Dialogue, tool_deadline_s: float):
+        self._dialogue, self._deadline_s = dialogue, tool_deadline_s
+        self._sessions = [_Session(server, _START_SHARE * tool_deadline_s) for server in servers]
+        self._offered: list[list[JsonObject]] | None = None  # definitions by server
+
+    async def tools(self) -> Tools:
+        """The tools of all servers in the form of OpenAI's chat, to be given to `chat`.
+
+        Raises EpisodeEnd('env_error') where a server does not list its tools in time, or two have one name.
+        """
+        return [definition for offered in await self._list() for definition in offered]
+
+    async def call(self, name: str, arguments: object) -> str:
+        """The result of a tool as text, see Dialogue.call_tool: deadline, limit of bytes, log, record.
+
+        `arguments`: the text that the model wrote, or a dict. What is no JSON object, a tool that no server has, and
+        the error of a tool are results that the model reads. Raises EpisodeEnd('env_error') where its server cannot be
+        started or has ended.
+        """
+        servers = {tool['function']['name']: n for n, offered in enumerate(await self._list()) for tool in offered}
+        return await self._dialogue.call_tool(
+            name, arguments, functools.partial(self._call, servers, name, read_arguments(arguments))
+        )
+
+    def close(self) -> None:
+        """Ends the servers; returns at once, from the host's thread."""
+        for session in self._sessions:
+            session.close()
+
+    async def _list(self) -> list[list[JsonObject]]:
+        if self._offered is None:
+            names = [session.server for session in self._sessions]
+            text = await self._dialogue.call_tool(
+                TOOL_LISTING, names, self._ask_for_tools, most_bytes=_MOST_LISTING_BYTES
+            )
+            try:
+                self._offered = json.loads(text)
+            except ValueError:  # the deadline of the call came first: the I/O loop was held up
+                raise EpisodeEnd('env_error') from ToolFailedError(f'agent.mcp_servers: list of tools: {text}')
+        return self._offered
+
+    # On the I/O loop.
+
+    async def _ask_for_tools(self) -> str:
+        try:
+            async with asyncio.timeout(_LISTING_SHARE * self._deadline_s):
+                found = await asyncio.gather(*(session.ask(_list_tools) for session in self._sessions))
+        except TimeoutError as error:
+            late = f'no list of tools within {_LISTING_SHARE * self._deadline_s:g} s; see agent.tool_deadline_s'
+            raise ToolFailedError(f'agent.mcp_servers: {late}') from error
+        except (MCPError, ValueError) as error:  # an answer against the protocol
+            raise ToolFailedError(f'agent.mcp_servers: the list of tools cannot be read: {error}') from error
+        text = json.dumps([[_describe_tool(tool) for tool in tools] for tools in found])
+        if len(text) > _MOST_LISTING_BYTES:
+            most = f'{_MOST_LISTING_BYTES >> 20} MiB'
+            raise ToolFailedError(f'agent.mcp_servers: the list of tools has {len(text)} bytes, and {most} is the most')
+        names = [tool.name for tools in found for tool in tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ToolFailedError(f'agent.mcp_servers: the tool {twice[0]!r} is offered twice; rename one of the two')
+        return text
+
+    async def _call(self, servers: dict[str, int], name: str, arguments: object) -> str:
+        if name not in servers:
+            return f'error: there is no tool {name!r}; tools: {", ".join(servers) or "none"}'
+        if not isinstance(arguments, dict):
+            return 'error: the arguments are not a JSON object'
+        try:
+            pydantic_core.to_json(arguments)
+        except ValueError as error:  # half of a surrogate pair, or nested too deep
+            return f'error: the arguments cannot be sent as JSON: {error}'
+        session = self._sessions[servers[name]]
+        try:
+            return _to_text(await session.ask(lambda client: client.call_tool(name, arguments)))
+        except MCPError as error:
+            return f'error: {error}'
+
+
+class _Session:
+    """The connection to one server: a process of its own, or HTTP."""
+
+    def __init__(self, server: str, start_s: float):
+        self.server, self._start_s = server, start_s
+        self._process = None if is_url(server) else ServerProcess(server)
+        self._loop: asyncio.AbstractEventLoop | None = None  # the I/O loop, once there was a call
+        self._is_closed = False
+        self._owner: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """From the host's thread: whoever of the two threads comes second sees what the first one has set."""
+        self._is_closed = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended its tasks
+                self._loop.call_soon_threadsafe(self._end)
+
+    # On the I/O loop.
+
+    async def ask(self, request: Callable[[Client], Awaitable[_Result]]) -> _Result:
+        """What the request gives. Raises ToolFailedError where there is no connection, or it ends."""
+        client = await self._connect()
+        try:
+            return await request(client)
+        except Exception as error:
+            if self._is_lost(error):
+                raise ToolFailedError(self._describe(error)) from error
+            raise
+
+    async def _connect(self) -> Client:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            if self._is_closed:
+                raise ToolFailedError(f'{self._name()} is not started: its episode has ended')
+            self._client: asyncio.Future[Client] = self._loop.create_future()
+            self._client.add_done_callback(lambda client: client.cancelled() or client.exception())  # it may be unread
+            self._leave = asyncio.Event()
+            self._owner = self._loop.create_task(self._own(), name=self._name())
+        try:
+            async with asyncio.timeout(self._start_s):
+                return await asyncio.shield(self._client)
+        except TimeoutError as error:
+            self._end()
+            raise ToolFailedError(
+                f'{self._name()} has not begun within {self._start_s:g} s; see agent.tool_deadline_s'
+            ) from error
+
+    async def _own(self) -> None:
+        """Enters and leaves the client; what ends the start is told to those who wait for it."""
+        try:
+            async with (
+                httpx2.AsyncClient(transport=_BoundedTransport(), timeout=None) as http,
+                Client(
+                    self._process.connect() if self._process else streamable_http_client(self.server, http_client=http)
+                ) as client,
+            ):
+                self._client.set_result(client)
+                await self._leave.wait()
+        except Exception as error:
+            if not self._client.done():
+                self._client.set_exception(ToolFailedError(self._describe(error)))
+        finally:
+            if not self._client.done():
+                self._client.set_exception(ToolFailedError(f'{self._name()} was ended before it had begun'))
+
+    def _end(self) -> None:
+        if self._loop is None or self._owner is None:  # closed before it was started
+            return
+        self._leave.set()
+        self._loop.call_later(_LEAVE_S if self._client.done() else 0.0, self._owner.cancel)
+
+    def _is_lost(self, error: Exception) -> bool:
+        """Whether the connection has ended, and not the request alone failed."""
+        assert self._owner is not None
+        if self._owner.done():
+            return True
+        if self._process:  # some servers answer with the code of CONNECTION_CLOSED
+            return bool(self._process.fault)
+        return isinstance(error, OSError | httpx2.HTTPError) or (
+            isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
+        )
+
+    def _describe(self, error: BaseException) -> str:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        fault = self._process.fault if self._process else ''
+        if not fault and isinstance(error, MCPError) and error.code == CONNECTION_CLOSED:
+            fault = 'has closed the connection'
+        return f'{self._name()} {fault or f"failed with {type(error).__name__}: {error}"}'
+
+    def _name(self) -> str:
+        return f'the MCP server {self.server!r}'
+
+
+def is_url(server: str) -> bool:
+    """Whether an entry of agent.mcp_servers is an address; others are commands."""
+    return server.startswith(('http://', 'https://'))
+
+
+async def _list_tools(client: Client) -> list[Tool]:
+    found: list[Tool] = []
+    cursor = None
+    for _ in range(_MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return found
+
+
+def _describe_tool(tool: Tool) -> JsonObject:
+    function = {'name': tool.name, 'description': tool.description or '', 'parameters': tool.input_schema}
+    return {'type': 'function', 'function': function}
+
+
+def _to_text(result: CallToolResult) -> str:
+    text = '\n'.join(_describe_content(block) for block in result.content)
+    if not result.content and result.structured_content is not None:
+        text = json.dumps(result.structured_content)
+    return text if text or not result.is_error else 'error: the tool failed'
+
+
+def _describe_content(block: ContentBlock) -> str:
+    if isinstance(block, TextContent):
+        return block.text
+    inner = block.resource if isinstance(block, EmbeddedResource) else block
+    kind = getattr(inner, 'mime_type', None) or getattr(inner, 'uri', '')
+    return f'[{block.type} {kind}]'.replace(' ]', ']')
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    """Ends a response that is longer than a message may be."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _BoundedStream(response.stream)
+        return response
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream):
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        room = MOST_MESSAGE_BYTES
+        async for chunk in self._stream:
+            room -= len(chunk)
+            if room < 0:
+                raise httpx2.ReadError(f'the server sends more than {MOST_MESSAGE_BYTES >> 20} MiB')
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
