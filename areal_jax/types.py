@@ -20,6 +20,8 @@ from areal_jax.columns import Column, ColumnArrays, check, cut
 Tree = Any
 Weights = Tree  # on any device; only learning/, publication/ and the backend of an engine look inside
 FinishReason = Literal['stop', 'length']  # of an answer that is verified and trained
+# labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s
+UNSCORED = ('agent_error', 'env_error', 'deadline')
 EngineFinish = Literal['stop', 'length', 'cancelled']  # of a request: what engines, pool and event log know
 LogprobKind = Literal['behavior', 'sampling']
 PauseMode = Literal['retract', 'in_place', 'abort']

@@ -446,7 +446,7 @@ MUTATIONS = [
     Mutation(
         'keep the tokens of a record that no program reads',
         'areal_jax.agents.dialogue:Dialogue._find_recorded',
-        'self._conversation.undo(call)',
+        'self.withdraw(self._recorded)',
         'pass',
         'tests/agents/test_dialogue.py',
     ),

@@ -18,8 +18,6 @@ from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajec
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
 TOOL_LISTING = 'tools/list'  # name of the call that lists the tools of MCP servers: no call of the policy
-# labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s
-UNSCORED = ('agent_error', 'env_error', 'deadline')
 
 
 @dataclasses.dataclass(eq=False)

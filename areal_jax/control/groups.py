@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from areal_jax.control.disturbances import Disturbances
-from areal_jax.control.episode import CANCELLED, LOST, UNSCORED, Episode, RunningGroup
+from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup
 from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Verifier, Workflow
-from areal_jax.types import Prompt, Verdict, concatenate
+from areal_jax.types import UNSCORED, Prompt, Verdict, concatenate
 
 
 class RunningGroups:

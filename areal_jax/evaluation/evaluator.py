@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.control.episode import LOST, UNSCORED, Episode
+from areal_jax.control.episode import LOST, Episode
 from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount, RequestLostError
@@ -21,7 +21,7 @@ from areal_jax.evaluation.answers import Answer
 from areal_jax.protocols import Clock, Event, Generator, Verifier, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
-from areal_jax.types import Prompt, SamplingParams, Verdict, concatenate
+from areal_jax.types import UNSCORED, Prompt, SamplingParams, Verdict, concatenate
 
 SEED_OFFSET = 1_000_003  # evaluation shares its noise with no draw of training
 Deliver = Callable[[int, int, Answer], None]  # (index of the problem, column, answer); column 0 is the greedy answer

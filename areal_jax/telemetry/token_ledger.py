@@ -24,12 +24,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from areal_jax.control.episode import UNSCORED
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import Event
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, Value, counts
-from areal_jax.types import NOT_GENERATED
+from areal_jax.types import NOT_GENERATED, UNSCORED
 
 Counts = collections.Counter[int]  # tokens, by policy version or by age
 

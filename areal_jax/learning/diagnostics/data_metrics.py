@@ -161,7 +161,7 @@ def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engin
 def _mismatch_by_turn(differences: np.ndarray, turns: np.ndarray) -> dict[str, float]:
     """Of each turn of rows the number of tokens and their mean; nothing where no row has a second one."""
     turns = np.minimum(turns, _MOST_TURNS)
-    found = {}
+    found: dict[str, float] = {}
     for turn in np.unique(turns) if turns.max(initial=1) > 1 else ():
         own = differences[turns == turn]
         found |= {

@@ -9,12 +9,12 @@ import collections
 import json
 from collections.abc import Generator, Iterator
 
-from areal_jax.control.episode import UNSCORED
 from areal_jax.control.group_filter import BY_REWARD, describe_drop
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import BufferEvent, DropEvent, Event, RunDoneEvent
 from areal_jax.lanes import REWARD
 from areal_jax.tasks.scoring.score_call import SCORED, Score, to_reward
+from areal_jax.types import UNSCORED
 
 _REWARDS_VERSION = 8  # of the log from which on `buffer` has the rewards
 _UNSCORED = ('cancelled', 'lost', *UNSCORED)  # reasons of answers that no verifier sees

@@ -59,11 +59,12 @@ class ServerPool:
         self.target = published
         self._members: dict[str, Member] = {}
         self._refused: dict[str, str] = {}  # servers that the run cannot use: why, by their name in the registry
-        self._placement = Placement(
+        placement = self._placement = Placement(
             clock, log, supervisor, members=self._members, max_retries=settings.max_retries,
             distrust=lambda member, fault: self.withdraw(member, 'quarantined', fault), note_failure=self._note_failure,
         )  # fmt: skip
         self.ledger = self._placement.ledger  # which request is open on which engine
+        self.cancel, self.open_requests, self.order = placement.cancel, placement.open_requests, placement.order
         self._is_paused = False
         self._resumed = clock.event('pool: resumed')
         self._settled = clock.event('pool: an engine has settled a version')
@@ -164,24 +165,15 @@ class ServerPool:
     def generate(self, request: GenerationRequest, prefer: str = '') -> MovingRequest:
         return self._placement.generate(request, prefer)
 
-    def cancel(self, request: GenerationRequest) -> None:
-        self._placement.cancel(request)
-
     def cancel_all(self, version: int | None = None) -> None:
         if version is None:  # servers have no requests of a pinned version
             self._placement.cancel_all()
-
-    def open_requests(self) -> int:
-        return self._placement.open_requests()
 
     def serving_engines(self) -> int:
         return self.ledger.routed_engines()
 
     def watch(self, note_room: Callable[[], None]) -> None:
         self.ledger.on_room = note_room
-
-    def order(self) -> list[tuple[str, int, int]]:
-        return self._placement.order()
 
     # Weights and pauses.
 
