@@ -48,21 +48,21 @@ class ProgramAgent:
     """An agent that is a program: called for each episode (agent_workflow.Agent).
 
     Args:
-      open_session: of a problem, a session whose program starts with its first event.
+      open_session: of a prompt and a sample, a session whose program starts with its first event.
       lane: of the clock, on which the program is waited for.
       deadline_s: of an episode.
     """
 
     def __init__(
-        self, clock: Clock, open_session: Callable[[JsonObject], ProgramSession], lane: str, deadline_s: float
+        self, clock: Clock, open_session: Callable[[Prompt, int], ProgramSession], lane: str, deadline_s: float
     ):
         self._clock, self._open_session, self._lane, self._deadline_s = clock, open_session, lane, deadline_s
 
     async def __call__(self, prompt: Prompt, dialogue: Dialogue) -> None:
         """Returns when the program has ended well; raises EpisodeEnd, ProgramFailedError, or what generation raises."""
-        session = self._open_session(dict(prompt.problem))
-        answering = _Answering(session, dialogue)
-        detail = {'draw': prompt.draw, 'sample': dialogue.episode.sample}
+        sample = dialogue.episode.sample
+        session = self._open_session(prompt, sample)
+        answering, detail = _Answering(session, dialogue), {'draw': prompt.draw, 'sample': sample}
         work = Work('program', 1.0, detail, recorded=True)
         next_event = lambda: self._clock.call(self._lane, session.next, work, self._deadline_s + _GRACE_S)
         try:

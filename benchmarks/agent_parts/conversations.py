@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -109,7 +110,7 @@ class Ran:
         model = self.model
         settings = GatewaySettings(CONTEXT, 2 * SLOTS, 'wish', model.form.render, lambda token: str(token))
         gateway = Gateway(FunctionHost(f'{_AGENT}:talk', 1), settings)
-        agent = ProgramAgent(self._clock, lambda problem: gateway.open(model.sampling, problem), PROGRAM, _DEADLINE_S)
+        agent = ProgramAgent(self._clock, functools.partial(gateway.open, model.sampling), PROGRAM, _DEADLINE_S)
         budgets = Budgets(TURNS, TURN_TOKENS, CONTEXT, tool_deadline_s=30.0, tool_bytes=1 << 16)
 
         def make(prompt: Prompt, episode: Episode) -> Dialogue:

@@ -17,7 +17,6 @@ from areal_jax.agents.gateway.call_reader import DIALECTS, read_asked_call, read
 from areal_jax.agents.gateway.reply_writer import MODEL, make_answers, render
 from areal_jax.agents.gateway.session import Session
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
-from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
@@ -26,7 +25,7 @@ from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
 from areal_jax.rollout.http.wire.wishes import Required
-from areal_jax.types import SamplingParams
+from areal_jax.types import Prompt, SamplingParams
 
 _BACKLOG = 1024
 _KEY_BYTES = 32  # random
@@ -61,19 +60,20 @@ class Gateway:
         self._url = ''
         self._server: asyncio.Task[None] | None = None
 
-    def open(self, sampling: SamplingParams, problem: JsonObject) -> Session:
+    def open(self, sampling: SamplingParams, prompt: Prompt, sample: int) -> Session:
         """An episode whose program starts when its first event is asked for; `sampling` is that of its turns."""
-        return Session(functools.partial(self._run, problem), sampling)
+        return Session(functools.partial(self._run, prompt, sample), sampling)
 
     # On the I/O loop.
 
-    async def _run(self, problem: JsonObject, session: Session) -> Ending:
+    async def _run(self, prompt: Prompt, sample: int, session: Session) -> Ending:
         async with self._room:
             await self._start()
             key = f'sk-{secrets.token_hex(_KEY_BYTES)}'
             self._sessions[key] = session
             try:
-                return await self._host.run(Job(self._environment(key), problem))
+                environment = {**self._environment(key), 'AREAL_EPISODE': f'{prompt.draw}.{sample}'}
+                return await self._host.run(Job(environment, dict(prompt.problem)))
             finally:
                 del self._sessions[key]
 

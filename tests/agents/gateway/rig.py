@@ -88,7 +88,9 @@ class Run:
                 budgets=Budgets(**{**vars(BUDGETS), **budgets}), lane='tools',
             )  # fmt: skip
 
-        agent = ProgramAgent(clock, lambda problem: gateway.open(SAMPLING, problem), 'program', deadline_s)
+        agent = ProgramAgent(
+            clock, lambda prompt, sample: gateway.open(SAMPLING, prompt, sample), 'program', deadline_s
+        )
         workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock, deadline_s)
         supervisor = Supervisor(clock)
         clock.execute(supervisor.run(workflow.run(PROMPT, self.episode)))

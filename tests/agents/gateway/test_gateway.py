@@ -34,6 +34,7 @@ def test_the_key_is_in_no_event():
     run = Run(two_turns, ids_of('a'), ids_of('b'))
     (job,) = run.host.jobs
     assert job.problem == {'question': 'q'}
+    assert job.environment['AREAL_EPISODE'] == '5.2'
     assert len(job.environment['OPENAI_API_KEY']) >= 2 + 32
     assert job.environment['OPENAI_API_KEY'] not in json.dumps(list(run.log.events))
 

@@ -1,0 +1,138 @@
+"""Programs under kills: python -m tests.soak.programs --kills=10 --seed=0 --json=FILE [--steps=5].
+
+A run of a tiny model, whose episodes are programs (talker.py) that lose a tenth of their connections, retry a tenth of
+their calls, and sometimes die by SIGKILL, is killed by SIGKILL at random moments and resumed until it has finished.
+
+Exit code 0 only if the log keeps its rules (each token is in one place, areal-check-log), a replay is equal and starts
+no program, every trained episode has the turns that its program got, no retry got another reply than its call, and a
+turn that was in a checkpoint has the reply of before. A kind of fault of which nothing was seen is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from areal_jax import files
+from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.errors import ExitCode
+from tests.chaos.processes import ROOT
+
+_FIRST_S, _LAST_S = 3.0, 25.0  # after a start, in which it is killed
+_TALKER = pathlib.Path(__file__).with_name('talker.py')
+_KINDS = ('reply', 'cut', 'retried', 'died')
+
+
+def train(workdir: pathlib.Path, steps: int, resumes: bool) -> subprocess.Popen[bytes]:
+    command = f'python {_TALKER} {workdir.parent}'
+    overrides = {
+        'run.steps': steps, 'rollout.workflow': 'program', 'rollout.episode_deadline_s': 100.0,
+        'agent.command': command, 'agent.max_turn_tokens': 7, 'rollout.max_new_tokens': 24,
+        'rollout.context_tokens': 96, 'learner.row_tokens': 192,
+        'checkpoint.every': 1, 'checkpoint.keep': 3, 'evaluation.problems': 0, 'telemetry.plots': False,
+        'telemetry.tensorboard': False, 'run.export': False,
+    }  # fmt: skip
+    flags = [f'--config.{name}={value}' for name, value in overrides.items()]
+    flags += ['--resume'] if resumes else []
+    return subprocess.Popen(
+        [sys.executable, '-m', 'areal_jax.main_train', '--config=tiny_cpu', f'--workdir={workdir}', *flags],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=(workdir.parent / 'stderr').open('ab'),
+    )  # fmt: skip
+
+
+def run_through_kills(workdir: pathlib.Path, flags: argparse.Namespace) -> tuple[int, list[str]]:
+    """(kills of the run, faults)."""
+    chance, kills = random.Random(flags.seed), 0
+    while True:
+        process = train(workdir, flags.steps, resumes=(workdir / 'checkpoints').is_dir())
+        try:
+            patience_s = chance.uniform(_FIRST_S, _LAST_S) if kills < flags.kills else flags.deadline_s
+            code = process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            if kills == flags.kills:
+                return kills, [f'the run has not finished within {flags.deadline_s:g} s']
+            kills += 1
+            continue
+        if code == ExitCode.FINISHED:
+            return kills, []
+        return kills, [f'the run ended with exit code {code}: {(workdir.parent / "stderr").read_text()[-500:]}']
+
+
+def compare(directory: pathlib.Path) -> tuple[dict[str, int], list[str]]:
+    """(what programs noted, faults)."""
+    notes = [json.loads(line) for line in (directory / 'replies.jsonl').read_text().splitlines()]
+    counts = collections.Counter(note['what'] for note in notes)
+    faults = [f'episode {n["episode"]}: a retry got another reply' for n in notes if n['what'] == 'another reply']
+    replies: dict[str, set[tuple[int, str]]] = collections.defaultdict(set)
+    for note in notes:
+        if note['what'] == 'reply':
+            replies[note['episode']].add((note['turn'], note['text']))
+    ends = [json.loads(line) for line in (directory / 'run' / 'events.jsonl').read_text().splitlines()]
+    ends = [event for event in ends if event['kind'] == 'finish']
+    for end in ends:
+        name = f'{end["draw"]}.{end["sample"]}'
+        if end['reason'] == 'stop' and len({turn for turn, _ in replies[name]}) != end['turns']:
+            faults.append(f'episode {name} has {end["turns"]} turns, and its program got {sorted(replies[name])}')
+    seen = collections.Counter((end['draw'], end['sample']) for end in ends)
+    faults += [f'episode {name} ended {times} times' for name, times in seen.items() if times > 1]
+    restarted = sum(path.stat().st_size > 1 for path in directory.glob('starts.*'))
+    return {**counts, 'episodes': len(ends), 'started again': restarted}, faults
+
+
+def check(workdir: pathlib.Path) -> list[str]:
+    """What areal-check-log and areal-replay find."""
+    faults, before = [], (workdir.parent / 'replies.jsonl').read_text()
+    for module, flags in (('main_check_log', [str(workdir)]), ('main_replay', [f'--workdir={workdir}'])):
+        done = subprocess.run(
+            [sys.executable, '-m', f'areal_jax.{module}', *flags], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            faults.append(f'{module}: {(done.stdout + done.stderr)[-500:]}')
+    if (workdir.parent / 'replies.jsonl').read_text() != before:
+        faults.append('the replay started programs')
+    return faults
+
+
+def soak(flags: argparse.Namespace, directory: pathlib.Path) -> dict[str, Any]:
+    began = time.monotonic()
+    workdir = directory / 'run'
+    kills, faults = run_through_kills(workdir, flags)
+    counts: dict[str, int] = {}
+    if not faults:
+        counts, faults = compare(directory)
+        faults += check(workdir)
+        faults += [f'nothing was seen of: {kind}' for kind in _KINDS if not counts.get(kind)]
+        faults += [] if kills else ['the run was never killed']
+    return {'faults': faults, 'kills_of_the_run': kills, 'counts': counts, 'seconds': time.monotonic() - began}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog='python -m tests.soak.programs', description=__doc__)
+    parser.add_argument('--kills', type=int, default=10, help='of the run')
+    parser.add_argument('--seed', type=int, default=0, help='of the moments at which it is killed')
+    parser.add_argument('--steps', type=int, default=5, help='updates')
+    parser.add_argument('--deadline_s', type=float, default=600.0, help='of the last start')
+    parser.add_argument('--json', type=pathlib.Path)
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        found = soak(flags, pathlib.Path(directory))
+    command = f'python -m tests.soak.programs --kills={flags.kills} --seed={flags.seed} --steps={flags.steps}'
+    made = {'commit': git_commit(), 'versions': package_versions(), 'machine': hardware()}
+    print(json.dumps(found, indent=1))
+    if flags.json:
+        files.write_json(flags.json, {'command': command, **found, **made})
+    return 1 if found['faults'] else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
