@@ -451,6 +451,27 @@ MUTATIONS = [
         'tests/agents/test_dialogue.py',
     ),
     Mutation(
+        'sample a retry again',
+        'areal_jax.agents.gateway.session:Session.take',
+        'if before:',
+        'if False:',
+        'tests/agents/gateway/test_gateway.py',
+    ),
+    Mutation(
+        'keep a turn that no program got',
+        'areal_jax.agents.program_agent:_Answering.end',
+        'self._dialogue.withdraw(undelivered)',
+        'pass',
+        'tests/agents/gateway/test_gateway.py',
+    ),
+    Mutation(
+        'let a key outlive its episode',
+        'areal_jax.agents.gateway.gateway:Gateway._run',
+        'del self._sessions[key]',
+        'pass',
+        'tests/agents/gateway/test_gateway.py',
+    ),
+    Mutation(
         'give rows of one episode the same noise',
         'areal_jax.types:GenerationRequest.noise_sample',
         'self.sample + (self.row << _ROW_SHIFT)',

@@ -1,5 +1,6 @@
 """Programs that talk to the policy: which tokens their calls continue, and what a resumed episode answers itself.
 
 conversation.py keeps the rows of an episode, dialogue.py answers calls, agent_workflow.py runs a function of the user.
-mcp_tools.py gives it the tools of MCP servers, whose processes are in mcp_process.py: both need the package mcp.
+program_agent.py follows a program that talks HTTP to gateway/ and that programs/ runs. mcp_tools.py gives functions the
+tools of MCP servers, whose processes are in mcp_process.py: both need the package mcp.
 """

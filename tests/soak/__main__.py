@@ -56,7 +56,7 @@ from tests.soak.servers import CHANNELS, START_S, ServerProcess
 MOST_SECONDS = 120.0  # of an answer, an update and a pause
 SAMPLE_S = 1.0  # between two looks at the memory
 SLOW_BYTES_S = 2000.0
-KILLS = 0.4  # of the time: after that no server is killed, so that both are warm in the second half
+KILLS = 0.25  # of the time: after that no server is killed; both are warm in the second half
 FAULTS = ('kill', 'stop', 'slow', 'cut', 'kill the sender')
 WANTED = ('started', 'ended', 'updates', 'pauses', *FAULTS, *(f'abuse: {refusal.name}' for refusal in abuse.REFUSALS))
 

@@ -26,6 +26,10 @@ LIMITS = Limits(body_bytes=1 << 16, body_s=0.3)
 CHAT = '/chat/completions'
 
 
+def make_gateway(host, required='wish'):
+    return Gateway(host, GatewaySettings(400, 8, required, ToyFormat().render, chr, LIMITS))
+
+
 class CoroutineHost:
     """Runs `program(client)`; what it raises is how a program fails."""
 
@@ -79,8 +83,7 @@ class Run:
         self.episode, self.errors, self.log = episode or Episode(2), [], EventLog()
         self.pool, self.host = pool or ToyPool(*answers), CoroutineHost(program)
         clock = RealClock({'program': 64, 'tools': 2}, self.log, 30.0, end_of_work_s=1.0)
-        settings = GatewaySettings(400, 8, required, ToyFormat().render, chr, LIMITS)
-        gateway = Gateway(self.host, settings)
+        gateway = make_gateway(self.host, required)
 
         def make(prompt, episode):
             return Dialogue(

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from areal_jax.types import NOT_GENERATED
-from tests.agents.gateway.rig import CHAT, PROMPT, Run, never
+from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
 from tests.agents.test_dialogue import saved
 from tests.agents.toy_format import SlowPool, ids_of, result, user
 
@@ -174,18 +174,23 @@ def test_a_call_that_is_required_is_a_wish_or_refused(required):
     assert run.episode.counts == ({'tool_calls': 1} if required == 'wish' else {'malformed': 1})
 
 
-def test_keys_of_nobody_and_of_others_are_refused():
-    other = []
+def test_keys_of_nobody_and_of_episodes_that_have_ended_are_refused():
+    keys, statuses = ['', 'sk-wrong'], []
 
     async def program(client):
-        for key in ('', 'sk-wrong', *other):
+        for key in keys:
             status, reply = await client.post({'messages': [user('q')]}, key=key)
-            assert (status, 'OPENAI_API_KEY' in reply['error']['message']) == (401, True)
-        other.append(client.key)
-        await client.chat(user('q'))
+            assert 'OPENAI_API_KEY' in reply['error']['message']
+            statuses.append(status)
+        keys.append(client.key)
 
-    Run(program, ids_of('a'))
-    assert Run(program, ids_of('a')).ends == ('stop', 'stop')
+    async def run_two_episodes():
+        gateway = make_gateway(CoroutineHost(program))
+        return [await gateway.open(SAMPLING, PROMPT, sample).next() for sample in range(2)]
+
+    ends = asyncio.run(run_two_episodes())
+    assert [end['status'] for end in ends] == ['ended', 'ended']
+    assert statuses == [401] * 5  # two, and then three: the key of the first episode
 
 
 def test_a_budget_ends_the_turns_and_a_program_that_goes_on_asking_is_ended():
