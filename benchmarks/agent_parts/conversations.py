@@ -165,7 +165,9 @@ class Ran:
         )  # fmt: skip
         rows, _ = training_rows(batches[0], learner_settings().objective)
         score = jax.jit(lambda params, rows: forward(model.decoder, params, rows, 1.0)[0])
-        of_turns = [turns for _, turns, _ in self._rows()]
+        of_turns = [
+            turns[versions != NOT_GENERATED] for _, turns, versions in self._rows()
+        ]  # as loss tokens are packed
         for version, weights in model.versions.items():
             params = jax.device_put(weights)
             for m in range(len(rows['tokens'])):

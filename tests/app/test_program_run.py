@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from areal_jax import main_check_log, main_replay
+from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, train_until_killed
 from tests.app.test_agent_run import episodes
 from tests.app.test_session import logprob_gaps
@@ -31,20 +32,22 @@ open(sys.argv[1], 'a').write('.')
 ask(history)
 """
 FIELDS = {
-    'run__clock': 'real', 'rollout__workflow': 'program', 'rollout__episode_deadline_s': 100.0, 'run__steps': 3,
+    'run__clock': 'real', 'rollout__workflow': 'program', 'rollout__episode_deadline_s': 100.0, 'run__steps': 5,
     'rollout__max_new_tokens': 11, 'agent__max_turn_tokens': 5, 'checkpoint__every': 1, 'checkpoint__keep': 9,
 }  # fmt: skip
 
 
 @pytest.fixture(scope='module')
 def killed(tmp_path_factory):
-    """A run that was killed after its first update, and resumed."""
+    """A run that was killed after its third update, and resumed."""
     directory = tmp_path_factory.mktemp('programs')
     (directory / 'program.py').write_text(PROGRAM)
     command = f'{sys.executable} {directory}/program.py {directory}/turns'
     fields = {**FIELDS, 'agent__command': command}
-    train_until_killed(SmallRun(directory / 'run', **fields), 1)
-    return SmallRun(directory / 'run', resume=True, **fields).train()
+    train_until_killed(SmallRun(directory / 'run', **fields), 3)
+    resumed = SmallRun(directory / 'run', resume=True, **fields)
+    assert resumed.version_at_start >= 1
+    return resumed.train()
 
 
 def test_rows_of_programs_have_the_logprobs_that_were_recorded(killed):
@@ -52,6 +55,10 @@ def test_rows_of_programs_have_the_logprobs_that_were_recorded(killed):
     assert len(gaps) == sum(row.loss_mask.sum() for rows in episodes(killed) for row in rows)
     assert gaps.max() < 1e-5
     assert {len(rows) for rows in episodes(killed)} == {1}
+    for line in read_metrics(killed.workdir / 'metrics.jsonl'):
+        by_turn = [line.get(f'mismatch/turn/{turn}/n', 0) for turn in (1, 2, 3)]
+        assert by_turn[2] == 0
+        assert sum(by_turn) in (0, line['mismatch/n'])  # 0: the engine gave no second turn under this version
     assert any(not row.loss_mask[len(row.prompt.tokens) :].all() for rows in episodes(killed) for row in rows)
 
 

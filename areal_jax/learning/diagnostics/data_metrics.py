@@ -172,13 +172,15 @@ def _mismatch_by_turn(differences: np.ndarray, turns: np.ndarray) -> dict[str, f
 
 
 def _number_turns(batch: PackedBatch) -> np.ndarray:
-    """int64 [M, R, N]: 1 up to the first tokens of the environment of a trajectory, 2 behind them, and so on."""
-    ids, is_environment = batch.trajectory_ids, batch.policy_versions == NOT_GENERATED
-    is_first = np.diff(ids, axis=-1, prepend=-2) != 0
-    begins = is_environment & (is_first | np.diff(is_environment, axis=-1, prepend=False))
+    """int64 [M, R, N]: 1 for the first generated tokens of a trajectory, 2 behind those of its environment, and so on.
+
+    Loss tokens are generated ones alone, so those of the environment are a gap in their positions.
+    """
+    is_first = np.diff(batch.trajectory_ids, axis=-1, prepend=-2) != 0
+    positions = np.take_along_axis(batch.positions, batch.sources, axis=-1)
+    begins = ~is_first & (np.diff(positions, axis=-1, prepend=0) > 1)
     count = np.cumsum(begins, axis=-1)
-    before = np.maximum.accumulate(np.where(is_first, count - begins, 0), axis=-1)  # up to the trajectory
-    return 1 + count - before
+    return 1 + count - np.maximum.accumulate(np.where(is_first, count, 0), axis=-1)
 
 
 def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:

@@ -6,29 +6,34 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.diagnostics.data_metrics import mismatch_metrics
-from areal_jax.types import NOT_GENERATED, PackedBatch
-
-E = NOT_GENERATED
+from areal_jax.types import PackedBatch
 
 
-def batch(versions, trajectories):
-    shape = (1, 1, len(versions))
+def batch(positions, trajectories, versions=None):
+    """Loss token n is predicted at positions[n] of its trajectory; the row has the tokens in their order."""
+    shape = (1, 1, len(positions))
     fields = {
         field.name: np.zeros(shape, np.int32)
         for field in dataclasses.fields(PackedBatch)
         if field.name not in ('behavior_logprobs', 'policy_versions', 'trajectory_ids', 'columns')
     }
     return PackedBatch(
-        **fields,
+        **fields
+        | {
+            'positions': np.array(positions, np.int32).reshape(shape),
+            'sources': np.arange(len(positions), dtype=np.int32).reshape(shape),
+        },
         behavior_logprobs=np.zeros(shape, np.float32),
-        policy_versions=np.array(versions, np.int32).reshape(shape),
+        policy_versions=np.array(versions or [3] * len(positions), np.int32).reshape(shape),
         trajectory_ids=np.array(trajectories, np.int32).reshape(shape),
     )
 
 
 def test_tokens_behind_those_of_the_environment_are_of_the_next_turn():
-    packed = batch([3, 3, E, E, 3, E, 3, 3, E, 3, 2, 3, 0], [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, -1])
-    learned = -np.array([1, 1, 9, 9, 2, 9, 3, 1, 9, 4, 9, 7, 9], np.float32).reshape(1, 1, -1)
+    # of trajectory 0 two tokens, three of the environment, one, one of the environment, one; and so on
+    positions, trajectories = [4, 5, 9, 11, 2, 8, 9, 7, 0], [0, 0, 0, 0, 1, 1, 1, 2, -1]
+    packed = batch(positions, trajectories, versions=[3, 3, 3, 3, 3, 3, 2, 3, 0])
+    learned = -np.array([1, 1, 2, 3, 1, 4, 9, 7, 9], np.float32).reshape(1, 1, -1)
     found = mismatch_metrics([packed], [learned], 3)
     assert found['mismatch/n'] == 7
     turns = {name.removeprefix('mismatch/turn/'): value for name, value in found.items() if '/turn/' in name}
@@ -37,11 +42,10 @@ def test_tokens_behind_those_of_the_environment_are_of_the_next_turn():
 
 
 def test_rows_of_one_turn_have_no_metric_of_turns():
-    found = mismatch_metrics([batch([3, 3, 3], [0, 0, 1])], [np.zeros((1, 1, 3), np.float32)], 3)
+    found = mismatch_metrics([batch([3, 4, 3], [0, 0, 1])], [np.zeros((1, 1, 3), np.float32)], 3)
     assert not [name for name in found if '/turn/' in name]
 
 
 def test_turns_beyond_the_eighth_are_counted_with_it():
-    packed = batch([3, E] * 9 + [3], [0] * 19)
-    found = mismatch_metrics([packed], [np.ones((1, 1, 19), np.float32)], 3)
+    found = mismatch_metrics([batch(range(0, 20, 2), [0] * 10)], [np.ones((1, 1, 10), np.float32)], 3)
     assert (found['mismatch/turn/8/n'], found['mismatch/turn/7/n']) == (3, 1)
