@@ -15,6 +15,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.types import Prompt, SamplingParams
 from tests.agents.toy_format import ToyFormat, ToyPool, user
@@ -31,7 +32,7 @@ def make_gateway(host, required='wish'):
 
 
 class CoroutineHost:
-    """Runs `program(client)`; what it raises is how a program fails."""
+    """Runs `program(client)`; what it raises is how a program fails, and a UserError that none can run."""
 
     def __init__(self, program):
         self.program, self.jobs, self.is_closed = program, [], False
@@ -41,6 +42,8 @@ class CoroutineHost:
         async with Client(job.environment) as client:
             try:
                 await self.program(client)
+            except UserError:
+                raise
             except Exception as error:
                 return Ending('failed', f'{type(error).__name__}: {error}')
         return Ending('ended', '')

@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from areal_jax.agents.dialogue import ProgramsError
+from areal_jax.errors import UserError
 from areal_jax.types import NOT_GENERATED
 from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
 from tests.agents.test_dialogue import saved
@@ -252,6 +254,14 @@ def test_a_program_that_fails_or_never_asks_has_no_reward():
     run = Run(fails, ids_of('a'))
     assert (run.ends, [str(error) for error in run.errors]) == (('agent_error', None), ['ValueError: a bug'])
     assert Run(never_asks).ends == ('agent_error', None)
+
+
+def test_a_program_that_can_never_run_ends_the_run():
+    async def program(client):
+        raise UserError("agent.preload=('nothing',): no module of that name")
+
+    with pytest.raises(ProgramsError, match='no module of that name'):
+        Run(program)
 
 
 @pytest.mark.parametrize('waits_for', ['nothing', 'an answer'])
