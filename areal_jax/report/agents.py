@@ -13,6 +13,7 @@ from areal_jax.report.lane_intervals import lane_intervals
 from areal_jax.telemetry.numerals import format_number, format_percent
 
 HEAD = ('agents', 'number', '')
+_CACHED = 'the others were prefilled; room for the open conversations: rollout.cache_tokens'
 _COUNTED = {  # other names say themselves what was counted: 'overridden/temperature'
     'tool_calls': 'calls of tools in answers',
     'unparsed': 'broken calls, which stayed text',
@@ -39,6 +40,7 @@ class AgentSummary(TypedDict):
     forks: dict[str, int]  # rows beyond the first one of an episode, by reason
     tools: dict[str, ToolSummary]  # by name
     counts: dict[str, int]  # of what their programs did, by name
+    cached_prompts: float | None  # share of the tokens of prompts whose KV was there; None: no engine says
 
 
 def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
@@ -54,6 +56,7 @@ def summarize_agents(events: Sequence[Event]) -> AgentSummary | None:
         'forks': dict(sorted(forks.items())),
         'tools': _summarize_tools(events),
         'counts': _sum_counts(ends),
+        'cached_prompts': _share_cached(events),
     }
 
 
@@ -63,8 +66,10 @@ def describe_agents(summary: AgentSummary | None) -> list[tuple[str, ...]]:
         return []
     episodes, forked = sum(summary['ended'].values()), sum(summary['forks'].values())
     means = f'{format_number(summary["turns"])} turns and {format_number(summary["rows"])} rows, mean'
+    cached = summary['cached_prompts']
     return [
         ('episodes', str(episodes), means),
+        *([] if cached is None else [('tokens of prompts in the cache', format_percent(cached), _CACHED)]),
         *_share_rows('ended by', summary['ended'], episodes),
         *_share_rows('rows begun for', summary['forks'], forked),
         *(
@@ -77,6 +82,13 @@ def describe_agents(summary: AgentSummary | None) -> list[tuple[str, ...]]:
         ),
         *((_COUNTED.get(name, name), str(count), '') for name, count in summary['counts'].items()),
     ]
+
+
+def _share_cached(events: Sequence[Event]) -> float | None:
+    prefills = [event for event in events if event['kind'] == 'prefill']
+    found = sum(sum(event.get('kept', ())) for event in prefills)
+    computed = sum(event['tokens'] - event.get('rebuilt', 0) for event in prefills)
+    return found / (found + computed) if prefills else None
 
 
 def _sum_counts(ends: Sequence[FinishEvent]) -> dict[str, int]:

@@ -37,12 +37,24 @@ def test_ends_rows_and_tools_are_counted():
             'search': {'calls': 2, 'median_seconds': 2, 'max_seconds': 3},
         },
         'counts': {'retried': 3, 'x': 2},
+        'cached_prompts': None,
     }
     rows = describe_agents(found)
     assert rows[0] == ('episodes', '3', '3 turns and 2 rows, mean')
     assert ('rows begun for history', '2', '67%') in rows
     assert ('calls of search', '2', '2 / 3 s, median / max') in rows
     assert rows[-2:] == [('retries, answered from the record', '3', ''), ('x', '2', '')]
+
+
+def test_the_share_of_prompts_in_the_cache_is_without_what_an_interruption_computes_again():
+    common = {'engine': 'engine/0', 'requests': [], 'bucket': 64, 'lane': 'engine/0'}
+    events = event_log(
+        (1, 'prefill', {**common, 'tokens': 30}),
+        (2, 'prefill', {**common, 'tokens': 50, 'rebuilt': 40, 'kept': [50, 10]}),
+        finish(0, 'stop', turns=2),
+    )
+    assert summarize_agents(events)['cached_prompts'] == 0.6
+    assert describe_agents(summarize_agents(events))[1][:2] == ('tokens of prompts in the cache', '60%')
 
 
 def test_a_run_without_agents_has_no_table():
