@@ -1,11 +1,12 @@
-"""Programs under kills: python -m tests.soak.programs --kills=10 --seed=0 --json=FILE [--steps=5].
+"""Programs under kills: python -m tests.soak.programs --kills=10 --seed=0 --json=FILE [--steps=40].
 
 A run of a tiny model, whose episodes are programs (talker.py) that lose a tenth of their connections, retry a tenth of
-their calls, and sometimes die by SIGKILL, is killed by SIGKILL at random moments and resumed until it has finished.
+their calls, and sometimes die by SIGKILL, is killed by SIGKILL too, at a random moment behind a new checkpoint, and
+resumed, until it has finished.
 
 Exit code 0 only if the log keeps its rules (each token is in one place, areal-check-log), a replay is equal and starts
-no program, every trained episode has the turns that its program got, no retry got another reply than its call, and a
-turn that was in a checkpoint has the reply of before. A kind of fault of which nothing was seen is a fault.
+no program, every episode that ended well has the turns that its program got, none ended twice, and no retry got another
+reply than its call. A kind of fault of which nothing was seen is a fault.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from areal_jax.app.workdir.provenance import git_commit, hardware, package_versi
 from areal_jax.errors import ExitCode
 from tests.chaos.processes import ROOT
 
-_FIRST_S, _LAST_S = 3.0, 25.0  # after a start, in which it is killed
+_LATEST_S = 1.5  # after the first new checkpoint of a start, in which the run is killed
 _TALKER = pathlib.Path(__file__).with_name('talker.py')
-_KINDS = ('reply', 'cut', 'retried', 'died')
+_KINDS = ('reply', 'cut', 'retried', 'died', 'started again')
 
 
 def train(workdir: pathlib.Path, steps: int, resumes: bool) -> subprocess.Popen[bytes]:
@@ -50,22 +51,31 @@ def train(workdir: pathlib.Path, steps: int, resumes: bool) -> subprocess.Popen[
 
 def run_through_kills(workdir: pathlib.Path, flags: argparse.Namespace) -> tuple[int, list[str]]:
     """(kills of the run, faults)."""
-    chance, kills = random.Random(flags.seed), 0
+    chance, kills, end_s = random.Random(flags.seed), 0, time.monotonic() + flags.deadline_s
     while True:
-        process = train(workdir, flags.steps, resumes=(workdir / 'checkpoints').is_dir())
-        try:
-            patience_s = chance.uniform(_FIRST_S, _LAST_S) if kills < flags.kills else flags.deadline_s
-            code = process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+        begun = newest_checkpoint(workdir)
+        process = train(workdir, flags.steps, resumes=begun > 0)
+        while process.poll() is None and time.monotonic() < end_s:
+            time.sleep(0.05)
+            if kills < flags.kills and newest_checkpoint(workdir) > begun:
+                time.sleep(chance.uniform(0, _LATEST_S))
+                break
+        if process.poll() is None:
             process.kill()
             process.wait()
-            if kills == flags.kills:
-                return kills, [f'the run has not finished within {flags.deadline_s:g} s']
+            if time.monotonic() >= end_s:
+                return kills, [f'the run has not finished within {flags.deadline_s:g} s, after {kills} kills']
             kills += 1
-            continue
-        if code == ExitCode.FINISHED:
+        elif process.returncode == ExitCode.FINISHED:
             return kills, []
-        return kills, [f'the run ended with exit code {code}: {(workdir.parent / "stderr").read_text()[-500:]}']
+        else:
+            said = (workdir.parent / 'stderr').read_text()[-500:]
+            return kills, [f'the run ended with exit code {process.returncode}: {said}']
+
+
+def newest_checkpoint(workdir: pathlib.Path) -> int:
+    """0 where there is none."""
+    return max((int(path.name.removeprefix('step_')) for path in workdir.glob('checkpoints/step_*')), default=0)
 
 
 def compare(directory: pathlib.Path) -> tuple[dict[str, int], list[str]]:
@@ -120,8 +130,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog='python -m tests.soak.programs', description=__doc__)
     parser.add_argument('--kills', type=int, default=10, help='of the run')
     parser.add_argument('--seed', type=int, default=0, help='of the moments at which it is killed')
-    parser.add_argument('--steps', type=int, default=5, help='updates')
-    parser.add_argument('--deadline_s', type=float, default=600.0, help='of the last start')
+    parser.add_argument('--steps', type=int, default=40, help='updates')
+    parser.add_argument('--deadline_s', type=float, default=600.0, help='of all starts together')
     parser.add_argument('--json', type=pathlib.Path)
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
