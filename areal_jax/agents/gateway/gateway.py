@@ -24,7 +24,7 @@ from areal_jax.rollout.http.server.replies import LIMITS, Handler, guard, read_b
 from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
-from areal_jax.rollout.http.wire.wishes import Required
+from areal_jax.rollout.http.wire.wishes import Required, find_misses
 from areal_jax.types import Prompt, SamplingParams
 
 _BACKLOG = 1024
@@ -134,6 +134,8 @@ class Gateway:
             exchange = session.take(asked, _is_retried(request), request.headers.get('Idempotency-Key', ''))
             turns = await session.wait(exchange)
             answers = make_answers(asked.call, turns, f'{exchange.number}')
+            if not exchange.is_delivered:  # a retry is not counted again
+                session.counts.update(f'missed/{field}' for field in find_misses(asked.call, answers))
             response = render(DIALECTS[path], asked.call, answers, settings.token_text)
             await response.prepare(request)
             await response.write_eof()

@@ -16,7 +16,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.types import SamplingParams
 
-_MOST_REFUSED = 8  # calls after a budget was used up: then the program is ended
+_MOST_REFUSED = 8  # calls without a turn, as behind a budget: then the program is ended
 _ENDED = 'the episode of this key has ended'
 
 
@@ -67,9 +67,9 @@ class Session:
         """The turns that were sampled for a call."""
         self._call(self._settle, number, turns, None)
 
-    def refuse(self, number: int, sentence: str, status: int = 400) -> None:
+    def refuse(self, number: int, sentence: str) -> None:
         """No turn was sampled for the call."""
-        self._call(self._settle, number, (), RequestError('', sentence, status))
+        self._call(self._settle, number, (), RequestError('', sentence))
 
     def close(self) -> None:
         """Ends the program, if it goes on."""

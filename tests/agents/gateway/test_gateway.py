@@ -176,6 +176,13 @@ def test_a_call_that_is_required_is_a_wish_or_refused(required):
     assert run.episode.counts == ({'tool_calls': 1} if required == 'wish' else {'malformed': 1})
 
 
+def test_an_answer_that_misses_a_wish_is_counted():
+    async def program(client):
+        await client.chat(user('q'), tools=TOOLS, tool_choice='required')
+
+    assert Run(program, ids_of('a')).episode.counts == {'missed/tool_choice': 1}
+
+
 def test_keys_of_nobody_and_of_episodes_that_have_ended_are_refused():
     keys, statuses = ['', 'sk-wrong'], []
 
