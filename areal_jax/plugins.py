@@ -25,13 +25,19 @@ from areal_jax.installation import PACKAGE, locate_file
 
 Function: TypeAlias = Callable[..., object]
 
+VERIFIERS = 'verifiers:'  # task.name: a taskset of that framework follows, and no function
 _PACKAGE = f'{pathlib.Path(__file__).parent}/'
 _DIGEST = '__areal_jax_digest__'  # of the source that a module was made from
 
 
 def is_own(name: str) -> bool:
     """Whether a name is 'FILE:FUNCTION' or 'MODULE:FUNCTION', and not one that this project declares."""
-    return ':' in name
+    return ':' in name and not is_environment(name)
+
+
+def is_environment(name: str) -> bool:
+    """Whether task.name is 'verifiers:TASKSET'."""
+    return name.startswith(VERIFIERS)
 
 
 def load_function(spec: str, field: str) -> Function:

@@ -467,7 +467,7 @@ MUTATIONS = [
     Mutation(
         'let a key outlive its episode',
         'areal_jax.agents.gateway.gateway:Gateway._run',
-        'del self._sessions[key]',
+        'self._sessions.pop(one, None)',
         'pass',
         'tests/agents/gateway/test_gateway.py',
     ),

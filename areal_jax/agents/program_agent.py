@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from areal_jax.agents.conversation import Message
-from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError, Turn
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError, ToolFailedError, Turn
 from areal_jax.control.episode import Call
 from areal_jax.control.failures import RequestLostError
 from areal_jax.errors import UserError
@@ -21,7 +21,9 @@ from areal_jax.types import Prompt, Work
 
 _GRACE_S = 60.0  # of the call of the clock: the deadline of the episode comes first
 _SPENT: dict[Label, str] = {
-    'length': 'no row of this episode has room for another turn (rollout.context_tokens, rollout.max_new_tokens)',
+    # clients know the first words, and end or summarise a conversation that has become too long
+    'length': 'the maximum context length is reached: no row of this episode has room for another turn '
+    '(rollout.context_tokens, rollout.max_new_tokens)',
     'turns': 'this episode has had all its turns (agent.max_turns)',
 }
 
@@ -103,6 +105,9 @@ class _Answering:
         undelivered = [call for number in event['undelivered'] for call in self._turns.get(number, ())]
         self._dialogue.withdraw(undelivered)
         self._dialogue.episode.count(undelivered=len(undelivered))
+        self._dialogue.episode.outcome = event['outcome']
+        if event['status'] == 'lost':
+            raise EpisodeEnd('env_error') from ToolFailedError(event['detail'])
         if self._spent is not None:
             raise EpisodeEnd(self._spent)
         if event['status'] != 'ended':

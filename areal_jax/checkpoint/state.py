@@ -18,7 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 5
+FORMAT = 6
 _NUMBER = (int, float)
 
 # what a run state must have besides 'format'; further keys are carried as they are
@@ -194,6 +194,7 @@ def _encode_episode(episode: Episode) -> JsonObject:
         'label': episode.label,
         'discarded': sorted([version, tokens] for version, tokens in episode.discarded.items()),
         'counts': dict(sorted(episode.counts.items())),
+        'outcome': episode.outcome,
     }
 
 
@@ -208,6 +209,7 @@ def _decode_episode(record: Mapping[str, object]) -> Episode:
         label=_take(record, 'label', str, 'episode'),
         discarded=dict(_take(record, 'discarded', list, 'episode')),
         counts=_take(record, 'counts', dict, 'episode'),
+        outcome=_take(record, 'outcome', (dict, type(None)), 'episode'),
     )
 
 

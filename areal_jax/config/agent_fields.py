@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from ml_collections import config_dict
 
 from areal_jax.config.fields import Choice, Field, Integer, Real, Text, Texts
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
+from areal_jax.plugins import is_environment
 
 PROGRAM = 'program'  # rollout.workflow: programs that talk to a gateway
 
@@ -22,7 +24,7 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'mcp_servers': Texts((), "MCP servers of an agent: 'python server.py' or 'http://host:port/mcp'"),
     'command': Text('', "rollout.workflow='program': the command line of an episode, e.g. 'python agent.py'"),
     'function': Text('', "or an `async def` that long-lived workers run: 'FILE.py:FUNCTION'"),
-    'workers': Integer(1, COUNT, 'processes that run agent.function, each for several episodes at once'),
+    'workers': Integer(1, COUNT, 'processes that run agent.function or an environment, each for several episodes'),
     'preload': Texts((), 'modules that Python programs of agent.command find imported: they start from a fork'),
     'programs': Integer(64, COUNT, 'programs at once; other episodes wait'),
     'required': Choice(
@@ -35,6 +37,8 @@ def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence for each rule that a config breaks: the fields, their values and the fix."""
     agent, deadline_s = c.agent, c.rollout.episode_deadline_s
     if c.rollout.workflow != PROGRAM:
+        if is_environment(c.task.name) and find_objective(c.loss.objective).generates:
+            yield f'task.name={c.task.name!r} needs rollout.workflow={PROGRAM!r}: its environment runs the episodes'
         for name in ('command', 'function'):
             if agent[name]:
                 yield (
@@ -43,7 +47,11 @@ def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         if deadline_s and ':' not in c.rollout.workflow:
             yield f'rollout.episode_deadline_s={deadline_s} is for agents, and rollout.workflow={c.rollout.workflow!r}'
         return
-    if bool(agent.command) == bool(agent.function):
+    if is_environment(c.task.name):
+        for name in ('command', 'function'):
+            if agent[name]:
+                yield f'agent.{name}={agent[name]!r}: task.name={c.task.name!r} brings its own program; leave it out'
+    elif bool(agent.command) == bool(agent.function):
         yield (
             f'rollout.workflow={PROGRAM!r} needs agent.command or agent.function, one of them; they are '
             f'{agent.command!r} and {agent.function!r}'

@@ -89,9 +89,11 @@ SECTIONS: Mapping[str, Section] = {
     'task': Section(
         'Prompts and rewards',
         name=Text(
-            'token_reversal', 'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md'
+            'token_reversal',
+            'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
+            'verifiers:TASKSET: docs/agents.md',
         ),
-        options=Options('FILE.py:FUNCTION: its parameters by name, any keys; task.options.digits=3'),
+        options=Options('FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
         reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts(
@@ -101,7 +103,9 @@ SECTIONS: Mapping[str, Section] = {
             500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
         ),
         path=Text(
-            '', 'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}'
+            '',
+            'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}; '
+            'verifiers: TOML with its [env]',
         ),
         answer=Choice(
             'integer',

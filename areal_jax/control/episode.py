@@ -75,6 +75,7 @@ class Episode:
     label: str = ''  # of an agent, why it ended (agents/dialogue.py); '' = it goes on, or has the finish reason alone
     discarded: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens that were taken out again, by version
     counts: dict[str, int] = dataclasses.field(default_factory=dict)  # of what its program did (agents/), by name
+    outcome: JsonObject | None = None  # what its environment says of it, with `reward`; None: it has none
 
     @property
     def segments(self) -> list[Segment]:

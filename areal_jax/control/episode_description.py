@@ -14,7 +14,7 @@ _RESULT_FIELDS = ('name', 'arguments', 'text', 'failed')
 
 
 def describe_episode(episode: Episode) -> JsonObject:
-    """{'label', 'turns', 'messages', 'conversations', 'tools'}; `messages` is [] where no program has made calls."""
+    """{'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; `messages` is [] where there was no call."""
     answered = [call for call in episode.calls if call.reply is not None]
     newest = {call.row: call for call in answered}
     conversations = [read_conversation(episode, newest[row]) for row in sorted(newest)]
@@ -25,6 +25,7 @@ def describe_episode(episode: Episode) -> JsonObject:
         'messages': conversations[-1] if conversations else [],
         'conversations': conversations,
         'tools': [{name: result[name] for name in _RESULT_FIELDS} for result in tools],
+        'outcome': episode.outcome,
     }
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 from areal_jax.errors import suggest
-from areal_jax.plugins import is_own, load_function, raising_user_error
+from areal_jax.plugins import is_environment, is_own, load_function, raising_user_error
+from areal_jax.tasks.environments import verifiers_task
 from areal_jax.tasks.task import ListedTask, Task, TaskError, require_json
 from areal_jax.text.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ def make_task(
     options = options or {}
     if is_own(name):
         return _make_own_task(name, tokenizer, values, options)
+    if is_environment(name):
+        return cast(Task, verifiers_task.build(tokenizer, name, options, **cast(dict[str, Any], values)))
     if options:
         given = ', '.join(f'task.options.{key}={value!r}' for key, value in options.items())
         raise TaskError(f'{given}: task.name={name!r} takes no options; remove them, or name a task of your own')
@@ -52,6 +55,8 @@ def make_task(
 
 def value_names(name: str) -> tuple[str, ...]:
     """The config fields that a task uses, in the order of its builder."""
+    if is_environment(name):
+        return verifiers_task.VALUES
     names = tuple(inspect.signature(_load_builder(name)).parameters)[1:]
     return tuple(field for field in names if field in FOR_OWN) if is_own(name) else names
 
@@ -63,7 +68,9 @@ def _load_builder(name: str) -> Builder:
         fix = (
             f'; name the function that builds the task, {name}:build' if name.endswith('.py') else suggest(name, TASKS)
         )
-        raise TaskError(f'task.name={name!r} is not known{fix}; tasks: {sorted(TASKS)}, or FILE.py:FUNCTION')
+        raise TaskError(
+            f'task.name={name!r} is not known{fix}; tasks: {sorted(TASKS)}, verifiers:TASKSET, or FILE.py:FUNCTION'
+        )
     return importlib.import_module(TASKS[name]).build
 
 

@@ -211,7 +211,7 @@ class ShuffledStream(Generic[_Item]):
 
 
 def _describe(task: str, problem: Problem) -> str:
-    question = str(problem.get('question', problem))
+    question = str(problem.get('question', problem.get('prompt', problem)))
     return f'task {task!r}: the problem {question[:80]!r}'
 
 

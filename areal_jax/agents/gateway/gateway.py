@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -29,6 +30,8 @@ from areal_jax.types import Prompt, SamplingParams
 
 _BACKLOG = 1024
 _KEY_BYTES = 32  # random
+_NAMING_S = 2.0
+_SESSION = 'X-Session-ID'  # header that the server of an environment gives the requests that it relays
 _HERE = '127.0.0.1,localhost'  # a proxy of the machine does not reach it
 _log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}  # by key
         self._room = asyncio.Semaphore(settings.programs)
         self._starting = asyncio.Lock()
+        self._named = asyncio.Event()
         self._url = ''
         self._server: asyncio.Task[None] | None = None
 
@@ -70,12 +74,21 @@ class Gateway:
         async with self._room:
             await self._start()
             key = f'sk-{secrets.token_hex(_KEY_BYTES)}'
-            self._sessions[key] = session
+            keys: list[str] = []
+
+            def name(other: str) -> None:
+                self._sessions[other] = session
+                keys.append(other)
+                self._named.set()
+                self._named.clear()  # those that wait have been woken
+
+            name(key)
             try:
                 environment = {**self._environment(key), 'AREAL_EPISODE': f'{prompt.draw}.{sample}'}
-                return await self._host.run(Job(environment, dict(prompt.problem)))
+                return await self._host.run(Job(environment, dict(prompt.problem), name))
             finally:
-                del self._sessions[key]
+                for one in keys:
+                    self._sessions.pop(one, None)
 
     def _environment(self, key: str) -> Mapping[str, str]:
         return {
@@ -125,7 +138,7 @@ class Gateway:
 
     def _handle(self, path: str) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            session, settings = self._find_session(request), self._settings
+            session, settings = await self._find_session(request), self._settings
             try:
                 asked = read_asked_call(path, await read_body(request), session.sampling, settings.required)
             except RequestError:
@@ -145,17 +158,24 @@ class Gateway:
         return answer
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        self._find_session(request)
+        await self._find_session(request)
         return web.json_response({'input_tokens': len(self._settings.render(*read_count(await read_body(request))))})
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        self._find_session(request)
+        await self._find_session(request)
         return web.json_response(render_models(ReplyInfo(MODEL, 0), self._settings.context_tokens))
 
-    def _find_session(self, request: web.Request) -> Session:
+    async def _find_session(self, request: web.Request) -> Session:
         """Raises RequestError for a key that is none of a running episode."""
         bearer = request.headers.get('Authorization', '').removeprefix('Bearer ')
-        session = self._sessions.get(bearer) or self._sessions.get(request.headers.get('x-api-key', ''))
+        keys = [bearer, request.headers.get('x-api-key', '')]
+        if (of_trace := request.headers.get(_SESSION)) is not None:
+            keys += [f'{key}.{of_trace}' for key in keys]
+            with contextlib.suppress(TimeoutError):  # a server may ask before it has told of its episode
+                async with asyncio.timeout(_NAMING_S):
+                    while not any(key in self._sessions for key in keys):
+                        await self._named.wait()
+        session = next((self._sessions[key] for key in keys if key in self._sessions), None)
         if session is None:
             raise RequestError(
                 'Authorization', 'Authorization has no key of an episode that runs: use OPENAI_API_KEY of this program',

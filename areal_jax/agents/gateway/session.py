@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from areal_jax.agents.dialogue import Turn
 from areal_jax.agents.gateway.call_reader import AskedCall
+from areal_jax.agents.gateway.record_join import join_record
 from areal_jax.agents.programs.program_host import Ending
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
@@ -54,7 +55,8 @@ class Session:
         """What happens next, for the log: a call of the program, or its end.
 
         {event: 'call', number, messages, tools, n, one_tool_call}, where of `messages` the first `kept` ones are those
-        of call `of`; {event: 'end', status, detail, undelivered, counts}; {event: 'fault', detail}: no program can run.
+        of call `of`; {event: 'end', status, detail, undelivered, counts, outcome}, the last of an environment;
+        {event: 'fault', detail}: no program can run.
         """
         if self._runner is None:
             self._loop = asyncio.get_running_loop()
@@ -128,10 +130,29 @@ class Session:
             for exchange in self._exchanges:
                 if not exchange.outcome.done():
                     exchange.outcome.set_exception(RequestError('', _ENDED, 503))
+        self._events.put_nowait({'event': 'end', **self._describe_end(ending)})
+
+    def _describe_end(self, ending: Ending) -> JsonObject:
         undelivered = [exchange.number for exchange in self._exchanges if not exchange.is_delivered]
+        outcome = None
+        if ending.record is not None:
+            unknown, strangers = join_record(ending.record.said, self._list_turns())
+            undelivered = sorted({*undelivered, *unknown})
+            outcome = ending.record.outcome
+            if strangers and outcome is not None:
+                outcome, ending = (
+                    None,
+                    Ending('lost', f'{strangers} turns in the record of its environment were never sampled'),
+                )
         counts = dict(sorted(self.counts.items()))
-        end = {'status': ending.status, 'detail': ending.detail, 'undelivered': undelivered, 'counts': counts}
-        self._events.put_nowait({'event': 'end', **end})
+        return {
+            'status': ending.status, 'detail': ending.detail, 'undelivered': undelivered, 'counts': counts,
+            'outcome': outcome,
+        }  # fmt: skip
+
+    def _list_turns(self) -> dict[int, Sequence[Turn]]:
+        sampled = [one for one in self._exchanges if one.outcome.done() and one.outcome.exception() is None]
+        return {exchange.number: exchange.outcome.result() for exchange in sampled}
 
     def _settle(self, number: int, turns: Sequence[Turn], error: RequestError | None) -> None:
         outcome = self._exchanges[number].outcome

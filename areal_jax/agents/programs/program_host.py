@@ -10,8 +10,10 @@ import base64
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
 
 from areal_jax.agents.programs.endings import describe_exit, find_secrets, hide_secrets, shorten
 from areal_jax.agents.programs.job_process import JobProcess
@@ -24,7 +26,7 @@ _FORK_SERVER = pathlib.Path(__file__).with_name('fork_server.py')
 _COMMAND_PATIENCE_S = 15.0  # killing needs milliseconds; without an answer the fork server is stuck
 FUNCTION_PATIENCE_S = 2.0  # for a function to end once it is cancelled
 
-Status: TypeAlias = Literal['ended', 'failed']
+Status: TypeAlias = Literal['ended', 'failed', 'lost']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +34,33 @@ class Job:
     """One episode of a program.
 
     `environment` is added to that of the run: OPENAI_BASE_URL, OPENAI_API_KEY. `problem` is JSON, on one line of the
-    stdin of a command, or an argument of a function.
+    stdin of a command, or an argument of a function. `name` adds a key of the episode at the gateway;
+    'KEY.SESSION' is that of requests with KEY and the header X-Session-ID.
     """
 
     environment: Mapping[str, str] = dataclasses.field(repr=False)
     problem: JsonObject
+    name: Callable[[str], None] = lambda key: None
+
+
+@dataclasses.dataclass(frozen=True)
+class SaidTurn:
+    """A turn of the policy in the record of an environment."""
+
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()  # of tools: name and arguments
+    tokens: np.ndarray | None = None  # int32 [n], sampled; None: the record has no ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What an environment has of an episode: the turns of the policy, and what its scorers said.
+
+    `outcome` is JSON with `reward`; None: it was not scored.
+    """
+
+    said: tuple[SaidTurn, ...] = ()
+    outcome: JsonObject | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +68,12 @@ class Ending:
     """How a program ended.
 
     'ended': with exit code 0, or its function returned. 'failed': any other way, which `detail` says in a sentence
-    without the secrets of its job.
+    without the secrets of its job. 'lost': by a fault of what it ran in. `record` is that of an environment.
     """
 
     status: Status
     detail: str = ''
+    record: Record | None = None
 
 
 class ProgramHost(Protocol):

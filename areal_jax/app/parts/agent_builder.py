@@ -28,8 +28,10 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.control.episode import Episode
 from areal_jax.errors import UserError
+from areal_jax.plugins import is_environment
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
 
@@ -98,7 +100,14 @@ def load_programs(
 
 
 def _build_host(config: TrackedConfig) -> ProgramHost:
-    settings = config.agent
+    settings, task = config.agent, config.task
+    if is_environment(task.name):
+        from areal_jax.agents.environments.environment_host import EnvironmentHost  # needs pyzmq, as above
+
+        setup = verifiers_task.describe_environment(
+            task.name, task.path, dict(task.options), max_turns=settings.max_turns, workers=settings.workers
+        )
+        return EnvironmentHost(verifiers_task.find_python(task.name), verifiers_task.PROGRAM_FILE, setup)
     if settings.function:
         check_function(settings.function)
         return FunctionHost(settings.function, settings.workers)

@@ -15,6 +15,7 @@ from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.installation import describe_install
+from areal_jax.plugins import is_environment
 
 API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
 
@@ -31,6 +32,8 @@ EXTRAS = {
     'mlflow': 'mlflow',
     'trackio': 'trackio',
     'mcp': 'agents',
+    'zmq': 'agents',
+    'msgpack': 'agents',
 }
 
 
@@ -59,6 +62,9 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
     if c.rollout.workflow == PROGRAM:
         yield 'aiohttp', f'rollout.workflow={PROGRAM!r}', ''
+    if is_environment(c.task.name):
+        yield 'zmq', f'task.name={c.task.name!r}', ''
+        yield 'msgpack', f'task.name={c.task.name!r}', ''
     if c.agent.mcp_servers and find_objective(c.loss.objective).generates:
         yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
     if c.model.source == 'gguf':

@@ -107,7 +107,7 @@ def build_verifier(
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
     scorer = absolute_spec(reward or task.scorer)
-    with_episode = own and takes_episode(_load_scorer(scorer, task, reward))
+    with_episode = takes_episode(_load_scorer(scorer, task, reward) if own else task.score)
     return ProcessVerifier(
         clock,
         scorer,

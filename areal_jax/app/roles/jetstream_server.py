@@ -14,13 +14,13 @@ from ml_collections import config_dict
 
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.roles import own_server
-from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.roles import RoleProcess
 from areal_jax.app.roles.server_front import Front, FrontKind, FrontParts
 from areal_jax.config.kinds import JETSTREAM_CLIENT
+from areal_jax.workers.interpreter import Interpreter
 
 INTERPRETER = Interpreter(
-    JETSTREAM_CLIENT.name,
+    f'rollout.server={JETSTREAM_CLIENT.name!r}',
     'JetStream',
     'AREAL_JAX_JETSTREAM_PYTHON',
     '.venv-jetstream/bin/python',

@@ -15,10 +15,10 @@ import sys
 from absl import flags
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, keep_environment
 from areal_jax.config.kinds import SGLANG_CLIENT
 from areal_jax.errors import UserError
+from areal_jax.workers.interpreter import Interpreter
 
 # SGLang refuses prompts of less than 6 tokens below its context, and cuts answers off 2 tokens below it
 _SPARE_TOKENS = 8
@@ -72,7 +72,7 @@ PROGRAM = ServerProgram(
     module='areal_jax.app.roles.sglang_server',
     client=SGLANG_CLIENT,
     interpreter=Interpreter(
-        SGLANG_CLIENT.name,
+        f'rollout.server={SGLANG_CLIENT.name!r}',
         'SGLang',
         'AREAL_JAX_SGLANG_PYTHON',
         '.venv-sglang/bin/python',

@@ -13,9 +13,9 @@ import sys
 from absl import flags
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.roles.interpreter import Interpreter
 from areal_jax.app.roles.server_program import ServerCommand, ServerProgram
 from areal_jax.config.kinds import VLLM_CLIENT
+from areal_jax.workers.interpreter import Interpreter
 
 _VARIABLES = {
     'VLLM_SERVER_DEV_MODE': '1',  # the routes that control it
@@ -42,7 +42,11 @@ PROGRAM = ServerProgram(
     module='areal_jax.app.roles.vllm_server',
     client=VLLM_CLIENT,
     interpreter=Interpreter(
-        VLLM_CLIENT.name, 'vLLM', 'AREAL_JAX_VLLM_PYTHON', '.venv-vllm/bin/python', 'launch/vllm_environment.sh'
+        f'rollout.server={VLLM_CLIENT.name!r}',
+        'vLLM',
+        'AREAL_JAX_VLLM_PYTHON',
+        '.venv-vllm/bin/python',
+        'launch/vllm_environment.sh',
     ),
     build_command=build_command,
 )

@@ -82,9 +82,20 @@ class Client:
 class Run:
     """One episode: its program, and the ids that the pool answers with."""
 
-    def __init__(self, program, *answers, episode=None, pool=None, deadline_s=20.0, required='wish', **budgets):
+    def __init__(
+        self,
+        program,
+        *answers,
+        episode=None,
+        pool=None,
+        deadline_s=20.0,
+        required='wish',
+        host=None,
+        prompt=PROMPT,
+        **budgets,
+    ):
         self.episode, self.errors, self.log = episode or Episode(2), [], EventLog()
-        self.pool, self.host = pool or ToyPool(*answers), CoroutineHost(program)
+        self.pool, self.host = pool or ToyPool(*answers), host or CoroutineHost(program)
         clock = RealClock({'program': 64, 'tools': 2}, self.log, 30.0, end_of_work_s=1.0)
         gateway = make_gateway(self.host, required)
 
@@ -99,7 +110,7 @@ class Run:
         )
         workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock, deadline_s)
         supervisor = Supervisor(clock)
-        clock.execute(supervisor.run(workflow.run(PROMPT, self.episode)))
+        clock.execute(supervisor.run(workflow.run(prompt, self.episode)))
 
     @property
     def rows(self):

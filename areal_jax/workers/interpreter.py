@@ -1,4 +1,4 @@
-"""Interpreters of environments that have a serving stack, which the interpreter of a run has not."""
+"""Interpreters of environments that have a serving stack or verifiers, which the interpreter of a run has not."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from areal_jax.installation import find_clone
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Where the interpreter of a kind of server is.
+    """Where the interpreter of an environment is.
 
     Args:
-      server: rollout.server.
-      title: of the stack, for messages.
+      needed_by: the field with the value that needs it, for messages: "rollout.server='sglang'".
+      title: of what it has, for messages.
       variable: of the environment, names the interpreter.
       made: the interpreter in a clone where `variable` is not set.
       script: makes that one.
     """
 
-    server: str
+    needed_by: str
     title: str
     variable: str
     made: str
@@ -39,4 +39,4 @@ class Interpreter:
             fix = f'install {self.title} into an environment of its own, and name its interpreter in {self.variable}'
         else:
             fix = f'make one with `bash {self.script}`, or name one in {self.variable}'
-        raise UserError(f'rollout.server={self.server!r} needs an interpreter that has {self.title}{found}: {fix}')
+        raise UserError(f'{self.needed_by} needs an interpreter that has {self.title}{found}: {fix}')

@@ -1,0 +1,124 @@
+"""Runs episodes in a server of verifiers, which is a program of its own: it ends with the run, and starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import secrets
+import tempfile
+
+from areal_jax.agents.environments.environment_client import EnvironmentClient, WireError
+from areal_jax.agents.environments.episode_record import EpisodeRecord, RecordError
+from areal_jax.agents.programs.endings import shorten
+from areal_jax.agents.programs.program_host import CommandHost, Ending, Job
+from areal_jax.files import JsonObject
+
+_KEY = 'AREAL_GATEWAY_API_KEY'  # variable of the server; it gives none with API_KEY in their names to programs
+_KEY_BYTES = 32  # random
+_READY_S = 300.0  # imports, data and tool servers of the environment
+
+
+class EnvironmentHost:
+    """Implements ProgramHost for task.name='verifiers:TASKSET'.
+
+    The server starts with the first episode, and again with the first one after its end. It runs the program of each
+    episode, whose requests it relays to the gateway with the key of the server and the name of the episode's trace.
+
+    Args:
+      python: has verifiers.
+      program: verifiers_program.py.
+      setup: what that reads.
+    """
+
+    def __init__(self, python: str, program: pathlib.Path, setup: JsonObject):
+        self._python, self._program, self._setup = python, program, setup
+        self._server: _Server | None = None
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    async def run(self, job: Job) -> Ending:
+        """Implements ProgramHost.run; Ending.record is there unless the server was lost."""
+        if self._is_closed:
+            return Ending('failed', 'the run has ended')
+        async with self._starting:
+            if self._server is None or self._server.has_ended:
+                if self._server is not None:
+                    await self._server.close()
+                self._server = _Server(self._python, self._program, self._setup)
+        return await self._server.run(job)
+
+    async def close(self) -> None:
+        """Implements ProgramHost.close."""
+        self._is_closed = True
+        if self._server is not None:
+            await self._server.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that starts the server; None before the first episode."""
+        return None if self._server is None else self._server.pid
+
+
+class _Server:
+    """One process of the server, with its socket in a folder that only this user can enter."""
+
+    def __init__(self, python: str, program: pathlib.Path, setup: JsonObject):
+        self._folder = tempfile.TemporaryDirectory(prefix='areal-environment-')
+        address = f'ipc://{self._folder.name}/server'
+        self._key = secrets.token_hex(_KEY_BYTES)
+        self._commands = CommandHost([python, str(program), 'serve', address], ())
+        # uv, which prepares programs of episodes, stands beside the interpreter
+        path = os.pathsep.join([str(pathlib.Path(python).parent), os.environ.get('PATH', os.defpath)])
+        loop = asyncio.get_running_loop()
+        self._process = loop.create_task(self._commands.run(Job({_KEY: self._key, 'PATH': path}, setup)))
+        self._client = EnvironmentClient(address)
+        self._ready = loop.create_task(self._client.ask('health', {}))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.done()
+
+    @property
+    def pid(self) -> int | None:
+        return self._commands.pid
+
+    async def run(self, job: Job) -> Ending:
+        """An episode, to its end or to that of the server."""
+        episode = asyncio.get_running_loop().create_task(self._run(job))
+        try:
+            await asyncio.wait([episode, self._process], return_when=asyncio.FIRST_COMPLETED)
+            if episode.done():
+                return episode.result()
+        finally:
+            episode.cancel()
+        ended = self._process.result().detail or 'with exit code 0'
+        return Ending('lost', shorten(f'the server of the environment ended: {ended}'))
+
+    async def close(self) -> None:
+        self._ready.cancel()
+        await self._commands.close()
+        await asyncio.wait([self._process])
+        await self._client.close()
+        self._folder.cleanup()
+
+    async def _run(self, job: Job) -> Ending:
+        record = EpisodeRecord()
+
+        def hear(delta: JsonObject) -> None:
+            if 'open' in delta:
+                job.name(f'{self._key}.{delta["trace"]}')
+            record.add(delta)
+
+        client = {'type': 'eval', 'base_url': job.environment['OPENAI_BASE_URL'], 'api_key_var': _KEY}
+        request = {'task_data': job.problem, 'model': job.environment['OPENAI_MODEL'], 'client': client, 'sampling': {}}
+        try:
+            async with asyncio.timeout(_READY_S):
+                await asyncio.shield(self._ready)
+            return record.finish(await self._client.ask('run', request, hear))
+        except TimeoutError:
+            return Ending('lost', f'the server of the environment is not ready after {_READY_S:g} s')
+        except (WireError, RecordError) as error:
+            return Ending('lost', shorten(str(error)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # of a message that has another form
+            return Ending('lost', shorten(f'the server sent what is no episode: {type(error).__name__}: {error}'))

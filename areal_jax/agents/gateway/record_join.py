@@ -1,0 +1,47 @@
+"""Joins the turns that the gateway has given an episode to those in the record of its environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from areal_jax.agents.dialogue import Turn
+from areal_jax.agents.programs.program_host import SaidTurn
+from areal_jax.files import JsonObject
+
+
+def join_record(said: Sequence[SaidTurn], turns: Mapping[int, Sequence[Turn]]) -> tuple[list[int], int]:
+    """The calls none of whose turns is in the record, and how many turns of the record are none of the gateway's.
+
+    A turn is that of the record with the same ids, where that has ids, else with the same text and calls of tools.
+
+    Args:
+      turns: that were sampled for each call, by its number.
+    """
+    left, strangers = dict(turns), 0
+    for one in said:
+        number = next((number for number, given in left.items() if any(_is_same(one, turn) for turn in given)), None)
+        if number is None:
+            strangers += 1
+        else:
+            del left[number]
+    return list(left), strangers
+
+
+def _is_same(said: SaidTurn, turn: Turn) -> bool:
+    if said.tokens is not None:
+        return np.array_equal(said.tokens, np.concatenate([segment.tokens for segment in turn.answer]))
+    functions = [cast(JsonObject, call)['function'] for call in turn.reply.tool_calls]
+    called = [_canonical(function['name'], function['arguments']) for function in functions]
+    return said.text == turn.reply.text and [_canonical(*call) for call in said.calls] == called
+
+
+def _canonical(name: str, arguments: str) -> tuple[str, str]:
+    """A dialect whose arguments are objects writes them anew."""
+    try:
+        return name, json.dumps(json.loads(arguments), sort_keys=True)
+    except ValueError:
+        return name, arguments
