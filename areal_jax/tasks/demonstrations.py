@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 from areal_jax.files import JsonObject
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import read_objects, require_text
-from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError
+from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
@@ -151,16 +152,16 @@ def read_demonstrations(
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
     ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
-    that do not begin with one of their own. The side is decided by a hash of the first user message, so that a question
+    that do not begin with one of their own. `tools`, where a line has them, are shown by the chat template. The side is decided by a hash of the first user message, so that a question
     with several answers is on one side, and on the same as in the task 'jsonl'.
 
     Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
     """
     rows = [(source, *_read_conversation(row, source, system_prompt)) for source, row in read_objects(path)]
-    sources = [source for source, _, _ in rows]
-    prompts = encode_prompts(tokenizer, [messages for _, messages, _ in rows], sources)
+    sources = [row[0] for row in rows]
+    prompts = encode_prompts(tokenizer, [messages for _, messages, _, _ in rows], sources, [row[2] for row in rows])
     sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
-    for (source, messages, answer), prompt_tokens in zip(rows, prompts, strict=True):
+    for (source, messages, _, answer), prompt_tokens in zip(rows, prompts, strict=True):
         question = next(str(m['content']) for m in messages if m['role'] == 'user')
         side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
         sides[side].append(_encode(tokenizer, prompt_tokens, answer, source))
@@ -187,8 +188,8 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     return tuple(demonstrations)
 
 
-def _read_conversation(row: JsonObject, source: str, system_prompt: str) -> tuple[Messages, str]:
-    """The conversation up to the answer, and the answer."""
+def _read_conversation(row: JsonObject, source: str, system_prompt: str) -> tuple[Messages, Tools, str]:
+    """The conversation up to the answer, its tools, and the answer."""
     if not ('messages' in row or {'question', 'answer'} <= row.keys()):
         raise TaskError(f'{source}: expected an object with question and answer, or messages; it has {sorted(row)[:8]}')
     if 'messages' not in row:
@@ -198,7 +199,10 @@ def _read_conversation(row: JsonObject, source: str, system_prompt: str) -> tupl
         messages = require_conversation(row['messages'], source)
     if system_prompt and messages[0]['role'] != 'system':
         messages = [{'role': 'system', 'content': system_prompt}, *messages]
-    return messages[:-1], messages[-1]['content']
+    tools = row.get('tools') or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and 'function' in tool for tool in tools):
+        raise TaskError(f"{source}: tools must be a list of objects {{'type': 'function', 'function': ...}}")
+    return messages[:-1], tools, messages[-1]['content']
 
 
 def require_conversation(messages: object, source: str, name: str = 'messages') -> list[dict[str, str]]:
@@ -221,12 +225,25 @@ def require_conversation(messages: object, source: str, name: str = 'messages') 
     return messages
 
 
-def encode_prompts(tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str]) -> list[np.ndarray]:
-    """int32 [P] of each conversation; raises TaskError that names the source of one that no template renders."""
-    try:
-        return tokenizer.encode_chats(conversations)
-    except ConversationError as error:
-        raise TaskError(f'{sources[error.index]}: {error}') from error
+def encode_prompts(
+    tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str], tools: Sequence[Tools] = ()
+) -> list[np.ndarray]:
+    """int32 [P] of each conversation; raises TaskError that names the source of one that no template renders.
+
+    Args:
+      tools: of each conversation; () = there are none.
+    """
+    places: dict[str, list[int]] = {}  # conversations by their tools: those with equal ones are encoded together
+    for index in range(len(conversations)):
+        places.setdefault(json.dumps(tools[index]) if tools else '[]', []).append(index)
+    found: dict[int, np.ndarray] = {}
+    for shown, indices in places.items():
+        try:
+            prompts = tokenizer.encode_chats([conversations[index] for index in indices], json.loads(shown))
+        except ConversationError as error:
+            raise TaskError(f'{sources[indices[error.index]]}: {error}') from error
+        found.update(zip(indices, prompts, strict=True))
+    return [found[index] for index in range(len(conversations))]
 
 
 def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source: str) -> Demonstration:

@@ -25,7 +25,7 @@ def killed(tmp_path_factory):
     """A run that was killed after its second update, and resumed; three of its 16 tasks kill the server."""
     directory = tmp_path_factory.mktemp('environments')
     tasks = [''.join(symbols) for symbols in itertools.product('ab', repeat=4)]
-    does = {text: 'do = "die"\n' for text in tasks[::6]}
+    does = dict.fromkeys(tasks[::6], 'do = "die"\n')
     lines = [f'[[env.taskset.tasks]]\nprompt = "{text}"\nthen = ["="]\n{does.get(text, "")}' for text in tasks]
     (directory / 'env.toml').write_text(''.join(lines))
     fields = {

@@ -72,6 +72,22 @@ def test_messages_are_context_up_to_the_last_answer(tmp_path):
     assert read_row(tmp_path, {'messages': own}, system_prompt='S') == [('Tabc', 'd')]
 
 
+class _ShowingTokenizer(CharacterTokenizer):
+    """Its chat form begins with the tools."""
+
+    def encode_chats(self, conversations, tools=()):
+        shown = [{'role': 'system', 'content': tool['function']['name']} for tool in tools]
+        return super().encode_chats([[*shown, *conversation] for conversation in conversations])
+
+
+def test_the_tools_of_a_line_are_shown(tmp_path):
+    tools = [{'type': 'function', 'function': {'name': name}} for name in ('add', 'mul')]
+    rows = [ROWS[0], {**ROWS[1], 'tools': tools}, {**ROWS[2], 'tools': tools[:1]}, {**ROWS[3], 'tools': None}]
+    found = read(write(tmp_path / 'x.jsonl', rows), _ShowingTokenizer(TOKENIZER.characters), held_out_fraction=0.0)
+    before = [text.removesuffix(row['question']) for row, (text, _) in zip(rows, texts(found.train), strict=True)]
+    assert before == ['', 'addmul', 'add', '']
+
+
 def test_a_task_shows_its_own_answers():
     tokenizer = CharacterTokenizer(characters(2))
     found = solve_task(build(tokenizer, symbols=2, length=3, held_out_fraction=0.25), tokenizer)
@@ -190,6 +206,8 @@ BAD = {
     'nobody asks': ({'messages': [ASSISTANT]}, 'they must end with assistant, after a user'),
     'messages of text': ({'messages': 'hello'}, 'messages must be a list of objects with role and content'),
     'message of text': ({'messages': ['hello']}, 'messages must be a list of objects with role and content'),
+    'tools of text': (GOOD | {'tools': 'add'}, 'tools must be a list of objects'),
+    'a tool without a function': (GOOD | {'tools': [{'type': 'function'}]}, 'tools must be a list of objects'),
     'unknown character': ({'question': 'q', 'answer': 'ä'}, 'characters'),
 }
 

@@ -139,12 +139,13 @@ class Session:
             unknown, strangers = join_record(ending.record.said, self._list_turns())
             undelivered = sorted({*undelivered, *unknown})
             outcome = ending.record.outcome
+            self.counts['joined'] += len(ending.record.said) - strangers
             if strangers and outcome is not None:
                 outcome, ending = (
                     None,
                     Ending('lost', f'{strangers} turns in the record of its environment were never sampled'),
                 )
-        counts = dict(sorted(self.counts.items()))
+        counts = {name: n for name, n in sorted(self.counts.items()) if n}
         return {
             'status': ending.status, 'detail': ending.detail, 'undelivered': undelivered, 'counts': counts,
             'outcome': outcome,

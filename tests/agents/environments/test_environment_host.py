@@ -61,7 +61,7 @@ def test_the_turns_of_an_environment_are_one_row_and_its_reward_is_in_the_episod
         'metrics': {'turns': 2.0},
         'stop': 'agent_completed',
     }
-    assert (run.ends, run.episode.counts, run.episode.outcome) == (('stop', 'stop'), {}, outcome)
+    assert (run.ends, run.episode.counts, run.episode.outcome) == (('stop', 'stop'), {'joined': 2}, outcome)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A stand-in for the package verifiers: its wire, and the few names that verifiers_program.py imports.
 
-A task has what the user says, `prompt` and `then`, and `do`, a word for what goes wrong. The program of an episode says one message
+A task has what the user says, `prompt` and `then`, and `do`, a word for what goes wrong. The program of an episode says
+one message
 after the other. It runs in a thread of the server, which relays its requests as the real one does.
 """
 
