@@ -2,7 +2,7 @@
 
     python -m benchmarks.agents --before=CHECKOUT --out=benchmarks/results/agents.json
 
-Parts (--parts=rows,prefill,chat,forks,learning):
+Parts (--parts=rows,prefill,chat,forks,learning,verifiers):
 
   rows      episodes of 5 turns of text through the client of openai, every second one streamed, SmolLM2-135M in float32
             at temperature 1, 8 slots, weights exchanged 5 times: differences of ids, versions and log-probs from what
@@ -13,6 +13,8 @@ Parts (--parts=rows,prefill,chat,forks,learning):
             of a version that renders each call in a new process; the engine answers at once
   forks     CPU seconds of a program from its fork to the reply to its first call, agent.preload=openai
   learning  arithmetic in two turns with feedback, 16 updates: agent.function against an own workflow, gain and wall
+  verifiers an environment of verifiers with a tool over MCP, 10 updates of 2 groups of 4 episodes from a start that
+            imitates two updates of calls, its server killed once; needs launch/verifiers_environment.sh
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.options import Row, make_parser, report, run, show, split_choice
 from benchmarks.ratios import spread
 from benchmarks.sides import ROOT, Side, ask_in_turns
 
-PARTS = ('rows', 'prefill', 'chat', 'forks', 'learning')
+PARTS = ('rows', 'prefill', 'chat', 'forks', 'learning', 'verifiers')
 _AGENTS = ROOT / 'benchmarks' / 'agent_parts' / 'two_turns.py'
 _LEARNING = {
     'task.system_prompt': '', 'rollout.context_tokens': 144, 'rollout.block_tokens': 16, 'rollout.max_new_tokens': 32,
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> Row:
 def _measure(part: str, options: Any) -> Row:
     measure: dict[str, Callable[[Any], Row]] = {
         'rows': measure_rows, 'prefill': measure_prefill, 'chat': measure_chat, 'forks': measure_forks,
-        'learning': measure_learning,
+        'learning': measure_learning, 'verifiers': measure_verifiers,
     }  # fmt: skip
     began = time.monotonic()
     row = {'part': part, **measure[part](options)}
@@ -116,6 +118,12 @@ def measure_learning(options: Any) -> Row:
         for name, overrides in sides.items()
     }
     return {'sides': found, 'wall_ratio': found['program']['wall_seconds'] / found['own workflow']['wall_seconds']}
+
+
+def measure_verifiers(options: Any) -> Row:
+    from benchmarks.agent_parts.product_run import measure_product_run
+
+    return measure_product_run(imitated=2, steps=2 if options.small else 10, seed=options.seed)
 
 
 def _train(overrides: dict[str, object]) -> Row:

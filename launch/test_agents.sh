@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Puts programs around packages of others, unchanged, to a server of ours whose answers are scripted: OpenAI's chat, whole
-# and streamed, openai-agents over chat and responses, pydantic-ai with text and with an object, Anthropic's messages.
+# and streamed, openai-agents over chat and responses, pydantic-ai with text and with an object, Anthropic's messages, the
+# harness of verifiers with a tool over MCP.
 #   bash launch/test_agents.sh            makes .venv-agents with the pinned packages, once, with uv (taken from pip where
-#                                         the PATH has none); AREAL_JAX_AGENTS_PYTHON names another interpreter
+#                                         the PATH has none); AREAL_JAX_AGENTS_PYTHON names another interpreter. The same
+#                                         for verifiers: launch/verifiers_environment.sh, AREAL_JAX_VERIFIERS_PYTHON
 # Further arguments go to pytest. Exit code 2 where the programs can not run here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -38,5 +40,7 @@ AGENTS=${AREAL_JAX_AGENTS_PYTHON:-$PWD/$FOLDER/bin/python}
   openai agents pydantic_ai anthropic 2>/dev/null ||
   refuse "AREAL_JAX_AGENTS_PYTHON=$AGENTS lacks openai, openai-agents, pydantic-ai-slim or anthropic: name an interpreter \
 that has them, or unset the variable"
+[ -n "${AREAL_JAX_VERIFIERS_PYTHON:-}" ] || bash launch/verifiers_environment.sh
+VERIFIERS=${AREAL_JAX_VERIFIERS_PYTHON:-$PWD/.venv-verifiers/bin/python}
 make_environment dev
-AREAL_JAX_AGENTS_PYTHON=$AGENTS "$PYTHON" -m pytest -m slow tests/rollout/http/agents "$@"
+AREAL_JAX_VERIFIERS_PYTHON=$VERIFIERS AREAL_JAX_AGENTS_PYTHON=$AGENTS "$PYTHON" -m pytest -m slow tests/rollout/http/agents "$@"

@@ -152,8 +152,9 @@ def read_demonstrations(
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
     ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
-    that do not begin with one of their own. `tools`, where a line has them, are shown by the chat template. The side is decided by a hash of the first user message, so that a question
-    with several answers is on one side, and on the same as in the task 'jsonl'.
+    that do not begin with one of their own. The chat template shows the `tools` of a line that has some. The side is
+    decided by a hash of the first user message, so that a question with several answers is on one side, and on the same
+    as in the task 'jsonl'.
 
     Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
     """

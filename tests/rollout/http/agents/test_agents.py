@@ -1,12 +1,13 @@
 """Programs around packages of others, unchanged, against a running server: each calls its tool once and ends.
 
-They learn of the server by environment variables alone. `bash launch/test_agents.sh` makes an environment with the
+They learn of the server by environment variables alone. `bash launch/test_agents.sh` makes environments with the
 packages.
 """
 
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from tests.rollout.http.server.scripted import ScriptedServer
 
 PYTHON = os.environ.get('AREAL_JAX_AGENTS_PYTHON')
+VERIFIERS = os.environ.get('AREAL_JAX_VERIFIERS_PYTHON')
+TASKSETS = pathlib.Path(__file__).parents[4] / 'benchmarks' / 'agent_parts'
 PROGRAMS = sorted(
     path for path in pathlib.Path(__file__).parent.glob('*_*.py') if not path.name.startswith(('test_', '__'))
 )
@@ -49,3 +52,34 @@ def test_a_program_calls_its_tool(program, tmp_path):
         assert done.stdout.strip() == ('3' if 'structured' in program.stem else 'It is 3.')
         assert server.metric('tool_calls_unparsed_total') == 0
         assert server.metric('tool_calls_total') >= 1
+
+
+def write_product(messages, tools):
+    """The model has the tool multiply what the user asks for."""
+    if results := [turn['content'] for turn in messages if turn['role'] == 'tool']:
+        return f'It is {results[0]}.'
+    a, b = map(int, re.findall(r'\d+', messages[-1]['content']))
+    return call(tools[0]['function']['name'], {'a': a, 'b': b})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VERIFIERS, reason='AREAL_JAX_VERIFIERS_PYTHON names no interpreter: bash launch/test_agents.sh')
+def test_the_harness_of_verifiers_calls_a_tool_over_mcp(tmp_path):
+    folder = pathlib.Path(VERIFIERS).parent
+    with ScriptedServer(write_product, api_key='secret') as server:
+        path = os.pathsep.join([str(folder), os.environ['PATH']])  # uv stands beside the interpreter
+        done = subprocess.run(
+            [
+                str(folder / 'vf-eval'), 'product_tool', '-m', 'm', '-n', '2', '--no-push', '--client.base-url',
+                f'{server.url}/v1', '--client.api-key-var', 'GIVEN_KEY', '--env.agent.harness.id', 'null',
+                '--env.agent.runtime.type', 'subprocess', '--output-dir', str(tmp_path),
+            ],
+            env=os.environ | {'PYTHONPATH': str(TASKSETS), 'GIVEN_KEY': 'secret', 'PATH': path}, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert server.metric('tool_calls_total') == 2
+    (found,) = tmp_path.rglob('traces.jsonl')
+    episodes = [json.loads(line) for line in found.read_text().splitlines()]
+    rewards = [trace['rewards'] for episode in episodes for trace in episode.get('traces', [episode])]
+    assert rewards == [{'correct': {'score': 1.0, 'weight': 1.0}}] * 2
