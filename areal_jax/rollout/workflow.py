@@ -49,18 +49,21 @@ class SingleTurn:
 
 
 async def generate_turn(
-    pool: Generator, prompt: Prompt, episode: Episode, sampling: SamplingParams, seed: int
+    pool: Generator, prompt: Prompt, episode: Episode, sampling: SamplingParams, seed: int, context_tokens: int
 ) -> EngineFinish | None:
     """Generates one turn of an episode, after all that the episode holds; returns how the turn ended.
 
     The segments since the last environment tokens are the turn under way: a resumed episode goes on within it. The
-    whole answer, environment tokens included, has at most `sampling.max_new_tokens` tokens; 'length' is also returned
-    if none of them is left. The noise of a token depends on its position in the whole sequence, so no turn repeats the
-    noise of another. The caller sets the finish reason of the episode, and leaves it None for 'cancelled'.
+    sampled tokens of all turns are at most `sampling.max_new_tokens`, the whole sequence at most `context_tokens`;
+    'length' is also returned if none of them is left. The noise of a token depends on its position in the whole
+    sequence, so no turn repeats the noise of another. The caller sets the finish reason of the episode, and leaves it
+    None for 'cancelled'.
     """
     begin = _begin_of_turn(episode)
     before, under_way = episode.segments[:begin], episode.segments[begin:]
-    room = sampling.max_new_tokens - sum(len(segment.tokens) for segment in before)
+    sampled = sum(len(segment.tokens) for segment in before if segment.policy_version != NOT_GENERATED)
+    length = len(prompt.tokens) + sum(len(segment.tokens) for segment in before)
+    room = min(sampling.max_new_tokens - sampled, context_tokens - length)
     if room <= sum(len(segment.tokens) for segment in under_way):
         return 'length'
     request = GenerationRequest(

@@ -46,9 +46,9 @@ def begun(*segments):
     return Episode(0, rows=[Row(segments=list(segments))])
 
 
-def turn(pool, episode):
+def turn(pool, episode, context_tokens=50):
     prompt = Prompt(5, np.array([1, 2], np.int32), 'task', {})
-    return asyncio.run(generate_turn(pool, prompt, episode, SAMPLING, seed=7))
+    return asyncio.run(generate_turn(pool, prompt, episode, SAMPLING, seed=7, context_tokens=context_tokens))
 
 
 def test_the_second_turn_reads_all_that_came_before_and_has_what_is_left_of_the_tokens():
@@ -59,7 +59,7 @@ def test_the_second_turn_reads_all_that_came_before_and_has_what_is_left_of_the_
     first, second = pool.requests
     assert first.prompt_tokens.tolist() == [1, 2]
     assert second.prompt_tokens.tolist() == [1, 2, 4, 9, 8]
-    assert (first.sampling.max_new_tokens, second.sampling.max_new_tokens) == (6, 3)  # 6 - 2 generated - 1 given
+    assert (first.sampling.max_new_tokens, second.sampling.max_new_tokens) == (6, 4)  # 6 - 2 generated
     assert second.prefix == ()
     assert [segment.policy_version for segment in episode.segments] == [3, NOT_GENERATED, 3]
     assert (count_turns(episode), episode.engine) == (1, 'engine/0')
@@ -73,15 +73,15 @@ def test_a_resumed_episode_goes_on_within_its_turn():
     (request,) = pool.requests
     assert request.prompt_tokens.tolist() == [1, 2, 4, 9, 6, 8]
     assert request.prefix_tokens.tolist() == [5]
-    assert request.sampling.max_new_tokens == 2  # of the turn, its prefix included
+    assert request.sampling.max_new_tokens == 3  # of the turn, its prefix included
 
 
-@pytest.mark.parametrize('environment', [1, 2, 3])
-def test_a_turn_without_a_token_left_ends_by_its_length(environment):
-    pool, episode = Pool(5), begun(generated(4, 4, 4, 9))
+@pytest.mark.parametrize(('generated_before', 'environment', 'left'), [(4, 3, 1), (4, 4, 0), (5, 1, 1), (6, 1, 0)])
+def test_a_turn_without_a_token_left_in_answer_or_context_ends_by_its_length(generated_before, environment, left):
+    pool, episode = Pool(5), begun(generated(*[4] * generated_before))
     append_environment(episode, [8] * environment)
-    assert turn(pool, episode) == ('stop' if environment == 1 else 'length')
-    assert len(pool.requests) == (environment == 1)
+    assert turn(pool, episode, context_tokens=10) == ('stop' if left else 'length')
+    assert [request.sampling.max_new_tokens for request in pool.requests] == [left] * bool(left)
 
 
 @pytest.mark.parametrize('tokens', [[], [[1]], 3])

@@ -1,7 +1,7 @@
 """Builds the workflow of a run: one turn, or an own one, rollout.workflow='FILE.py:FUNCTION'.
 
-A function that returns a workflow gets what it has parameters for: pool, sampling, seed, tokenizer, encode, decode. An
-`async def` is an agent (agent_builder.py).
+A function that returns a workflow gets what it has parameters for: pool, sampling, seed, context_tokens, tokenizer,
+encode, decode. An `async def` is an agent (agent_builder.py).
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Cloc
         return load_programs(config, tokenizer)
     if not is_own(spec):
         return lambda clock: SingleTurn
-    make = _make_own(build, spec, tokenizer)
+    make = _make_own(build, spec, tokenizer, config.rollout.context_tokens)
     return lambda clock: make
 
 
-def _make_own(build: Callable[..., object], spec: str, tokenizer: Tokenizer) -> WorkflowFactory:
-    fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
+def _make_own(build: Callable[..., object], spec: str, tokenizer: Tokenizer, context_tokens: int) -> WorkflowFactory:
+    fixed = {
+        'context_tokens': context_tokens, 'tokenizer': tokenizer, 'encode': tokenizer.encode,
+        'decode': tokenizer.decode,
+    }  # fmt: skip
     offered = ('pool', 'sampling', 'seed', *fixed)
     parameters = inspect.signature(build).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
