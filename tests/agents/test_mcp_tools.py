@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 import re
 import shlex
+import socket
+import subprocess
 import sys
 
 import pytest
 
+from areal_jax.addresses import find_free_port
 from areal_jax.control.episode_description import describe_episode
+from tests.agents.programs.loop_thread import wait_for
 from tests.agents.test_dialogue import Run, saved
 from tests.agents.toy_format import ids_of, result, user
 from tests.tasks.process_table import all_end, is_alive
@@ -82,6 +87,12 @@ def write(tmp_path):
     make.path = tmp_path
     make.pids = lambda: [int(pid) for pid in (tmp_path / 'pids').read_text().split()]
     return make
+
+
+def is_served(host, port):
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
+        return True
+    return False
 
 
 def with_servers(body, *servers, deadline_s=20.0):
@@ -169,6 +180,30 @@ def test_a_server_that_cannot_be_started_ends_the_episode(command, fault):
     agent = with_servers(lambda mcp: mcp.tools(), command, deadline_s=deadline_s)
     run = Run(agent, ids_of('a'), tool_deadline_s=deadline_s)
     assert faults(run) == [f'the MCP server {command!r} {fault}']
+
+
+def test_a_server_over_http_serves_episodes_and_one_that_dies_ends_its_own(write, tmp_path):
+    """It is not started by an episode, and does not end with one."""
+    port = find_free_port('127.0.0.1')
+    over_http = SERVER.replace('server.run()', f"server.run('streamable-http', host='127.0.0.1', port={port})")
+    url, texts = f'http://127.0.0.1:{port}/mcp', []
+
+    async def use(mcp):
+        texts.append(await mcp.call('add', {'a': 1, 'b': len(texts)}))
+
+    async def kill(mcp):
+        await mcp.call('show', {'how': 'die'})
+
+    with subprocess.Popen(shlex.split(write(over_http)), stderr=subprocess.DEVNULL) as server:
+        wait_for(lambda: is_served('127.0.0.1', port) or server.poll() is not None)
+        for _ in range(2):
+            assert Run(with_servers(use, url), ids_of('a'), tool_deadline_s=20.0).ends == ('stop', 'stop')
+        run = Run(with_servers(kill, url), ids_of('a'), tool_deadline_s=20.0)
+        assert server.wait(20) == 3
+    assert texts == ['1', '2']
+    (fault,) = faults(run)
+    assert fault.startswith(f'the MCP server {url!r} ')
+    assert len(write.pids()) == 1
 
 
 def test_tools_of_one_name_are_refused(write):
