@@ -27,8 +27,9 @@ LIMITS = Limits(body_bytes=1 << 16, body_s=0.3)
 CHAT = '/chat/completions'
 
 
-def make_gateway(host, required='wish'):
-    return Gateway(host, GatewaySettings(400, 8, required, ToyFormat().render, chr, LIMITS))
+def make_gateway(host, required='wish', chat_format=None):
+    render = (chat_format or ToyFormat()).render
+    return Gateway(host, GatewaySettings(400, 8, required, render, chr, LIMITS))
 
 
 class CoroutineHost:
@@ -92,21 +93,23 @@ class Run:
         required='wish',
         host=None,
         prompt=PROMPT,
+        chat_format=None,
+        sampling=SAMPLING,
         **budgets,
     ):
         self.episode, self.errors, self.log = episode or Episode(2), [], EventLog()
         self.pool, self.host = pool or ToyPool(*answers), host or CoroutineHost(program)
         clock = RealClock({'program': 64, 'tools': 2}, self.log, 30.0, end_of_work_s=1.0)
-        gateway = make_gateway(self.host, required)
+        gateway = make_gateway(self.host, required, chat_format)
 
         def make(prompt, episode):
             return Dialogue(
-                self.pool, clock, prompt, episode, sampling=SAMPLING, seed=7, chat_format=ToyFormat(),
+                self.pool, clock, prompt, episode, sampling=sampling, seed=7, chat_format=chat_format or ToyFormat(),
                 budgets=Budgets(**{**vars(BUDGETS), **budgets}), lane='tools',
             )  # fmt: skip
 
         agent = ProgramAgent(
-            clock, lambda prompt, sample: gateway.open(SAMPLING, prompt, sample), 'program', deadline_s
+            clock, lambda prompt, sample: gateway.open(sampling, prompt, sample), 'program', deadline_s
         )
         workflow = AgentWorkflow(agent, make, lambda prompt, error: self.errors.append(error), clock, deadline_s)
         supervisor = Supervisor(clock)

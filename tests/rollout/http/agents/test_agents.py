@@ -4,6 +4,7 @@ They learn of the server by environment variables alone. `bash launch/test_agent
 packages.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,11 +13,18 @@ import subprocess
 
 import pytest
 
+from areal_jax.agents.programs.program_host import CommandHost
+from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.rollout.http.wire.notation import NOTATIONS
+from tests.agents.gateway.rig import SAMPLING, Run
+from tests.agents.toy_format import ToyPool
 from tests.rollout.http.server.scripted import ScriptedServer
+from tests.text.test_extension import HERMES, build
 
 PYTHON = os.environ.get('AREAL_JAX_AGENTS_PYTHON')
 VERIFIERS = os.environ.get('AREAL_JAX_VERIFIERS_PYTHON')
 TASKSETS = pathlib.Path(__file__).parents[4] / 'benchmarks' / 'agent_parts'
+TWICE = ('anthropic_messages', 'openai_agents_chat', 'openai_agents_responses')  # streamed too, as another conversation
 PROGRAMS = sorted(
     path for path in pathlib.Path(__file__).parent.glob('*_*.py') if not path.name.startswith(('test_', '__'))
 )
@@ -52,6 +60,41 @@ def test_a_program_calls_its_tool(program, tmp_path):
         assert done.stdout.strip() == ('3' if 'structured' in program.stem else 'It is 3.')
         assert server.metric('tool_calls_unparsed_total') == 0
         assert server.metric('tool_calls_total') >= 1
+
+
+class WrittenPool(ToyPool):
+    """Answers with the ids of what `write` says to the text of the prompt."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def generate(self, request, prefer=''):
+        text = self.tokenizer.decode(request.prompt_tokens)
+        results = re.findall(r'<tool_response>\n(.*)\n</tool_response>', text)
+        tools = [{'function': {'name': name}} for name in ('add', 'final_result') if f'"{name}"' in text]
+        said = write([{'role': 'tool', 'content': result} for result in results], tools)
+        self.answers = [[*self.tokenizer.encode(said).tolist(), self.tokenizer.eos_id]]
+        return super().generate(request, prefer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason='AREAL_JAX_AGENTS_PYTHON names no interpreter: bash launch/test_agents.sh')
+@pytest.mark.parametrize('program', PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_is_an_episode_whose_turns_are_one_row(program, monkeypatch, smollm2_fields):
+    monkeypatch.setenv('OPENAI_AGENTS_DISABLE_TRACING', '1')
+    tokenizer = build(smollm2_fields, HERMES)
+    run = Run(
+        None, pool=WrittenPool(tokenizer), host=CommandHost([PYTHON, str(program)], ()), deadline_s=100.0,
+        chat_format=TokenizerFormat(tokenizer, NOTATIONS['hermes']), context_tokens=2000,
+        sampling=dataclasses.replace(SAMPLING, max_new_tokens=500),
+    )  # fmt: skip
+    assert (run.ends, [str(error) for error in run.errors]) == (('stop', 'stop'), [])
+    said = [call.reply['content'] for call in run.episode.calls]
+    conversations = 2 if program.stem in TWICE else 1
+    assert said.count('It is 3.') == (0 if 'structured' in program.stem else conversations)
+    assert run.episode.counts['tool_calls'] == conversations * (2 if 'structured' in program.stem else 1)
+    assert [row.fork for row in run.episode.rows] == ['', 'resampled'][:conversations]
 
 
 def write_product(messages, tools):
