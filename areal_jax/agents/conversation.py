@@ -58,14 +58,17 @@ class Conversation:
     def __init__(self, episode: Episode, prompt_tokens: np.ndarray, renderer: Renderer):
         self._episode, self._prompt, self._renderer = episode, prompt_tokens, renderer
 
-    def begin(self, messages: Messages, tools: Tools = ()) -> Call:
-        """Makes a row end where the answer to these messages begins."""
+    def begin(self, messages: Messages, tools: Tools = (), wish: str = '') -> Call:
+        """Makes a row end where the answer to these messages begins; the row has the wish, and no history has it."""
         histories, turns = digests(messages, tools), {call.after: call for call in self._answered()}
         known = [length for length in range(1, len(messages)) if histories[length] in turns]
-        found = self._continue(messages[known[-1] :], tools, turns[histories[known[-1]]]) if known else None
+        found = None
+        if known:
+            added = _add_wish(messages[known[-1] :], wish)
+            found = self._continue(added, tools, turns[histories[known[-1]]])
         if found is None:
             fork = self._find_reason(messages, histories, known)
-            found = self._fork(self._renderer.render(messages, tools), fork)
+            found = self._fork(self._renderer.render(_add_wish(messages, wish), tools), fork)
         row, began_row = found
         first, brought = digests(messages[:1], ())[-1], messages[known[-1] if known else 0 :]
         call = Call(
@@ -161,6 +164,16 @@ def digests(messages: Messages, tools: Tools) -> list[str]:
         digest.update(hashlib.sha256(_encode(_canonical(message))).digest())
         found.append(digest.hexdigest())
     return found
+
+
+def _add_wish(messages: Messages, wish: str) -> Messages:
+    """The messages with the wish at the end of the user's last words, or as words of the user behind them."""
+    if not wish:
+        return messages
+    *before, last = messages
+    if last.get('role') != 'user':
+        return [*messages, {'role': 'user', 'content': wish}]
+    return [*before, {**last, 'content': f'{_join_content(last.get("content"))}\n\n{wish}'}]
 
 
 def _to_json(message: Message) -> JsonObject:

@@ -131,8 +131,14 @@ class Dialogue:
         """The reply of the policy to a conversation; raises EpisodeEnd where no budget is left."""
         return (await self.take_turn(messages, tools)).reply
 
-    async def take_turn(self, messages: Messages, tools: Tools = (), *, one_tool_call: bool = False) -> Turn:
-        """The same with its tokens. With `one_tool_call` calls of tools after the first stay out of the message."""
+    async def take_turn(
+        self, messages: Messages, tools: Tools = (), *, one_tool_call: bool = False, wish: str = ''
+    ) -> Turn:
+        """The same with its tokens.
+
+        With `one_tool_call` calls of tools after the first stay out of the message. The model reads the `wish` behind
+        the messages, and no later history has it.
+        """
         if not messages:
             raise ValueError('chat() was called without a message: give at least one turn')
         if self._closing is not None:
@@ -140,7 +146,7 @@ class Dialogue:
         call = self._find_recorded(messages, tools)
         if call is None:
             self._require_turn()
-            call = self._conversation.begin(messages, tools)
+            call = self._conversation.begin(messages, tools, wish)
         if call.reply is None:
             await self._answer(call, messages, tools, one_tool_call)
         return self._describe_turn(call)

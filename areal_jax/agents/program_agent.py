@@ -115,7 +115,8 @@ class _Answering:
 
     async def _answer(self, event: JsonObject) -> None:
         number, messages = event['number'], self._messages[event['number']]
-        ask = lambda: self._dialogue.take_turn(messages, event['tools'], one_tool_call=event['one_tool_call'])
+        how = {'one_tool_call': event['one_tool_call'], 'wish': event['wish']}
+        ask = lambda: self._dialogue.take_turn(messages, event['tools'], **how)
         found = await asyncio.gather(*(ask() for _ in range(event['n'])), return_exceptions=True)
         turns = [turn for turn in found if isinstance(turn, Turn)]
         self._turns[number] = [turn.call for turn in turns]

@@ -13,7 +13,7 @@ from typing import cast
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import chat, messages, responses
 from areal_jax.rollout.http.wire.exchange import Call, Message, RequestError
-from areal_jax.rollout.http.wire.wishes import Required, grant
+from areal_jax.rollout.http.wire.wishes import Required, describe_wishes, grant
 from areal_jax.types import SamplingParams
 
 DIALECTS: Mapping[str, ModuleType] = {
@@ -35,7 +35,8 @@ class AskedCall:
     """One request of a program."""
 
     call: Call  # for the reply
-    messages: tuple[JsonObject, ...]  # as chat templates have them, with what the request wishes
+    messages: tuple[JsonObject, ...]  # as chat templates have them
+    wish: str  # what the model is told besides; it is no part of the history that comes back
     digest: str  # of path and body: a retry has the same
     counts: Mapping[str, int]  # fields by what became of them: 'overridden/temperature', 'ignored/user'
 
@@ -44,13 +45,13 @@ def read_asked_call(path: str, body: object, sampling: SamplingParams, required:
     """Raises RequestError for a body that is refused."""
     counts: collections.Counter[str] = collections.Counter()
     call = DIALECTS[path].parse(_override(body, sampling, counts))
-    call = grant(call, required)
+    grant(call, required)
     counts.update(f'ignored/{field}' for field in call.ignored)
     (prompt,) = call.prompts
     if not isinstance(prompt, tuple):
         raise RequestError(call.prompt_field, f'{call.prompt_field}: an episode has no prompts of ids: send messages')
     turns = tuple(cast(Message, turn).describe() for turn in prompt)
-    return AskedCall(call, turns, _digest(path, body), counts)
+    return AskedCall(call, turns, describe_wishes(call.wishes), _digest(path, body), counts)
 
 
 def read_count(body: object) -> tuple[list[JsonObject], list[JsonObject]]:

@@ -54,8 +54,8 @@ class Session:
     async def next(self) -> JsonObject:
         """What happens next, for the log: a call of the program, or its end.
 
-        {event: 'call', number, messages, tools, n, one_tool_call}, where of `messages` the first `kept` ones are those
-        of call `of`; {event: 'end', status, detail, undelivered, counts, outcome}, the last of an environment;
+        {event: 'call', number, messages, tools, n, one_tool_call, wish}, where of `messages` the first `kept` ones are
+        those of call `of`; {event: 'end', status, detail, undelivered, counts, outcome}, the last of an environment;
         {event: 'fault', detail}: no program can run.
         """
         if self._runner is None:
@@ -112,7 +112,7 @@ class Session:
                 kept, of = common, before.number
         return {
             'of': of, 'kept': kept, 'messages': list(turns[kept:]), 'tools': [dict(tool) for tool in call.tools],
-            'n': call.n, 'one_tool_call': call.one_tool_call,
+            'n': call.n, 'one_tool_call': call.one_tool_call, 'wish': exchange.asked.wish,
         }  # fmt: skip
 
     async def _follow(self) -> None:

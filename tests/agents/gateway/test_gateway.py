@@ -14,6 +14,11 @@ from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run,
 from tests.agents.test_dialogue import saved
 from tests.agents.toy_format import SlowPool, ids_of, result, user
 
+
+def text_of(tokens):
+    return ''.join(map(chr, tokens))
+
+
 TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}]
 
 
@@ -174,6 +179,21 @@ def test_a_call_that_is_required_is_a_wish_or_refused(required):
     run = Run(program, ids_of('T'), required=required)
     assert run.ends == (('stop', 'stop') if required == 'wish' else ('agent_error', None))
     assert run.episode.counts == ({'tool_calls': 1} if required == 'wish' else {'malformed': 1})
+
+
+def test_a_wish_is_read_by_the_model_and_the_row_goes_on_without_it_in_the_history():
+    async def program(client):
+        asked = await client.chat(user('q'), tools=TOOLS, tool_choice='required')
+        history = [user('q'), asked, result('3', asked['tool_calls'][0]['id'])]
+        answer = await client.chat(*history, tools=TOOLS)
+        await client.chat(*history, answer, user('more'), tools=TOOLS, response_format={'type': 'json_object'})
+
+    run = Run(program, ids_of('T'), ids_of('b'), ids_of('c'))
+    assert (run.ends, [row.fork for row in run.episode.rows]) == (('stop', 'stop'), [''])
+    first, _, third = (text_of(request.prompt_tokens) for request in run.pool.requests)
+    assert first.count('Answer with a call of one of the tools.') == 1
+    assert third.startswith(first)
+    assert third.count('more\n\nAnswer with a JSON object alone.') == 1
 
 
 def test_an_answer_that_misses_a_wish_is_counted():

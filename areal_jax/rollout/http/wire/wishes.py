@@ -71,13 +71,18 @@ def grant(call: Call, required: Required) -> Call:
 
 def show(messages: Sequence[Message], wishes: Sequence[Wish]) -> tuple[Message, ...]:
     """The messages with a sentence for each wish, at the end of the system turn or in a new one."""
-    said = ' '.join(wish.sentence for wish in wishes)
+    said = describe_wishes(wishes)
     if not said:
         return tuple(messages)
     first, rest = messages[0], messages[1:]
     if first.role != 'system':
         return Message('system', said), *messages
     return dataclasses.replace(first, content=f'{first.content}\n\n{said}'), *rest
+
+
+def describe_wishes(wishes: Sequence[Wish]) -> str:
+    """What the model is told; '' where nothing is wished."""
+    return ' '.join(wish.sentence for wish in wishes)
 
 
 def find_misses(call: Call, answers: Sequence[Answer]) -> list[str]:
