@@ -14,8 +14,8 @@ SERVE = ['aiohttp>=3.11']  # servers and their clients
 JETSTREAM = ['grpcio>=1.70', 'protobuf>=5', 'prometheus-client>=0.20', 'tiktoken>=0.7', 'blobfile>=3', 'shortuuid>=1.0']
 RAY = ['ray>=2.60,<3']  # placement groups of TPU slices
 JOBSET = ['pyyaml>=6']
-# MCP servers of agents, clients of agent.function, the wire of environments
-AGENTS = ['mcp>=2.3,<3', 'openai>=2', 'pyzmq>=26', 'msgpack>=1.1']
+# MCP servers of agents, clients of agent.function, the wire of environments, notations of calls; renderers needs httpx
+AGENTS = ['mcp>=2.3,<3', 'openai>=2', 'pyzmq>=26', 'msgpack>=1.1', 'renderers>=0.1.12', 'httpx>=0.27']
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -14,18 +15,19 @@ from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallPar
 from areal_jax.text.tokenizer import Tokenizer
 
 
+class AnswerParser(Protocol):
+    """Reads the message in sampled ids."""
+
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
+        """See dialogue.ChatFormat."""
+        ...
+
+
 class TokenizerFormat:
-    """Implements dialogue.ChatFormat.
+    """Implements dialogue.ChatFormat."""
 
-    Args:
-      notation: of calls, which the template shows to the model.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, notation: Notation):
-        self._tokenizer, self._notation = tokenizer, notation
-        spelled = ((notation.begin, BEGIN_TOKEN), (notation.end, END_TOKEN))
-        self._marks = {ids[0]: mark for text, mark in spelled if len(ids := self._encode(text)) == 1}
-        self._decode = mark_tokens(tokenizer.decode, self._marks)
+    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser):
+        self._tokenizer, self._parser = tokenizer, parser
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
         """See conversation.Renderer; raises ConversationError for messages that the template refuses."""
@@ -37,17 +39,32 @@ class TokenizerFormat:
 
     def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
         """See dialogue.ChatFormat."""
-        text, parser = self._decode(answer), CallParser(self._notation, tuple(self._marks.values()))
-        parts = parser.extend(text, is_last=True) if tools else [text]
-        content = ''.join(part for part in parts if isinstance(part, str))
-        calls = [part for part in parts if isinstance(part, FoundCall)]
-        message: JsonObject = {'role': 'assistant', 'content': content or None}
-        if calls:
-            message['tool_calls'] = [_describe_call(call, f'{prefix}_{n}') for n, call in enumerate(calls)]
-        return message, parser.unparsed
+        return self._parser.parse(answer, tools, prefix)
 
     def closes(self, token: int) -> bool:
         return token == self._tokenizer.eos_id
+
+
+class NotationParser:
+    """Implements AnswerParser for calls between two marks.
+
+    Args:
+      notation: of calls, which the template shows to the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, notation: Notation):
+        self._tokenizer, self._notation = tokenizer, notation
+        spelled = ((notation.begin, BEGIN_TOKEN), (notation.end, END_TOKEN))
+        self._marks = {ids[0]: mark for text, mark in spelled if len(ids := self._encode(text)) == 1}
+        self._decode = mark_tokens(tokenizer.decode, self._marks)
+
+    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
+        """See dialogue.ChatFormat."""
+        text, parser = self._decode(answer), CallParser(self._notation, tuple(self._marks.values()))
+        parts = parser.extend(text, is_last=True) if tools else [text]
+        content = ''.join(part for part in parts if isinstance(part, str))
+        calls = [(part.name, part.arguments) for part in parts if isinstance(part, FoundCall)]
+        return describe_message(content, calls, prefix), parser.unparsed
 
     def _encode(self, text: str) -> Sequence[int]:
         """Ids of a mark; none where the tokenizer cannot write it."""
@@ -56,8 +73,20 @@ class TokenizerFormat:
         return ()
 
 
-def _describe_call(call: FoundCall, name: str) -> JsonObject:
-    return {'id': name, 'type': 'function', 'function': {'name': call.name, 'arguments': call.arguments}}
+def describe_message(content: str, calls: Sequence[tuple[str, str]], prefix: str) -> JsonObject:
+    """The message of the assistant, as OpenAI's chat has it.
+
+    Args:
+      calls: name and arguments of each.
+      prefix: what the ids of calls begin with.
+    """
+    message: JsonObject = {'role': 'assistant', 'content': content or None}
+    if calls:
+        message['tool_calls'] = [
+            {'id': f'{prefix}_{number}', 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+            for number, (name, arguments) in enumerate(calls)
+        ]
+    return message
 
 
 def _for_template(messages: Messages) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
 from areal_jax.plugins import is_environment
 
+HERMES = 'hermes'
 PROGRAM = 'program'  # rollout.workflow: programs that talk to a gateway
 
 AGENT_FIELDS: Mapping[str, Field] = {
@@ -27,6 +28,7 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'workers': Integer(1, COUNT, 'processes that run agent.function or an environment, each for several episodes'),
     'preload': Texts((), 'modules that Python programs of agent.command find imported: they start from a fork'),
     'programs': Integer(64, COUNT, 'programs at once; other episodes wait'),
+    'notation': Text(HERMES, "of calls in answers: hermes, or a renderer of the package renderers: 'qwen3', 'llama-3'"),
     'required': Choice(
         'wish', ('wish', 'refuse'), 'calls and JSON that a program requires: shown to the model and counted, or refused'
     ),

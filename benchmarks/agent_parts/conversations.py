@@ -17,7 +17,7 @@ from areal_jax.agents.dialogue import Budgets, Dialogue
 from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
 from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_host import FunctionHost
-from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
@@ -53,7 +53,7 @@ class Conversations:
         config, params, fields = load_gguf(find_package_file(GGUF))
         self.decoder, self.versions, self.seed = Decoder(config), {0: params}, seed
         self.tokenizer = GgufTokenizer(fields)
-        self.form = TokenizerFormat(self.tokenizer, NOTATIONS['hermes'])
+        self.form = TokenizerFormat(self.tokenizer, NotationParser(self.tokenizer, NOTATIONS['hermes']))
         self.backend = JaxDecodeBackend(
             self.decoder, slots=SLOTS, context_tokens=CONTEXT, block_tokens=16, prefill_buckets=(64, 512),
             decode_steps=4, batch_buckets=(SLOTS,), filtered=False, dtype='float32',

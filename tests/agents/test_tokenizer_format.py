@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.agents.conversation import Conversation
-from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.control.episode import Episode
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from areal_jax.types import Segment
@@ -24,7 +24,7 @@ def tokenizer(smollm2_fields):
 
 @pytest.fixture(scope='module')
 def form(tokenizer):
-    return TokenizerFormat(tokenizer, NOTATIONS['hermes'])
+    return TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS['hermes']))
 
 
 @pytest.fixture(scope='module')

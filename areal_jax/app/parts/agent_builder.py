@@ -23,7 +23,7 @@ from areal_jax.agents.dialogue import Budgets, Dialogue
 from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_function import check_function
 from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
-from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.control.episode import Episode
@@ -36,7 +36,6 @@ from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
 
 _MOST_TOLD = 3  # errors of agents that are printed; the report counts all
-_NOTATION = 'hermes'
 
 
 def load_agent(
@@ -54,7 +53,7 @@ def load_agent(
             f'rollout.workflow={spec} has a parameter {unknown[0]!r}, which nobody gives an agent; known: '
             f'{", ".join(offered)}'
         )
-    chat_format, told = TokenizerFormat(tokenizer, NOTATIONS[_NOTATION]), _Told(spec)
+    chat_format, told = _build_format(config, tokenizer), _Told(spec)
 
     open_mcp = _load_mcp(config, spec, asked='mcp' in named)
 
@@ -82,7 +81,7 @@ def load_programs(
     """
     from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings  # needs aiohttp, which other runs do not
 
-    settings, chat_format = config.agent, TokenizerFormat(tokenizer, NOTATIONS[_NOTATION])
+    settings, chat_format = config.agent, _build_format(config, tokenizer)
     gateway = Gateway(
         _build_host(config),
         GatewaySettings(
@@ -97,6 +96,15 @@ def load_programs(
         return _make_workflow(config, agent, chat_format, told, clock, pool, sampling, seed)
 
     return lambda clock: functools.partial(make, clock)
+
+
+def _build_format(config: TrackedConfig, tokenizer: Tokenizer) -> TokenizerFormat:
+    name = config.agent.notation
+    if name in NOTATIONS:
+        return TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS[name]))
+    from areal_jax.agents.renderers_parser import RenderersParser  # imports the package, which other runs need not have
+
+    return TokenizerFormat(tokenizer, RenderersParser(tokenizer, name))
 
 
 def _build_host(config: TrackedConfig) -> ProgramHost:

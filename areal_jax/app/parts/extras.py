@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.config.agent_fields import PROGRAM
+from areal_jax.config.agent_fields import HERMES, PROGRAM
 from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
@@ -32,6 +32,7 @@ EXTRAS = {
     'mlflow': 'mlflow',
     'trackio': 'trackio',
     'mcp': 'agents',
+    'renderers': 'agents',
     'zmq': 'agents',
     'msgpack': 'agents',
 }
@@ -65,6 +66,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     if is_environment(c.task.name):
         yield 'zmq', f'task.name={c.task.name!r}', ''
         yield 'msgpack', f'task.name={c.task.name!r}', ''
+    if c.agent.notation != HERMES and find_objective(c.loss.objective).generates:
+        yield 'renderers', f'agent.notation={c.agent.notation!r}', ''
     if c.agent.mcp_servers and find_objective(c.loss.objective).generates:
         yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
     if c.model.source == 'gguf':

@@ -14,7 +14,7 @@ import subprocess
 import pytest
 
 from areal_jax.agents.programs.program_host import CommandHost
-from areal_jax.agents.tokenizer_format import TokenizerFormat
+from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from tests.agents.gateway.rig import SAMPLING, Run
 from tests.agents.toy_format import ToyPool
@@ -86,7 +86,7 @@ def test_a_program_is_an_episode_whose_turns_are_one_row(program, monkeypatch, s
     tokenizer = build(smollm2_fields, HERMES)
     run = Run(
         None, pool=WrittenPool(tokenizer), host=CommandHost([PYTHON, str(program)], ()), deadline_s=100.0,
-        chat_format=TokenizerFormat(tokenizer, NOTATIONS['hermes']), context_tokens=2000,
+        chat_format=TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS['hermes'])), context_tokens=2000,
         sampling=dataclasses.replace(SAMPLING, max_new_tokens=500),
     )  # fmt: skip
     assert (run.ends, [str(error) for error in run.errors]) == (('stop', 'stop'), [])
