@@ -120,6 +120,7 @@ SECTIONS: Mapping[str, Section] = {
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
         length=Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
+        sandbox=Choice('none', ('none', 'landlock'), 'of an own scorer that runs code of models: docs/your_task.md'),
         verifier_workers=Integer(1, THREADS, 'worker processes'),
         verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),

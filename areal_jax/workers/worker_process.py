@@ -33,13 +33,13 @@ class WorkerProcess:
     reply may be on its way.
     """
 
-    def __init__(self, scorer: str, memory_mb: int):
+    def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none'):
         """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory."""
         self.scorer = scorer
         self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
         self.is_ready = False
         self._process = subprocess.Popen(
-            [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb)],
+            [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -5,6 +5,7 @@ tasks/ has the implementations.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import cast
@@ -27,6 +28,7 @@ from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import Scorer, Split, Task, TaskError
 from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.workers.sandbox.sandbox_trial import try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
 
 
@@ -106,6 +108,10 @@ def build_verifier(
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
+    if config.task.sandbox != 'none' and start_worker is WorkerProcess:
+        abi = try_sandbox()
+        print(f'task.sandbox={config.task.sandbox!r}: the scorer is confined (Landlock ABI {abi})', flush=True)
+        start_worker = functools.partial(WorkerProcess, sandbox=config.task.sandbox)
     scorer = absolute_spec(reward or task.scorer)
     with_episode = takes_episode(_load_scorer(scorer, task, reward) if own else task.score)
     return ProcessVerifier(

@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, cast
 from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.score_call import ScoringError, describe_error, score_answer
+from areal_jax.workers.sandbox.confinement import confine
+from areal_jax.workers.sandbox.sandbox_trial import choose_confinement
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer
 
 
-def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
-    """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises.
+def serve(scorer: str, memory_mb: int, requests: int, replies: int, *, is_confined: bool) -> None:
+    """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises, and SandboxError.
 
     Args:
       scorer: 'module:function' or '/path/to/file.py:function'.
       memory_mb: see `limit_memory`.
+      is_confined: it scores in a sandbox, which loading it is not in.
       requests, replies: file descriptors, inherited by no child process.
     """
     limit_memory(memory_mb)
@@ -39,6 +42,8 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int) -> None:
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
     score = load_scorer(scorer)
     _end_fork(own_pid)
+    if is_confined:
+        confine(choose_confinement(memory_bytes=0))  # limit_memory bounds the heap
     write_whole(replies, b'{"ready": true}\n')
     with os.fdopen(requests, 'rb', closefd=False) as lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""A worker process that scores answers: `python -m areal_jax.tasks.scoring.worker MODULE:FUNCTION [MEMORY_MB]`.
+"""A worker process that scores answers: `python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX]]`.
 
 Started by workers/worker_process.py, with which it exchanges lines of JSON over stdin and stdout. A worker is two
 processes. This one runs no code of the scorer: it relays the lines, limits what the scorer prints, and at its end kills
@@ -23,6 +23,7 @@ import traceback
 from areal_jax.tasks.scoring.scorer_process import serve
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 from areal_jax.workers.exits import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE
+from areal_jax.workers.sandbox.confinement import LANDLOCK
 
 _GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
 _EXIT_S = 0.2  # between the closing of a process's pipes and its end
@@ -35,11 +36,12 @@ _DRAIN_READS = 64  # per reply: a process of the scorer may print without end
 
 def main(arguments: list[str]) -> int:
     """Relay requests and replies until stdin closes or the scorer's process ends."""
-    if len(arguments) not in (1, 2):
-        print('usage: python -m areal_jax.tasks.scoring.worker MODULE:FUNCTION [MEMORY_MB]', file=sys.stderr)
+    if len(arguments) not in (1, 2, 3):
+        print('usage: python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX]]', file=sys.stderr)
         return USAGE
     adopt_orphans()
-    return _Worker(arguments[0], int(arguments[1]) if len(arguments) == 2 else 0).run()
+    memory_mb, is_confined = int(arguments[1]) if len(arguments) > 1 else 0, arguments[2:] == [LANDLOCK]
+    return _Worker(arguments[0], memory_mb, is_confined).run()
 
 
 class _Output:
@@ -82,9 +84,11 @@ class _Output:
 class _Worker:
     """The relay between the parent (stdin, stdout) and the scorer's process."""
 
-    def __init__(self, scorer: str, memory_mb: int):
+    def __init__(self, scorer: str, memory_mb: int, is_confined: bool):
         self._child_ended = _notice_ended_children()
-        self._pid, self._requests, self._replies, output = _start_scorer(scorer, memory_mb, self._child_ended)
+        self._pid, self._requests, self._replies, output = _start_scorer(
+            scorer, memory_mb, is_confined, self._child_ended
+        )
         self._output = _Output(output)
         self._output_descriptor = output
         for descriptor in (0, 1, self._requests, self._replies, output):
@@ -202,7 +206,7 @@ class _Worker:
         return None if self._grace_end_s is None else max(0.0, self._grace_end_s - time.monotonic())
 
 
-def _start_scorer(scorer: str, memory_mb: int, noticed: int) -> tuple[int, int, int, int]:
+def _start_scorer(scorer: str, memory_mb: int, is_confined: bool, noticed: int) -> tuple[int, int, int, int]:
     """Fork the scorer's process: (pid, pipe of requests, pipe of replies, pipe of its output).
 
     `noticed` is the descriptor of `_notice_ended_children`, which is the parent's alone.
@@ -229,7 +233,7 @@ def _start_scorer(scorer: str, memory_mb: int, noticed: int) -> tuple[int, int, 
         for descriptor in (null, output, to_scorer, from_scorer, from_output, *notices):
             os.close(descriptor)
         if os.getppid() == own_pid:
-            serve(scorer, memory_mb, requests, replies)
+            serve(scorer, memory_mb, requests, replies, is_confined=is_confined)
             status = 0
     except BaseException:
         traceback.print_exc()

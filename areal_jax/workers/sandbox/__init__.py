@@ -1,0 +1,1 @@
+"""Confines a process that runs code which a model wrote: files, network, processes, memory, without a privilege."""

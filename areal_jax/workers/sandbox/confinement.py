@@ -1,0 +1,136 @@
+"""Confines the calling process: limits, another user, Landlock, and a filter of system calls, in this order.
+
+What it stops is code that a model wrote, and no exploit of the kernel. Descriptors that are open stay open, memory of
+the process stays readable, and what it is told over its pipes it can answer as it likes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import platform
+import resource
+import signal
+import sys
+
+from areal_jax.errors import UserError
+from areal_jax.workers.sandbox import landlock, seccomp
+from areal_jax.workers.sandbox.landlock import find_abi as find_abi
+
+LANDLOCK = 'landlock'  # task.sandbox
+_NO_NEW_PRIVILEGES = 38  # prctl
+_SIGNALS_ABI = 6  # of Landlock: signals to processes outside are refused
+_RUN = ('/usr', '/lib', '/lib64', '/bin')
+_READ = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom')
+_NULL = '/dev/null'
+_FIRST_KILLED = '1000'  # oom_score_adj
+
+
+class SandboxError(UserError):
+    """No process can be confined here, or not as asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Confinement:
+    """What a process can use.
+
+    Args:
+      readable: folders whose files can be read and executed, beside the system's and the interpreter's.
+      work: a folder that can be written, without a bound on the number of its files; '' = none.
+      memory_bytes: of address space; 0 = no bound of its own.
+      file_bytes: of a file.
+      processes: besides those that its user has already, threads included.
+      cpu_s: of CPU time; 0 = no bound.
+      uid: that root becomes, one that nothing else uses; None = the user stays.
+    """
+
+    readable: tuple[str, ...] = ()
+    work: str = ''
+    memory_bytes: int = 2 * 2**30
+    file_bytes: int = 2**20
+    open_files: int = 64
+    processes: int = 16
+    cpu_s: int = 0
+    uid: int | None = None
+
+
+def confine(confinement: Confinement) -> None:
+    """Takes nothing back: for a child that leads its session and has one thread.
+
+    Raises SandboxError; the caller ends the process then, which may be confined in part.
+    """
+    abi = require_support(confinement)
+    if len(os.listdir('/proc/self/task')) > 1:
+        raise SandboxError('a process with several threads cannot be confined: start none when code is loaded')
+    try:
+        os.chdir(confinement.work or '/')
+        os.umask(0o077)
+        with open('/proc/self/oom_score_adj', 'w') as file:
+            file.write(_FIRST_KILLED)
+        _set_limits(confinement)
+        if confinement.uid is not None:
+            os.setgroups([])
+            os.setresgid(*[confinement.uid] * 3)
+            os.setresuid(*[confinement.uid] * 3)
+        if ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        landlock.restrict(_list_rules(confinement), abi)
+        seccomp.install()
+    except OSError as error:
+        raise SandboxError(f'the process cannot be confined: {error.strerror} ({error.errno})') from error
+
+
+def require_support(confinement: Confinement) -> int:
+    """The ABI of Landlock; raises SandboxError that names what this machine lacks."""
+    if sys.platform != 'linux' or platform.machine() != seccomp.MACHINE:
+        raise SandboxError(f'code is confined on Linux on x86-64, and this is {sys.platform} on {platform.machine()}')
+    abi = find_abi()
+    if abi < 1:
+        raise SandboxError('code is confined by Landlock, which this kernel has not got, or has switched off')
+    if confinement.uid is not None and os.getuid() != 0:
+        raise SandboxError(f'uid {confinement.uid} is for root, and this is uid {os.getuid()}')
+    if confinement.uid is None and os.getuid() == 0:
+        raise SandboxError('root is confined as another user, and none is named')
+    if confinement.uid is None and abi < _SIGNALS_ABI:
+        raise SandboxError(
+            f'code of the same user is confined with Landlock ABI {_SIGNALS_ABI} (Linux 6.12), which refuses it '
+            f'signals to others; this kernel has ABI {abi}: start the run as root'
+        )
+    return abi
+
+
+def _set_limits(confinement: Confinement) -> None:
+    limits = {
+        resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: confinement.file_bytes,
+        resource.RLIMIT_NOFILE: confinement.open_files,
+        resource.RLIMIT_NPROC: confinement.processes + (_count_own() if confinement.uid is None else 0),
+    }  # fmt: skip
+    if confinement.memory_bytes:
+        limits[resource.RLIMIT_AS] = confinement.memory_bytes
+    if confinement.cpu_s:
+        limits[resource.RLIMIT_CPU] = confinement.cpu_s
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit raises OSError
+    for kind, bound in limits.items():
+        _, hard = resource.getrlimit(kind)
+        least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(kind, (least, least))
+
+
+def _count_own() -> int:
+    """Threads of this user: they count in RLIMIT_NPROC."""
+    own, found = os.getuid(), 0
+    for name in filter(str.isdecimal, os.listdir('/proc')):
+        try:
+            if os.stat(f'/proc/{name}').st_uid == own:
+                found += len(os.listdir(f'/proc/{name}/task'))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def _list_rules(confinement: Confinement) -> dict[str, landlock.Access]:
+    run = (*_RUN, os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix), *confinement.readable)
+    rules = dict.fromkeys(run, landlock.RUN) | dict.fromkeys(_READ, landlock.READ)
+    rules[_NULL] = landlock.READ | landlock.Access.WRITE_FILE
+    return rules | ({confinement.work: landlock.READ | landlock.CHANGE} if confinement.work else {})

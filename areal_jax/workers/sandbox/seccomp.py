@@ -1,0 +1,83 @@
+"""A filter of system calls that Landlock does not govern, for x86-64: network, tracing, namespaces, ids, attributes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+
+MACHINE = 'x86_64'
+_ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64: another one has other numbers
+_X32 = 0x40000000  # first number of the x32 ABI
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
+_CLONE, _CLONE3 = 56, 435
+_SET_SECCOMP, _FILTER = 22, 2
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in seccomp_data
+
+# socketpair (53) stays: asyncio needs it
+REFUSED = {
+    'network': (41, 42, 43, 49, 288),  # socket, connect, accept, bind, accept4
+    'other processes': (101, 310, 311, 312, 424, 434, 438, 440),  # ptrace, process_vm_*, kcmp, pidfd_*, process_madvise
+    'mounts': (
+        155,
+        161,
+        165,
+        166,
+        272,
+        308,
+        *range(428, 434),
+        442,
+    ),  # pivot_root, chroot, mount, umount, unshare, setns
+    'kernel': (246, 248, 249, 250, 298, 320, 321, 323, 425, 426, 427),  # kexec, keys, perf, bpf, userfaultfd, io_uring
+    'handles': (303, 304),  # name_to_handle_at, open_by_handle_at
+    'sessions': (109, 112),  # setpgid, setsid: a kill of the group reaches all
+    'modes': (90, 91, 268, 452),  # chmod
+    'owners': (92, 93, 94, 260),  # chown
+    'attributes': (188, 189, 190, 197, 198, 199, 463, 466),  # setxattr, removexattr
+    'times': (132, 235, 261, 280),  # utime
+}
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (('code', ctypes.c_uint16), ('yes', ctypes.c_uint8), ('no', ctypes.c_uint8), ('value', ctypes.c_uint32))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (('length', ctypes.c_uint16), ('instructions', ctypes.POINTER(_Instruction)))
+
+
+def install() -> None:
+    """This thread and what it starts get EPERM for REFUSED. Needs PR_SET_NO_NEW_PRIVS; raises OSError."""
+    instructions = [_Instruction(*one) for one in build()]
+    array = (_Instruction * len(instructions))(*instructions)
+    program = _Program(len(instructions), array)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def build() -> Iterator[tuple[int, int, int, int]]:
+    """The instructions: code, jumps where it holds and where not, value."""
+    refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    yield _LOAD, 0, 0, _ARCH
+    yield _IF_EQUAL, 1, 0, _ARCHITECTURE
+    yield _RETURN, 0, 0, _KILL
+    yield _LOAD, 0, 0, _NUMBER
+    yield _IF_AT_LEAST, 0, 1, _X32
+    yield refuse
+    # glibc falls back to clone for this error alone; with EPERM no thread starts
+    yield _IF_EQUAL, 0, 1, _CLONE3
+    yield _RETURN, 0, 0, _ERROR | errno.ENOSYS
+    yield _IF_EQUAL, 0, 4, _CLONE
+    yield _LOAD, 0, 0, _ARGUMENT
+    yield _IF_ANY, 0, 1, _NEW_NAMESPACES
+    yield refuse
+    yield _RETURN, 0, 0, _ALLOW
+    for numbers in REFUSED.values():
+        for number in numbers:
+            yield _IF_EQUAL, 0, 1, number
+            yield refuse
+    yield _RETURN, 0, 0, _ALLOW
