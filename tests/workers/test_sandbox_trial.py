@@ -67,4 +67,4 @@ def test_each_call_that_is_refused_is_in_the_filter_once():
     numbers = [number for numbers in seccomp.REFUSED.values() for number in numbers]
     assert len(numbers) == len(set(numbers))
     compared = [value for code, _, _, value in seccomp.build() if code == 0x15]
-    assert compared == [0xC000003E, 435, 56, *numbers]
+    assert compared == [0xC000003E, 435, 56, 53, 1, 5, 302, 0, *numbers]

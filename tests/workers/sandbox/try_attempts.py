@@ -1,0 +1,183 @@
+"""Program that forks a process for each line it reads, confines it, and prints what an attempt came to."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from areal_jax.workers.sandbox.confinement import Confinement, confine
+from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, MEASURED, name_outcome
+from tests.workers.sandbox.place import Place, make_place
+
+PASSED, DEADLINE = 'passed', 'deadline'
+_ROOT_BECOMES, _NOBODY = 60_001 + os.getpid() % 4_000, 65_534  # runs beside each other count their own
+_DEADLINE_S = 5
+_DUMPABLE, _SUBREAPER = 4, 36  # prctl
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One process.
+
+    Args:
+      name: of ATTEMPTS, CONTROLS or MEASURED.
+      is_user: an ordinary user is confined, and has a parent of the same user; False: root, which becomes a user.
+      is_confined: False for what would pass without a sandbox, as the same user.
+      limits: fields of Confinement; `readable` and `work` are names in Place.
+    """
+
+    name: str
+    is_user: bool = True
+    is_confined: bool = True
+    limits: dict[str, int | str] = dataclasses.field(default_factory=dict)
+
+
+class Tries:
+    """The program, from the side of a test: it has no thread and little memory, whatever the test's process has."""
+
+    def __init__(self, interpreter: str = sys.executable) -> None:
+        command = [interpreter, '-m', 'tests.workers.sandbox.try_attempts']
+        root = pathlib.Path(__file__).parents[3]
+        self._program = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def run(self, request: Request) -> dict[str, str]:
+        """The outcomes: `control` and `attempt`, each 'passed', 'deadline', or the name of an error or a signal."""
+        assert self._program.stdin
+        assert self._program.stdout
+        self._program.stdin.write(json.dumps(dataclasses.asdict(request)) + '\n')
+        outcomes: dict[str, str] = json.loads(self._program.stdout.readline())
+        return outcomes
+
+    def close(self) -> None:
+        self._program.communicate(timeout=_DEADLINE_S)
+
+
+def become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _try(request: Request) -> dict[str, str]:
+    """Forks the parent of the attempt, which forks the attempt."""
+    uid = (_NOBODY if request.is_user else _ROOT_BECOMES) if os.getuid() == 0 else os.getuid()
+    reader, writer = os.pipe()
+    with make_place(uid) as place:
+        parent = os.fork()
+        if parent == 0:
+            try:
+                os.close(reader)
+                os.setsid()
+                _be_parent(request, dataclasses.replace(place, parent=os.getpid()), uid, writer)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, 'rb', 0) as pipe:
+            outcomes = _gather(pipe.fileno())
+        for group in (parent, int(outcomes.pop('pid', parent))):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:  # those that lost their parent too: a process that has ended counts until somebody waits for it
+                os.waitpid(-1, 0)
+    return outcomes
+
+
+def _gather(pipe: int) -> dict[str, str]:
+    told, end_s = b'', time.monotonic() + _DEADLINE_S
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0, end_s - time.monotonic()))
+        read = os.read(pipe, 4096) if ready else b''
+        told += read
+        outcomes: dict[str, str] = {}
+        for line in told.splitlines(keepends=True):
+            if line.endswith(b'\n'):
+                outcomes = json.loads(line) | outcomes
+        if 'attempt' in outcomes:
+            return outcomes
+        if not read:
+            return outcomes | {'attempt': 'no word' if ready else DEADLINE}
+
+
+def _be_parent(request: Request, place: Place, uid: int, writer: int) -> None:
+    if request.is_user and os.getuid() == 0:
+        become(uid)
+    ctypes.CDLL(None).prctl(_DUMPABLE, 1, 0, 0, 0)  # it may be traced, as one that was no other user before
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            _be_attempt(request, place, uid, writer)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        _tell(writer, attempt=signal.Signals(os.WTERMSIG(status)).name)
+
+
+def _be_attempt(request: Request, place: Place, uid: int, writer: int) -> None:
+    _tell(writer, pid=str(os.getpid()))
+    try:
+        _confine(request, place, uid)
+    except Exception as error:
+        _tell(writer, attempt=f'{type(error).__name__}: {error}')
+        return
+    alone = CONTROLS | MEASURED
+    if request.name in alone:
+        _tell(writer, attempt=_name(alone[request.name], place))
+        return
+    attempt = ATTEMPTS[request.name]
+    with _other_work(place) as other:
+        _tell(writer, control=_name(attempt.control, other))
+    _tell(writer, attempt=_name(attempt.attempt, place))
+
+
+@contextlib.contextmanager
+def _other_work(place: Place) -> Iterator[Place]:
+    """The control has a folder to itself, where it can make one."""
+    folder = place.work / 'control'
+    with contextlib.suppress(OSError):
+        folder.mkdir()
+    yield dataclasses.replace(place, work=folder)
+
+
+def _confine(request: Request, place: Place, uid: int) -> None:
+    os.chdir(place.work)
+    if request.is_confined:
+        limits = {'work': 'work'} | request.limits
+        work = str(getattr(place, limits.pop('work'))) if limits['work'] else limits.pop('work')
+        if 'readable' in limits:
+            limits['readable'] = (str(getattr(place, limits['readable'])),)
+        confine(Confinement(work=work, uid=None if request.is_user else uid, **limits))
+    elif not request.is_user and os.getuid() == 0:
+        become(uid)
+
+
+def _name(attempt: Callable[[Place], object], place: Place) -> str:
+    try:
+        attempt(place)
+    except BaseException as error:
+        return name_outcome(error)
+    return PASSED
+
+
+def _tell(writer: int, **outcomes: str) -> None:
+    os.write(writer, json.dumps(outcomes).encode() + b'\n')
+
+
+if __name__ == '__main__':
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    for line in sys.stdin:
+        print(json.dumps(_try(Request(**json.loads(line)))), flush=True)
