@@ -35,6 +35,7 @@ class EnvironmentClient:
         self._socket.connect(address)
         self._numbers = itertools.count()
         self._waiting: dict[bytes, tuple[asyncio.Future[JsonObject], Callable[[JsonObject], None]]] = {}
+        self._cancels: set[asyncio.Task[None]] = set()  # a loop keeps no task alive
         self._receiver = asyncio.get_running_loop().create_task(self._receive(), name='environment')
 
     async def ask(
@@ -47,14 +48,14 @@ class EnvironmentClient:
         number = f'{next(self._numbers):x}'.encode()
         reply: asyncio.Future[JsonObject] = asyncio.get_running_loop().create_future()
         self._waiting[number] = (reply, hear)
-        await self._send(number, method, payload)
         try:
+            await self._send(number, method, payload)
             return await reply
         except asyncio.CancelledError:
-            # sent at once: the task that asked has ended, and an I/O thread of ZMQ takes it
-            asyncio.get_running_loop().create_task(
-                self._send(f'{next(self._numbers):x}'.encode(), 'cancel', {'request_id': number.decode()})
-            )
+            cancel = self._send(f'{next(self._numbers):x}'.encode(), 'cancel', {'request_id': number.decode()})
+            task = asyncio.get_running_loop().create_task(cancel)  # this one has ended
+            self._cancels.add(task)
+            task.add_done_callback(self._cancels.discard)
             raise
         finally:
             del self._waiting[number]
