@@ -41,7 +41,7 @@ def test_a_run_whose_scorer_forks_and_leaves_daemons_ends_with_the_rewards_of_it
     workers = [
         process for process in psutil.Process().children() if 'areal_jax.tasks.scoring.worker' in process.cmdline()
     ]
-    assert {process.cmdline()[-1] for process in workers} == {'512'}  # its memory
+    assert {tuple(process.cmdline()[-2:]) for process in workers} == {('512', 'none')}  # memory, sandbox
     run.train()
     decode = describe_text_model(run.session.context.config).tokenizer.decode
     answers = [t for groups in run.batches for group in groups for t in group.trajectories]

@@ -31,12 +31,13 @@ def test_the_conversations_of_rows_follow_their_calls():
         call([AGAIN], '', None, row=1, follows='c'),  # under way
     ]
     results = [{'call': '0f', 'name': 'add', 'arguments': '{}', 'text': '3', 'failed': False}]
-    episode = Episode(0, 'length', rows=[Row(), Row()], calls=calls, results=results, label='turns')
+    outcome = {'reward': 0.5, 'rewards': {'right': 0.5}}
+    episode = Episode(0, 'length', rows=[Row(), Row()], calls=calls, results=results, label='turns', outcome=outcome)
     found = describe_episode(episode)
     both = [[ASKED, reply('A'), AGAIN, reply(last)] for last in 'BC']
     assert found == {
         'label': 'turns', 'turns': 3, 'messages': both[1], 'conversations': both,
-        'tools': [{'name': 'add', 'arguments': '{}', 'text': '3', 'failed': False}],
+        'tools': [{'name': 'add', 'arguments': '{}', 'text': '3', 'failed': False}], 'outcome': outcome,
     }  # fmt: skip
     group = RunningGroup(Prompt(0, np.zeros(1, np.int32), 'own', {}), 0.0, [episode])
     (restored,) = decode_running(json.loads(json.dumps(encode_running(group)))).episodes

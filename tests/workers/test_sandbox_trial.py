@@ -10,8 +10,14 @@ import sys
 import pytest
 
 from areal_jax.workers.sandbox import confinement, seccomp
-from areal_jax.workers.sandbox.confinement import Confinement, SandboxError, find_abi, require_support
-from areal_jax.workers.sandbox.sandbox_trial import choose_confinement, try_sandbox
+from areal_jax.workers.sandbox.confinement import (
+    Confinement,
+    SandboxError,
+    choose_confinement,
+    find_abi,
+    require_support,
+)
+from areal_jax.workers.sandbox.sandbox_trial import try_sandbox
 from areal_jax.workers.worker_process import worker_environment
 
 needs_landlock = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no Landlock')

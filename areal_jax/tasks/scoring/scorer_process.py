@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, cast
 from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.score_call import ScoringError, describe_error, score_answer
-from areal_jax.workers.sandbox.confinement import confine
-from areal_jax.workers.sandbox.sandbox_trial import choose_confinement
+from areal_jax.workers.sandbox.confinement import choose_confinement, confine
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer

@@ -13,17 +13,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
-from areal_jax.workers.sandbox.confinement import Confinement, SandboxError, confine, require_support
+from areal_jax.workers.sandbox.confinement import (
+    Confinement,
+    SandboxError,
+    choose_confinement,
+    confine,
+    require_support,
+)
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0
-_ROOT_BECOMES, _MANY = 60_001, 4_000  # users that nothing else has
-
-
-def choose_confinement(memory_bytes: int) -> Confinement:
-    """For this process: root becomes a user of its own, another user stays."""
-    uid = _ROOT_BECOMES + os.getpid() % _MANY if os.getuid() == 0 else None
-    return Confinement(uid=uid, memory_bytes=memory_bytes)
 
 
 def try_sandbox() -> int:

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from areal_jax.app.roles import interpreter
 from areal_jax.app.roles.jetstream_server import INTERPRETER, describe_front, enter_interpreter, find_python
 from areal_jax.app.roles.server_front import HTTP, find_front
 from areal_jax.config.kinds import JETSTREAM_CLIENT
 from areal_jax.errors import UserError
+from areal_jax.workers import interpreter
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def start_many_threads(place: Place) -> None:
 
 
 def allocate(number: int) -> Callable[[Place], object]:
-    return lambda place: bytearray(number)
+    return lambda place: bytes(number)  # not touched
 
 
 def write_bytes(number: int) -> Callable[[Place], object]:
