@@ -93,7 +93,7 @@ def test_a_process_that_does_not_answer_is_ended_at_the_deadline():
     [pid] = workers() - before
     os.kill(pid, signal.SIGSTOP)
     assert worker.render(request | {'wall_seconds': 0.1}) == ([], 'it takes more than 0.1 s')
-    assert workers() == before
+    assert pid not in workers()  # those of other templates may end meanwhile
     assert worker.render(request) == ([{'text': 'a'}], '')
 
 
