@@ -51,7 +51,7 @@ class EnvironmentClient:
         try:
             await self._send(number, method, payload)
             return await reply
-        except asyncio.CancelledError:
+        except BaseException:  # also of a delta that cannot be read: nobody waits for the episode
             cancel = self._send(f'{next(self._numbers):x}'.encode(), 'cancel', {'request_id': number.decode()})
             task = asyncio.get_running_loop().create_task(cancel)  # this one has ended
             self._cancels.add(task)

@@ -13,7 +13,7 @@ from typing import cast
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import chat, messages, responses
 from areal_jax.rollout.http.wire.exchange import Call, Message, RequestError
-from areal_jax.rollout.http.wire.wishes import Required, describe_wishes, grant
+from areal_jax.rollout.http.wire.wishes import Required, describe_wishes, require_granted
 from areal_jax.types import SamplingParams
 
 DIALECTS: Mapping[str, ModuleType] = {
@@ -45,7 +45,7 @@ def read_asked_call(path: str, body: object, sampling: SamplingParams, required:
     """Raises RequestError for a body that is refused."""
     counts: collections.Counter[str] = collections.Counter()
     call = DIALECTS[path].parse(_override(body, sampling, counts))
-    grant(call, required)
+    require_granted(call, required)
     counts.update(f'ignored/{field}' for field in call.ignored)
     (prompt,) = call.prompts
     if not isinstance(prompt, tuple):

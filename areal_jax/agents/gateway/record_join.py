@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
 
+from areal_jax.agents.conversation import read_arguments
 from areal_jax.agents.dialogue import Turn
 from areal_jax.agents.programs.program_host import SaidTurn
 from areal_jax.files import JsonObject
@@ -35,13 +35,7 @@ def _is_same(said: SaidTurn, turn: Turn) -> bool:
     if said.tokens is not None:
         return np.array_equal(said.tokens, np.concatenate([segment.tokens for segment in turn.answer]))
     functions = [cast(JsonObject, call)['function'] for call in turn.reply.tool_calls]
-    called = [_canonical(function['name'], function['arguments']) for function in functions]
-    return said.text == turn.reply.text and [_canonical(*call) for call in said.calls] == called
-
-
-def _canonical(name: str, arguments: str) -> tuple[str, str]:
-    """A dialect whose arguments are objects writes them anew."""
-    try:
-        return name, json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
-        return name, arguments
+    # as JSON: a dialect whose arguments are objects writes them anew
+    given = [(function['name'], read_arguments(function['arguments'])) for function in functions]
+    told = [(name, read_arguments(arguments)) for name, arguments in said.calls]
+    return said.text == turn.reply.text and told == given

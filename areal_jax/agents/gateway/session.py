@@ -141,10 +141,8 @@ class Session:
             outcome = ending.record.outcome
             self.counts['joined'] += len(ending.record.said) - strangers
             if strangers and outcome is not None:
-                outcome, ending = (
-                    None,
-                    Ending('lost', f'{strangers} turns in the record of its environment were never sampled'),
-                )
+                outcome = None
+                ending = Ending('lost', f'{strangers} turns in the record of its environment were never sampled')
         counts = {name: n for name, n in sorted(self.counts.items()) if n}
         return {
             'status': ending.status, 'detail': ending.detail, 'undelivered': undelivered, 'counts': counts,

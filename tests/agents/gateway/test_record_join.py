@@ -35,6 +35,8 @@ def test_text_and_calls_decide_elsewhere_and_arguments_are_compared_as_json():
     turns = {0: [turn('a', 5)], 1: [turn('a', 6, calls=[('add', '{"x": 1, "y": 2}')])]}
     assert join_record([said('a', calls=(('add', '{"y":2,"x":1}'),))], turns) == ([0], 0)
     assert join_record([said('a', calls=(('add', '{"x": 2}'),))], turns) == ([0, 1], 1)
+    deep = '[' * 100_000  # no JSON, and no reason to stop
+    assert join_record([said('a', calls=(('add', deep),))], {2: [turn('a', calls=[('add', deep)])]}) == ([], 0)
     assert join_record([said('a', calls=(('add', '{bad'),))], {2: [turn('a', calls=[('add', '{bad')])]}) == ([], 0)
 
 

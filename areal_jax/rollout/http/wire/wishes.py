@@ -58,13 +58,18 @@ def read_format(fields: Fields, field: str, nested: bool = False) -> tuple[Wish,
     return () if kind == 'text' else (json_wish(fields.name(field), given, schema),)
 
 
-def grant(call: Call, required: Required) -> Call:
-    """The call with its wishes in the prompt; raises RequestError where they are refused or can not be shown."""
+def require_granted(call: Call, required: Required) -> None:
+    """Raises RequestError for a call with a wish that is refused or can not be shown."""
     for wish in call.wishes:
         if required == 'refuse':
             raise refuse(wish.field, wish.value, wish.fix)
         if not all(isinstance(prompt, tuple) for prompt in call.prompts):
             raise refuse(wish.field, wish.value, 'can not be shown to the model in a prompt of ids: send messages')
+
+
+def grant(call: Call, required: Required) -> Call:
+    """The call with its wishes in the prompt; raises RequestError as `require_granted` does."""
+    require_granted(call, required)
     prompts = [show(prompt, call.wishes) if isinstance(prompt, tuple) else prompt for prompt in call.prompts]
     return dataclasses.replace(call, prompts=tuple(prompts)) if call.wishes else call
 
