@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from areal_jax.app.training import build_run
@@ -13,6 +14,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import describe_disk_trouble
 from areal_jax.telemetry.metrics import MetricsWriter
 from tests.app.small import small_config
+from tests.app.test_program_run import FIELDS, PROGRAM
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -79,6 +81,19 @@ def test_the_first_error_of_a_run_wins_and_everything_is_closed(tmp_path, disks,
         f'writing to {tmp_path}, at {tmp_path}/events.jsonl: the disk is full: make room (No space left on device)'
     )
     assert [disks[name].closed for name in ('events.jsonl', 'metrics.jsonl')] == [True, True]
+
+
+@pytest.mark.parametrize('room', [300, 30_000])
+def test_a_run_of_programs_ends_with_its_programs(tmp_path, disks, room):
+    (tmp_path / 'program.py').write_text(PROGRAM)
+    command = f'{sys.executable} {tmp_path}/program.py {tmp_path}/turns'
+    session = build_run(small_config(**FIELDS, agent__command=command), tmp_path / 'run')
+    disks['events.jsonl'].room = room
+    with pytest.raises(OSError, match='No space left'):
+        session.train()
+    assert (tmp_path / 'turns').exists() == (room == 30_000)  # programs ran before
+    left = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    assert [words for words in left if 'program.py' in ' '.join(words) or 'fork_server.py' in ' '.join(words)] == []
 
 
 @pytest.mark.slow
