@@ -47,6 +47,7 @@ from areal_jax.config.ranges import (
     THREADS,
     VERSIONS,
 )
+from areal_jax.config.sandbox_fields import AUTO, LEVELS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
@@ -120,7 +121,7 @@ SECTIONS: Mapping[str, Section] = {
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
         length=Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
-        sandbox=Choice('none', ('none', 'landlock'), 'of an own scorer that runs code of models: docs/your_task.md'),
+        sandbox=Choice(AUTO, LEVELS, "of a scorer that runs code of models; 'auto': by task: docs/code_rewards.md"),
         verifier_workers=Integer(1, THREADS, 'worker processes'),
         verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, cast
 from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.score_call import ScoringError, describe_error, score_answer
-from areal_jax.workers.sandbox.confinement import choose_confinement, confine
+from areal_jax.workers.sandbox.confinement import CONFINING, choose_confinement, confine
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer
 
 
-def serve(scorer: str, memory_mb: int, requests: int, replies: int, *, is_confined: bool) -> None:
+def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str) -> None:
     """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises, and SandboxError.
 
     Args:
       scorer: 'module:function' or '/path/to/file.py:function'.
       memory_mb: see `limit_memory`.
-      is_confined: it scores in a sandbox, which loading it is not in.
       requests, replies: file descriptors, inherited by no child process.
+      level: of the sandbox in which it scores, and which loading it is not in; 'none' = it has the rights of the user.
     """
     limit_memory(memory_mb)
     own_pid = os.getpid()
@@ -41,8 +41,8 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, *, is_confin
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
     score = load_scorer(scorer)
     _end_fork(own_pid)
-    if is_confined:
-        confine(choose_confinement(memory_bytes=0))  # limit_memory bounds the heap
+    if level in CONFINING:
+        confine(choose_confinement(memory_bytes=0, level=level))  # limit_memory bounds the heap
     write_whole(replies, b'{"ready": true}\n')
     with os.fdopen(requests, 'rb', closefd=False) as lines:
         for line in lines:

@@ -51,7 +51,8 @@ def install() -> None:
     program = _Program(len(instructions), array)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        number = ctypes.get_errno()
+        raise OSError(number, f'the kernel refuses a filter of system calls (seccomp): {os.strerror(number)}')
 
 
 def build() -> Iterator[tuple[int, int, int, int]]:
