@@ -535,6 +535,13 @@ MUTATIONS = [
         'tests/tasks/scoring/test_sandboxed_scorer.py',
     ),
     Mutation(
+        'run code of a model without a sandbox where none is asked for',
+        'areal_jax.config.sandbox_fields:resolve_sandbox',
+        'return LANDLOCK if runs_model_code(task) else NONE',
+        'return NONE',
+        'tests/config/test_sandbox_fields.py',
+    ),
+    Mutation(
         'give rows of one episode the same noise',
         'areal_jax.types:GenerationRequest.noise_sample',
         'self.sample + (self.row << _ROW_SHIFT)',

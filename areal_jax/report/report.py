@@ -126,7 +126,6 @@ def build_report(
         'weights_sha256': facts.weights_sha256,
         'git_commit': facts.git_commit,
         'versions': dict(facts.versions),
-        # Beyond the numbers: what ran, and how to read them.
         'config': facts.config,
         'seed': facts.seed,
         'eta': facts.eta,

@@ -23,7 +23,7 @@ _ENDS = ('--die-with-parent', '--new-session')
 # of root, until a confined process becomes another user: that change, a kill of that user, and its files
 _CAPABILITIES = ('CAP_SETUID', 'CAP_SETGID', 'CAP_KILL', 'CAP_CHOWN', 'CAP_DAC_OVERRIDE')
 _NO_PROC = 'mount proc'  # in what bwrap says where a container has covered parts of /proc
-_LONGEST_S = 20.0
+LONGEST_S = 20.0
 
 
 def wrap_command(level: str, command: Sequence[str], *, writable: Sequence[str] = ()) -> list[str]:
@@ -80,11 +80,11 @@ def _try(prefix: Sequence[str]) -> str:
     command = [*prefix, '--', sys.executable, '-I', '-S', '-c', '']
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_LONGEST_S,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LONGEST_S,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f'it starts nothing within {_LONGEST_S:g} s'
+        return f'it starts nothing within {LONGEST_S:g} s'
     except OSError as error:
         return f'{prefix[0]}: {error.strerror}'
     if not done.returncode:
