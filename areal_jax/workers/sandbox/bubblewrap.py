@@ -5,6 +5,7 @@ bubblewrap is a program, `bwrap`, of the package bubblewrap; 0.8 or later. What 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -18,7 +19,7 @@ PROGRAM = 'bwrap'
 NAMESPACES = ('mnt', 'net', 'ipc', 'uts')  # that the command has to itself; where /proc can be mounted also 'pid'
 _VIEW = ('--ro-bind', '/', '/', '--dev', '/dev')
 _OWN = ('--unshare-net', '--unshare-ipc', '--unshare-uts', '--unshare-cgroup-try')
-_PROCESSES = ('--unshare-pid', '--proc', '/proc')
+_PROCESSES, _PROC_OF_MACHINE = ('--unshare-pid', '--proc', '/proc'), ('--bind', '/proc', '/proc')
 _ENDS = ('--die-with-parent', '--new-session')
 # of root, until a confined process becomes another user: that change, a kill of that user, and its files
 _CAPABILITIES = ('CAP_SETUID', 'CAP_SETGID', 'CAP_KILL', 'CAP_CHOWN', 'CAP_DAC_OVERRIDE')
@@ -49,6 +50,27 @@ def has_own_processes(wrapped: Sequence[str]) -> bool:
     return _PROCESSES[0] in wrapped
 
 
+def find_pids(first: int) -> dict[int, int]:
+    """The pids of a process and of its descendants, by those that each has in its own namespace.
+
+    `first`: the pid of the process that a command of `wrap_command` started. Some descendants may end meanwhile.
+    """
+    found, unvisited = {}, [first]
+    while unvisited:
+        pid = unvisited.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            for task in os.listdir(f'/proc/{pid}/task'):
+                unvisited += map(int, _read(f'/proc/{pid}/task/{task}/children').split())
+            numbers = next(line for line in _read(f'/proc/{pid}/status').splitlines() if line.startswith('NSpid:'))
+            found[int(numbers.split()[-1])] = pid
+    return found
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
 @functools.cache
 def _find_prefix(path: str) -> tuple[str, ...]:
     """The words before the command, which bwrap has taken here once; `path` is the PATH."""
@@ -58,7 +80,7 @@ def _find_prefix(path: str) -> tuple[str, ...]:
             f'bubblewrap is not installed: there is no {PROGRAM} on the PATH (apt-get install bubblewrap)'
         )
     told = ''
-    for processes in (_PROCESSES, ()):
+    for processes in (_PROCESSES, _PROC_OF_MACHINE):
         prefix = (program, *_VIEW, *processes, *_OWN, *_choose_user(), *_ENDS)
         told = _try(prefix)
         if not told:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from areal_jax.workers.sandbox import bubblewrap, sandbox_trial
-from areal_jax.workers.sandbox.bubblewrap import PROGRAM, has_own_processes, wrap_command
+from areal_jax.workers.sandbox.bubblewrap import PROGRAM, find_pids, has_own_processes, wrap_command
 from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, SandboxError, find_abi
 from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox, try_sandbox
 from tests.workers.sandbox.run_attempts import ROOT, USER, count_attempts
-from tests.workers.sandbox.try_attempts import find_open_interpreter
+from tests.workers.sandbox.try_attempts import NOBODY, PASSED, Request, Tries, find_open_interpreter
 
 NO_NAMESPACES = 'bwrap: No permissions to create new namespace, likely because the kernel does not allow it.'
 NO_PROC = "bwrap: Can't mount proc on /newroot/proc: Operation not permitted"
@@ -23,17 +25,19 @@ RUN = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
 
 
 @pytest.fixture
-def stub(tmp_path, monkeypatch):
-    """Puts a program of this text in the place of bubblewrap; '' for none."""
+def stub(monkeypatch):
+    """Puts a program of this text in the place of bubblewrap, for every user; '' for none."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
 
-    def put(text):
-        if text:
-            file = tmp_path / PROGRAM
-            file.write_text(f'#!/bin/sh\n{text}\n')
-            file.chmod(0o755)
-        monkeypatch.setenv('PATH', str(tmp_path))
+        def put(text):
+            if text:
+                file = pathlib.Path(folder, PROGRAM)
+                file.write_text(f'#!/bin/sh\n{text}\n')
+                file.chmod(0o755)
+            monkeypatch.setenv('PATH', folder)
 
-    return put
+        yield put
 
 
 @pytest.fixture
@@ -80,6 +84,7 @@ def test_where_proc_cannot_be_mounted_that_of_the_machine_stays_and_so_do_its_pi
     stub(f'case " $* " in *" --proc "*) echo "{NO_PROC}" >&2; exit 1;; esac; {RUN}')
     command = wrap_command(BUBBLEWRAP, ['true'])
     assert not {'--proc', '--unshare-pid'} & set(command)
+    assert '--bind /proc /proc' in ' '.join(command)  # writable: a process makes itself the first to be killed
     assert '--unshare-net' in command
     assert not has_own_processes(command)
     record = {**sandbox_trial.describe_unconfined(), 'level': BUBBLEWRAP, 'landlock_abi': 7, 'user': 1}
@@ -164,6 +169,32 @@ def test_root_becomes_another_user_in_each_worker(real):
     for program in programs:
         program.communicate('\n')
     assert len(set(users)) == len(users)
+
+
+def test_the_pids_inside_are_told_apart_from_those_outside(real):
+    code = 'import os\npid = os.fork()\nif pid: print(os.getpid(), pid, flush=True)\ninput()'
+    command = wrap_command(BUBBLEWRAP, [sys.executable, '-c', code])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        inside = [int(word) for word in program.stdout.readline().split()]
+        outside = [find_pids(program.pid)[pid] for pid in inside]
+        commands = {pathlib.Path(f'/proc/{pid}/cmdline').read_text().split('\0')[0] for pid in outside}
+        assert commands == {sys.executable}
+        assert inside == outside if not has_own_processes(command) else not set(inside) & set(outside)
+        program.communicate('\n\n')
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root can start processes of another user')
+def test_processes_of_the_user_outside_do_not_raise_its_bound_where_proc_is_that_of_the_machine(real, stub):
+    stub(f'case " $* " in *" --proc "*) echo "{NO_PROC}" >&2; exit 1;; esac; exec {shutil.which(PROGRAM)} "$@"')
+    others = [subprocess.Popen(['/bin/sleep', '100'], user=NOBODY, group=NOBODY, extra_groups=[]) for _ in range(60)]
+    try:
+        tries = Tries(sys.executable, BUBBLEWRAP, NOBODY)
+        assert tries.run(Request('fork bomb')) == {'control': PASSED, 'attempt': 'EAGAIN'}
+        tries.close()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.slow
