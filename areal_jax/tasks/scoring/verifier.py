@@ -18,17 +18,28 @@ import numpy as np
 from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.labels import SCORED
 from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.episode_object import DescribeEpisode, complete_episode, takes_episode
-from areal_jax.tasks.scoring.score_call import SCORED, Score, ScoringError, make_printable, score_answer, to_reward
+from areal_jax.tasks.scoring.score_call import (
+    MEASURED,
+    MachineFaultError,
+    Score,
+    ScoringError,
+    make_printable,
+    score_answer,
+    to_reward,
+)
 from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
 
-# of an attempt; 'error': the scorer raised, or returned no reward; for 'unparsed' see scoring.Score
-LABELS = (*SCORED, 'timeout', 'crash', 'error')
+# of an attempt; 'sandbox': the answer could not be judged; 'error': the scorer raised, or returned no reward
+LABELS = (*SCORED, 'timeout', 'crash', 'sandbox', 'error')
 LANE = lanes.REWARD
+# another attempt may do better
+_FAILED = {TimeoutError: 'timeout', WorkerDiedError: 'crash', MachineFaultError: 'sandbox'}
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 
@@ -87,7 +98,7 @@ class InlineVerifier:
         try:
             score = score_answer(self._score, problem, text, finish_reason, episode)
             verdict = Verdict(float(score), label=score.label)
-        except ScoringError as error:
+        except (ScoringError, MachineFaultError) as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
             verdict = Verdict(0.0, label='error')
         self.attempts_by_label[verdict.label] += 1
@@ -127,7 +138,8 @@ class _Ticket:
 class ProcessVerifier:
     """Scores in worker processes, first come, first served, each attempt with a deadline.
 
-    If an attempt hangs ('timeout'), or its worker ends or sends anything but one reply ('crash'), the worker is killed
+    If an attempt hangs ('timeout'), its worker ends or sends anything but one reply ('crash'), or the answer could not
+    be judged ('sandbox'), the worker is killed
     with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
     scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
     `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
@@ -233,7 +245,7 @@ class ProcessVerifier:
             for attempt in range(1, self._attempts + 1):
                 verdict = await self._attempt(slot, request, prompt, attempt)
                 self.attempts_by_label[verdict.label] += 1
-                if verdict.label not in ('timeout', 'crash'):
+                if verdict.label not in _FAILED.values():
                     break
             return self._audited(verdict, prompt, request)
         finally:
@@ -264,8 +276,10 @@ class ProcessVerifier:
     async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
         try:
             reply = await self._ask(slot, request, {'draw': prompt.draw, 'attempt': attempt})
-        except (TimeoutError, WorkerDiedError) as error:
-            label = 'timeout' if isinstance(error, TimeoutError) else 'crash'
+            if 'fault' in reply:
+                raise MachineFaultError(reply['fault'])
+        except (TimeoutError, WorkerDiedError, MachineFaultError) as error:
+            label = next(label for kind, label in _FAILED.items() if isinstance(error, kind))
             _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
             slot.worker.kill()
             slot.worker = self._spawn()  # loads its scorer before the next request needs it
@@ -277,7 +291,8 @@ class ProcessVerifier:
             if 'error' in reply:
                 raise ScoringError(reply['error'])
             score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
-            return Verdict(float(score), attempt, score.label)
+            measured = {name: reply[name] for name in MEASURED if name in reply}
+            return Verdict(float(score), attempt, score.label, **measured)
         except (ScoringError, TypeError, ValueError, OverflowError) as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
             return Verdict(0.0, attempt, 'error')
