@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.config.agent_fields import AGENT_FIELDS, PROGRAM
+from areal_jax.config.agent_fields import AGENT_FIELDS, HERMES, PROGRAM
 from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
@@ -341,6 +341,7 @@ SECTIONS: Mapping[str, Section] = {
             ('refuse', 'wish'),
             'requests whose answers must be a call or JSON: refused with 400, or shown to the model, misses counted',
         ),
+        notation=Text(HERMES, 'of calls in answers to requests with tools: see agent.notation'),
     ),
     'diagnostics': Section(
         'What a run measures beside its loss, see docs/diagnostics.md',
