@@ -297,6 +297,7 @@ class Verdict:
     # 'crash', 'error' (the scorer raised, or returned no reward)
     label: str = 'ok'
     audit: str = ''  # what a second comparison said: 'agrees', 'disagrees', 'undecided'; '' = there was none
+    reason: str = dataclasses.field(default='', compare=False)  # of a failed one, in words that a replay may not have
 
     @property
     def failed(self) -> bool:

@@ -34,7 +34,7 @@ from areal_jax.workers.worker_process import WorkerProcess
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
-    task = _make_task(config, tokenizer)
+    task = build_whole_task(config, tokenizer)
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
     task = task.fitting(room, config.task.over_length)
     sizes = task.sizes()
@@ -71,11 +71,12 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
         task, read = config.task, read_pairs if pairs else read_demonstrations
         found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
     else:
-        found = (contrast_task if pairs else solve_task)(_make_task(config, tokenizer), tokenizer)
+        found = (contrast_task if pairs else solve_task)(build_whole_task(config, tokenizer), tokenizer)
     return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
 
 
-def _make_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    """The task with all of its problems, however long their prompts are."""
     name, options = config.task.name, config.task.options
     values = {field: getattr(config.task, field) for field in value_names(name)}
     return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
