@@ -69,7 +69,9 @@ def _define_flags() -> flags.FlagValues:
     from absl import flags
 
     values = flags.FlagValues()
-    flags.DEFINE_string('answers', None, 'JSON lines with question and answer, or answers.jsonl.', flag_values=values)
+    flags.DEFINE_string(
+        'answers', None, 'JSON lines with question and answer, or answers.jsonl of an evaluation.', flag_values=values
+    )
     flags.DEFINE_string('out', None, 'Where the scores go, a JSON line an answer.', flag_values=values)
     flags.DEFINE_integer(
         'workers', None, 'Answers scored at once; without it task.verifier_workers.', flag_values=values

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'columns', 'errors', 'installation', 'lanes', 'types'},
-    {'addresses', 'code_version', 'files', 'frictions', 'plugins', 'protocols', 'records'},
+    {'addresses', 'code_version', 'files', 'frictions', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -30,7 +30,6 @@ JAX_FREE = [
     'errors',
     'events',
     'lanes',
-    'records',
     'files',
     'installation',
     'plugins',

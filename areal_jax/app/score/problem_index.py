@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -43,19 +44,14 @@ class ProblemIndex:
         given = self._names_in(whole if isinstance(whole, dict) else record)
         if isinstance(whole, dict) and not given:
             given = {'problem': whole}
-            found = [
-                place for place, prompt in enumerate(self.prompts) if _spell(dict(prompt.problem)) == _spell(whole)
-            ]
+            found = self._wholes.get(_spell(whole), [])
         elif not given:
-            ids = [field for field in _IDS if self._places[field]]
-            raise FileError(
-                f'{where} names no problem: give its question as the task has it, as a text '
-                f'{"".join(f", or its {field}" for field in ids)}'.rstrip()
-            )
+            ids = ''.join(f', or its {field}' for field in _IDS if self._places[field])
+            raise FileError(f'{where} names no problem: give its question as the task has it, as a text{ids}')
         else:
             found = self._intersect(given)
         if len(found) > 1 and isinstance(whole, dict):
-            equal = [place for place in found if _spell(dict(self.prompts[place].problem)) == _spell(whole)]
+            equal = [place for place in found if place in self._wholes.get(_spell(whole), [])]
             found = equal[:1] or found
         if len(found) != 1:
             raise FileError(f'{where} {self._describe(given, len(found))}')
@@ -65,6 +61,14 @@ class ProblemIndex:
         """SHA-256 of all problems, whatever their order."""
         own = sorted(hashlib.sha256(_spell(dict(prompt.problem)).encode()).digest() for prompt in self.prompts)
         return hashlib.sha256(b''.join(own)).hexdigest()
+
+    @functools.cached_property
+    def _wholes(self) -> dict[str, list[int]]:
+        """Places by the whole problem."""
+        found: dict[str, list[int]] = {}
+        for place, prompt in enumerate(self.prompts):
+            found.setdefault(_spell(dict(prompt.problem)), []).append(place)
+        return found
 
     def _names_in(self, record: Mapping[str, object]) -> JsonObject:
         texts = {field: record[field] for field in _TEXTS if isinstance(record.get(field), str)}

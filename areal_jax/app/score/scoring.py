@@ -54,7 +54,7 @@ _UNUSED = {
 # fields of the task on which neither rewards nor labels depend
 _MAY_CHANGE = ('task.verifier', _WORKERS, 'task.held_out_fraction', 'task.over_length', 'task.audit_fraction')
 _MAY_CHANGE_ALL = ('task.filter', 'task.max_')
-_MOST_AHEAD = 4096  # scores that wait for the one before them, in memory: an answer may take many attempts
+MOST_AHEAD = 4096  # scores that wait for the one before them, in memory: an answer may take many attempts
 _SPARE_S = 300.0  # beyond the deadline of an attempt: for the start of a worker
 _OPEN_INLINE = 1  # without workers, answers are scored one after the other
 
@@ -215,7 +215,7 @@ class _OrderedWriter:
 
     def has_room(self, position: int) -> bool:
         """Whether the score of this position may wait for those before it; clears `room` where it may not."""
-        is_near = position - self._next < _MOST_AHEAD
+        is_near = position - self._next < MOST_AHEAD
         if not is_near:
             self.room.clear()
         return is_near
