@@ -297,10 +297,10 @@ class Verdict:
     # one of SCORED; or why the last attempt has no reward: 'timeout', 'crash', 'sandbox' (the machine failed),
     # 'error' (the scorer raised, or returned no reward)
     label: str = 'ok'
-    reason: str = ''  # why it is no more, where a scorer says so
     cpu_s: float = 0.0  # of the check of code
     wall_s: float = 0.0
     audit: str = ''  # what a second comparison said: 'agrees', 'disagrees', 'undecided'; '' = there was none
+    reason: str = dataclasses.field(default='', compare=False)  # why it is no more, in words that a replay may not have
 
     @property
     def failed(self) -> bool:

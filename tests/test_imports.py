@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
-    {'addresses', 'code_version', 'files', 'plugins', 'protocols', 'records'},
+    {'addresses', 'code_version', 'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -31,7 +31,6 @@ JAX_FREE = [
     'events',
     'labels',
     'lanes',
-    'records',
     'files',
     'installation',
     'plugins',

@@ -26,7 +26,7 @@ from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
-from areal_jax.tasks.task import Scorer, Split, Task, TaskError
+from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, Task, TaskError, shuffle
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.workers.sandbox.sandbox_trial import try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
@@ -34,7 +34,7 @@ from areal_jax.workers.worker_process import WorkerProcess
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
-    task = _make_task(config, tokenizer)
+    task = build_whole_task(config, tokenizer)
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
     task = task.fitting(room, config.task.over_length)
     sizes = task.sizes()
@@ -71,11 +71,12 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
         task, read = config.task, read_pairs if pairs else read_demonstrations
         found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
     else:
-        found = (contrast_task if pairs else solve_task)(_make_task(config, tokenizer), tokenizer)
+        found = (contrast_task if pairs else solve_task)(build_whole_task(config, tokenizer), tokenizer)
     return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
 
 
-def _make_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    """The task with all of its problems, however long their prompts are."""
     name, options = config.task.name, config.task.options
     values = {field: getattr(config.task, field) for field in value_names(name)}
     return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
@@ -102,7 +103,7 @@ def build_verifier(
     reward = config.task.reward
     own = reward or is_own(config.task.name)
     side: Split = 'train' if task.sizes()['train'] else 'held_out'
-    trial = dict(task.prompts(side, config.run.seed).draw().problem) if own else None
+    trial = _first_problem(task, side, config.run.seed) if own else None
     if start_worker is not WorkerProcess and config.task.verifier == 'process':
         trial = None
     if config.task.verifier == 'inline':
@@ -137,6 +138,14 @@ def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | 
     if not config.task.audit_fraction or workdir is None:
         return None
     return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
+
+
+def _first_problem(task: Task, side: Split, seed: int) -> Problem:
+    """The problem of the first draw; a listed task need not tokenize for it, which no scorer needs."""
+    if isinstance(task, ListedTask):
+        listed = task.problems[side]
+        return dict(listed[int(shuffle(len(listed), seed, 0)[0])])
+    return dict(task.prompts(side, seed).draw().problem)
 
 
 def _load_scorer(scorer: str, task: Task, reward: str) -> Scorer:

@@ -1,4 +1,4 @@
-"""Verification: from an answer's tokens to its reward, inline or in worker processes.
+"""Verification: from an answer's tokens, or its text, to its reward, inline or in worker processes.
 
 Worker processes (worker_process.py) are asked through `clock.call`.
 """
@@ -90,8 +90,18 @@ class InlineVerifier:
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
         """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
+        return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
+
+    async def verify_text(
+        self,
+        prompt: Prompt,
+        text: str,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
+        """The same for an answer that is given as text."""
         problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
-        text, episode = self._decode(answer_tokens), None
+        episode = None
         if takes_episode(self._score):
             found = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
             episode = copy.deepcopy(found)
@@ -100,7 +110,7 @@ class InlineVerifier:
             verdict = Verdict(float(score), label=score.label)
         except (ScoringError, MachineFaultError) as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
-            verdict = Verdict(0.0, label='error')
+            verdict = Verdict(0.0, label='error', reason=str(error))
         self.attempts_by_label[verdict.label] += 1
         return verdict
 
@@ -236,7 +246,16 @@ class ProcessVerifier:
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
         """The verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
-        text = self._decode(answer_tokens)
+        return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
+
+    async def verify_text(
+        self,
+        prompt: Prompt,
+        text: str,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
+        """The same for an answer that is given as text."""
         request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
         if self._with_episode:
             request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
@@ -283,7 +302,7 @@ class ProcessVerifier:
             _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
             slot.worker.kill()
             slot.worker = self._spawn()  # loads its scorer before the next request needs it
-            return Verdict(0.0, attempt, label)
+            return Verdict(0.0, attempt, label, reason=make_printable(str(error)))
         except BaseException:
             slot.worker.kill()  # cancelled: a late reply may still arrive, so the slot's next user starts a new worker
             raise
@@ -294,8 +313,9 @@ class ProcessVerifier:
             measured = {name: reply[name] for name in MEASURED if name in reply}
             return Verdict(float(score), attempt, score.label, **measured)
         except (ScoringError, TypeError, ValueError, OverflowError) as error:
-            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
-            return Verdict(0.0, attempt, 'error')
+            reason = make_printable(str(error))
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, reason)
+            return Verdict(0.0, attempt, 'error', reason=reason)
 
     async def _ask(self, slot: _Slot, request: JsonObject, detail: JsonObject) -> JsonObject:
         if slot.worker.is_killed:
