@@ -107,16 +107,14 @@ class Judge:
             asked = {key: problem[key] for key in ('entry_point', 'setup')}
             asked |= {'tests': tests, 'test': '' if tests else problem['test'], 'is_partial': is_partial}
             checks = _hand(opened, asked)
-            ours, theirs = _pair(opened)
             reader, writer = os.pipe()
             opened.callback(os.close, reader)
-            try:
+            ours, theirs = socket.socketpair()
+            with ours, theirs, open(writer, 'wb'):  # ends that a child holds are its alone
                 pids = self._children.start([
-                    Child(f'{_ANSWER}:serve_answer', (answer, theirs), limits),
-                    Child(f'{_CHECKS}:run_checks', (checks, ours, writer), limits),
+                    Child(f'{_ANSWER}:serve_answer', (answer, theirs.fileno()), limits),
+                    Child(f'{_CHECKS}:run_checks', (checks, ours.fileno(), writer), limits),
                 ])  # fmt: skip
-            finally:
-                os.close(writer)
             told, late = _read_until_end(reader, pids, problem['time_limit_s'], _TOLD_BYTES)
             ended = self._children.end()
         return _read_outcomes(told, late, ended, problem), sum(child.cpu_s for child in ended)
@@ -158,13 +156,6 @@ def _hand(opened: contextlib.ExitStack, given: Mapping[str, Any]) -> int:
     descriptor = hand_text(json.dumps(given).encode())
     opened.callback(os.close, descriptor)
     return descriptor
-
-
-def _pair(opened: contextlib.ExitStack) -> tuple[int, int]:
-    pair = socket.socketpair()
-    for end in pair:
-        opened.enter_context(end)
-    return pair[0].fileno(), pair[1].fileno()
 
 
 def _limits(problem: Mapping[str, Any]) -> dict[str, int]:
