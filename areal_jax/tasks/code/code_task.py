@@ -63,7 +63,8 @@ def _list_problems(path: str, datasets: Sequence[str]) -> list[Problem]:
         if name not in known:
             raise TaskError(f'task.datasets names the family {name!r}, which is not known{suggest(name, known)}')
     families = datasets or [name for name in known if not function_families.is_held_out_family(name)]
-    return [problem for problem in function_families.list_problems() if problem['family'] in families]
+    rows = [row for row in function_families.list_problems() if row['family'] in families]
+    return [code_problems.complete_problem(row, f'family {row["family"]}') for row in rows]
 
 
 def start_sandbox(level: str) -> None:

@@ -83,6 +83,8 @@ class _Server:
 
     def _start(self, children: Sequence[_Message], descriptors: list[int]) -> _Message:
         first = 0
+        if len(descriptors) < sum(child['descriptors'] for child in children):
+            return {'fault': 'no child process: its descriptors were lost'}  # this process has no room for them
         try:
             for number, child in enumerate(children):
                 own = descriptors[first : first + child['descriptors']]

@@ -39,12 +39,17 @@ _SUBCLASS = (
     'Always = type("Always", ({kind},), {compared} | {{"__hash__": {kind}.__hash__, "__ne__": lambda s, o: False}})'
 )
 _PASS = 'b\'["ok", ""]\\n[]\\n\''
-_WRITE = 'import os\n\ndef write(data):\n    for fd in range(64):\n        try: os.write(fd, data)\n        except OSError: pass\n'
+WRITE = (
+    'import os\n\ndef write(data):\n'
+    '    for fd in range(64):\n        try: os.write(fd, data)\n        except OSError: pass\n'
+)
 
 HACKS: dict[str, Hack] = {
     'sys.exit': Hack('sys.exit(0)', ('exception',), 'import sys'),
     'os._exit': Hack('os._exit(0)', ('exception',), 'import os'),
-    'object with ==': Hack('return Always()', before=f'Always = type("Always", (), {_COMPARED} | {{"__hash__": None}})'),
+    'object with ==': Hack(
+        'return Always()', before=f'Always = type("Always", (), {_COMPARED} | {{"__hash__": None}})'
+    ),
     'int subclass': Hack('return Always(1)', before=_SUBCLASS.format(kind='int', compared=_COMPARED)),
     'str subclass': Hack('return Always("a")', before=_SUBCLASS.format(kind='str', compared=_COMPARED)),
     'deep nesting': Hack('x = []\n    for _ in range(100_000): x = [x]\n    return x'),
@@ -63,10 +68,10 @@ HACKS: dict[str, Hack] = {
         '    return next((o for o in gc.get_objects() if callable(o) and getattr(o, "__name__", "") == "check"), None)',
         before='import gc, sys',
     ),
-    'verdict on all descriptors': Hack(f'write({_PASS})', ('wrong',), _WRITE),
+    'verdict on all descriptors': Hack(f'write({_PASS})', ('wrong',), WRITE),
     'forged replies on all descriptors': Hack(
         'body = json.dumps({"id": "", "result": "true"}).encode()\n'
-        '    write(len(body).to_bytes(4, "big") + body)', before=f'{_WRITE}import json',
+        '    write(len(body).to_bytes(4, "big") + body)', before=f'{WRITE}import json',
     ),
     'output flood': Hack('print("x" * 2**20)', before='import sys\nfor _ in range(100): print("y" * 2**20)'),
     'stops itself': Hack('os.kill(os.getpid(), signal.SIGSTOP)', ('time_limit',), 'import os, signal', runs_out=True),
@@ -122,7 +127,8 @@ HACKS: dict[str, Hack] = {
         'import os',
     ),
     'a thread that answers': Hack(
-        'threading.Thread(target=write, args=(b"\\x00\\x00\\x00\\x02{}",)).start()\n    return None', ('wrong', 'exception'),
-        _WRITE + 'import threading',
+        'threading.Thread(target=write, args=(b"\\x00\\x00\\x00\\x02{}",)).start()\n    return None',
+        ('wrong', 'exception'),
+        WRITE + 'import threading',
     ),
 }  # fmt: skip
