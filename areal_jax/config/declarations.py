@@ -47,6 +47,7 @@ from areal_jax.config.ranges import (
     THREADS,
     VERSIONS,
 )
+from areal_jax.config.sandbox_fields import AUTO, LEVELS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
@@ -126,7 +127,7 @@ SECTIONS: Mapping[str, Section] = {
         show_tests=Flag(False, 'code: the visible tests stand in the prompt'),
         partial_credit=Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
-        sandbox=Choice('none', ('none', 'landlock'), 'of an own scorer that runs code of models: docs/your_task.md'),
+        sandbox=Choice(AUTO, LEVELS, "of a scorer that runs code of models; 'auto': by task: docs/code_rewards.md"),
         verifier_workers=Integer(1, THREADS, 'worker processes'),
         verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),

@@ -105,6 +105,7 @@ def build_report(
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
         'unparsed_rate': _unparsed(metrics),
         'audit': _audit(training),
+        'sandbox': facts.sandbox,
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
         **_beside_training(events, facts, curve),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from areal_jax.report.agents import AgentSummary
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 
 class Interval(TypedDict):
@@ -362,6 +363,7 @@ class Report(Flow, BesideTraining, Generation, Causes):
     reward: Ends
     unparsed_rate: Unparsed  # share of a batch's answers in which no answer could be read
     audit: Audit | None  # None where no answer was compared a second time
+    sandbox: SandboxRecord | None  # in which the scorer ran code; None where no sandbox was asked for
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     token_age: MeanMax  # of the trained tokens, in versions

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
@@ -53,7 +54,8 @@ class RunFacts:
     clock: str  # 'real' | 'virtual'
     planned_steps: int | None  # run.steps
     objective: str = ''  # method and combination, see config.objectives.describe_method
-    warnings: Sequence[str] = ()  # of that combination
+    warnings: Sequence[str] = ()  # of that combination, and of a missing sandbox
+    sandbox: SandboxRecord | None = None  # in which the scorer runs code; None: no sandbox is asked for
     finished: bool = True
     running: str | None = None  # unfinished: files.find_holder
     missing: Sequence[str] = ()  # unfinished: what the report lacks, in words

@@ -20,6 +20,7 @@ from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.workers.exits import ENDED, SCORER_DIED, USAGE
 from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
+from areal_jax.workers.sandbox.bubblewrap import wrap_command
 
 REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
 _KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel
@@ -35,12 +36,16 @@ class WorkerProcess:
     """
 
     def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none'):
-        """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory."""
+        """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory.
+
+        Raises OSError, and SandboxError where the level `sandbox` does not start here.
+        """
         self.scorer = scorer
         self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
         self.is_ready = False
+        command = [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox]
         self._process = subprocess.Popen(
-            [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox],
+            wrap_command(sandbox, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -53,7 +58,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the worker; its scorer runs in a child."""
+        """Of the worker, or of bubblewrap around it; its scorer runs in a child."""
         return self._process.pid
 
     @property

@@ -19,7 +19,7 @@ from ml_collections import config_dict
 from areal_jax import lanes
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.parts.extras import require_extras
-from areal_jax.app.parts.task_builder import build_verifier, build_whole_task
+from areal_jax.app.parts.task_builder import build_verifier, build_whole_task, try_scorer_sandbox
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.score.given_answers import GivenAnswer, read_answers
 from areal_jax.app.score.problem_index import ProblemIndex
@@ -136,7 +136,10 @@ class Scoring:
         stall_s = config.task.verifier_deadline_s + _SPARE_S
         self._clock = RealClock({lanes.REWARD: config.task.verifier_workers}, EventLog(keeps=False), stall_s)
         self._supervisor = Supervisor(self._clock)
-        self._verifier: ProcessVerifier | InlineVerifier = build_verifier(config, self._clock, task, tokenizer.decode)
+        sandbox = try_scorer_sandbox(config)
+        self._verifier: ProcessVerifier | InlineVerifier = build_verifier(
+            config, self._clock, task, tokenizer.decode, sandbox=sandbox
+        )
         self._parts.callback(self._verifier.close)
         self._scores = ScoreFile(self.out, describe_scorer(config, task, self._index))
         self._parts.callback(self._scores.close)

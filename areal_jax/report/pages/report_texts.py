@@ -21,6 +21,7 @@ from areal_jax.report.servers import HEAD as SERVERS_HEAD
 from areal_jax.report.servers import describe_servers
 from areal_jax.report.token_fates import fate_rows
 from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_number, format_percent
+from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +156,7 @@ def _staleness_bound(report: Report) -> str:
 
 def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
+    sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
     if report['idle_fields']:
         sentences.append(describe_idle_fields(report['idle_fields']))

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -153,7 +153,8 @@ class ProcessVerifier:
     with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
     scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
     `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
-    compares a share of the scored answers a second time, which changes no reward. `with_episode`: the scorer has a
+    compares a share of the scored answers a second time, which changes no reward. The answer of each of `references`
+    must be scored 'ok' at the start. `with_episode`: the scorer has a
     parameter `episode` (episode_object.takes_episode).
     """
 
@@ -170,6 +171,7 @@ class ProcessVerifier:
         start_deadline_s: float = 120.0,
         lane: str = LANE,
         trial: Problem | None = None,
+        references: Sequence[Problem] = (),
         audit: Audit | None = None,
         with_episode: bool = False,
         start_worker: StartWorker = WorkerProcess,
@@ -189,7 +191,7 @@ class ProcessVerifier:
         self._start_deadline_s = start_deadline_s
         self._attempts = attempts
         self._memory_mb = memory_mb
-        self._trial = trial
+        self._trial, self._references = trial, references
         self._audit = audit
         self._with_episode = with_episode
         self._start_worker = start_worker
@@ -219,6 +221,8 @@ class ProcessVerifier:
             raise self._not_started(error) from error
         if self._trial is not None:
             self._try_out(self._free[0].worker, self._trial)
+        if self._references:
+            self._require_references(self._free[0].worker)
 
     def _not_started(self, error: Exception) -> VerifierError:
         """Ends what has been started; the error to raise."""
@@ -286,6 +290,28 @@ class ProcessVerifier:
         except (ScoringError, WorkerDiedError, TypeError, ValueError, OverflowError) as error:
             self.close()
             raise _trial_failed(self._scorer, error) from error
+
+    def _require_references(self, worker: WorkerProcess) -> None:
+        """Raises TaskError for a problem whose reference answer is not scored as right."""
+        print(f'checking {len(self._references)} reference solutions', flush=True)
+        for problem in self._references:
+            request = {'draw': 0, 'problem': dict(problem), 'text': problem['answer'], 'finish_reason': 'stop'}
+            try:
+                reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
+            except (TimeoutError, WorkerDiedError) as error:
+                reply = {'fault': str(error) or f'it takes more than task.verifier_deadline_s={self._deadline_s:g}'}
+            label = reply.get('label', 'ok')
+            if 'reward' in reply and label == 'ok':
+                continue
+            self.close()
+            reason = make_printable(str(reply.get('reason', reply.get('fault', reply.get('error', '')))))
+            if 'reward' not in reply:
+                raise VerifierError(f'{problem["place"]}: its solution could not be judged: {reason}')
+            which = 'its hidden tests' if label == 'visible_only' else 'its tests'
+            raise TaskError(
+                f'{problem["place"]}: its solution fails {which} ({label}: {reason}): mend the test or the solution, or '
+                'remove the problem'
+            )
 
     def _audited(self, verdict: Verdict, prompt: Prompt, request: JsonObject) -> Verdict:
         if self._audit is None or verdict.failed or request['finish_reason'] != 'stop':

@@ -35,12 +35,12 @@ _DRAIN_READS = 64  # per reply: a process of the scorer may print without end
 
 def main(arguments: list[str]) -> int:
     """Relay requests and replies until stdin closes or the scorer's process ends."""
-    if len(arguments) not in (1, 2, 3):
+    if len(arguments) not in (1, 2, 3) or not {*arguments[2:]} <= {'none', *CONFINING}:
         print('usage: python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX]]', file=sys.stderr)
         return USAGE
     adopt_orphans()
-    memory_mb = int(arguments[1]) if len(arguments) > 1 else 0
-    return _Worker(arguments[0], memory_mb, arguments[2] if len(arguments) > 2 else 'none').run()
+    memory_mb, level = int(arguments[1]) if len(arguments) > 1 else 0, (arguments[2:] or ['none'])[0]
+    return _Worker(arguments[0], memory_mb, level).run()
 
 
 class _Output:
@@ -83,9 +83,9 @@ class _Output:
 class _Worker:
     """The relay between the parent (stdin, stdout) and the scorer's process."""
 
-    def __init__(self, scorer: str, memory_mb: int, sandbox: str):
+    def __init__(self, scorer: str, memory_mb: int, level: str):
         self._child_ended = _notice_ended_children()
-        self._pid, self._requests, self._replies, output = _start_scorer(scorer, memory_mb, sandbox, self._child_ended)
+        self._pid, self._requests, self._replies, output = _start_scorer(scorer, memory_mb, level, self._child_ended)
         self._output = _Output(output)
         self._output_descriptor = output
         for descriptor in (0, 1, self._requests, self._replies, output):
@@ -203,7 +203,7 @@ class _Worker:
         return None if self._grace_end_s is None else max(0.0, self._grace_end_s - time.monotonic())
 
 
-def _start_scorer(scorer: str, memory_mb: int, sandbox: str, noticed: int) -> tuple[int, int, int, int]:
+def _start_scorer(scorer: str, memory_mb: int, level: str, noticed: int) -> tuple[int, int, int, int]:
     """Fork the scorer's process: (pid, pipe of requests, pipe of replies, pipe of its output).
 
     `noticed` is the descriptor of `_notice_ended_children`, which is the parent's alone.
@@ -230,7 +230,7 @@ def _start_scorer(scorer: str, memory_mb: int, sandbox: str, noticed: int) -> tu
         for descriptor in (null, output, to_scorer, from_scorer, from_output, *notices):
             os.close(descriptor)
         if os.getppid() == own_pid:
-            serve(scorer, memory_mb, requests, replies, sandbox=sandbox)
+            serve(scorer, memory_mb, requests, replies, level)
             status = 0
     except BaseException:
         traceback.print_exc()

@@ -29,6 +29,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this cop
 
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 from areal_jax.workers.sandbox.confinement import (
+    CONFINING,
+    LANDLOCK,
     Confinement,
     Preparation,
     SandboxError,
@@ -43,10 +45,10 @@ del sys.path[0]
 
 MOST_DESCRIPTORS, MESSAGE_BYTES = 64, 2**16  # of one message
 CONFINED = 'ok'  # the word of a child
-UNCONFINED = 'none'  # a level: limits alone
 _USERS_APART = 10_000  # between the users that two children of root become
 _KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
 _PAUSE_S = 0.0002
+_COUNT_S = 1.0  # between two counts of the user's threads, for which all of /proc is read
 _Message = dict  # of JSON
 
 
@@ -66,6 +68,7 @@ class _Server:
     def __init__(self, control: socket.socket, confinement: Confinement, prepared: Preparation | None):
         self._control, self._confinement, self._prepared = control, confinement, prepared
         self._children: list[_Child] = []
+        self._own_processes, self._counted_s = 0, -_COUNT_S
 
     def serve(self) -> None:
         """Until the other side closes the socket."""
@@ -83,6 +86,7 @@ class _Server:
 
     def _start(self, children: Sequence[_Message], descriptors: list[int]) -> _Message:
         first = 0
+        self._count_own()
         if len(descriptors) < sum(child['descriptors'] for child in children):
             return {'fault': 'no child process: its descriptors were lost'}  # this process has no room for them
         try:
@@ -116,6 +120,11 @@ class _Server:
         finally:
             os._exit(code)
 
+    def _count_own(self) -> None:
+        """The run may have more threads by now; they count in the limit of a child of the same user."""
+        if self._confinement.uid is None and time.monotonic() - self._counted_s > _COUNT_S:
+            self._own_processes, self._counted_s = count_own(), time.monotonic()
+
     def _confine(self, limits: _Message, told: int, number: int) -> bool:
         """Confines this process, and says on `told` whether it is."""
         uid = self._confinement.uid
@@ -123,9 +132,9 @@ class _Server:
         try:
             confinement = dataclasses.replace(self._confinement, **limits, uid=user)
             if self._prepared is None:
-                set_limits(confinement, count_own())
+                set_limits(confinement, self._own_processes)
             else:
-                confine(confinement, self._prepared)
+                confine(confinement, dataclasses.replace(self._prepared, own_processes=self._own_processes))
             die_with_parent()  # a change of user takes it back
             word = CONFINED
         except (SandboxError, OSError) as error:
@@ -199,9 +208,9 @@ def main(arguments: Sequence[str]) -> None:
         # a fork copies each page that it writes to, and code that ran before writes less
         getattr(importlib.import_module(module), 'warm_up', lambda: None)()
     control = socket.socket(fileno=int(descriptor))
-    confinement = choose_confinement(memory_bytes=0)
     try:
-        prepared = None if level == UNCONFINED else prepare(confinement)
+        confinement = choose_confinement(memory_bytes=0, level=level if level in CONFINING else LANDLOCK)
+        prepared = prepare(confinement) if level in CONFINING else None
     except SandboxError as error:
         control.send(json.dumps({'fault': str(error)}).encode())
         return

@@ -18,13 +18,15 @@ from areal_jax.errors import UserError
 from areal_jax.workers.sandbox import landlock, seccomp
 from areal_jax.workers.sandbox.landlock import find_abi as find_abi
 
-LANDLOCK = 'landlock'  # task.sandbox
+LANDLOCK, BUBBLEWRAP = CONFINING = 'landlock', 'bubblewrap'  # task.sandbox
 _NO_NEW_PRIVILEGES = 38  # prctl
-_SIGNALS_ABI = 6  # of Landlock: signals to processes outside are refused
+# of Landlock: from the first on files outside cannot be emptied, from the second on no process outside gets a signal
+_TRUNCATE_ABI, _SIGNALS_ABI = 3, 6
 _RUN = ('/usr', '/lib', '/lib64', '/bin')
 _READ = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom')
 _NULL = '/dev/null'
 _FIRST_KILLED = '1000'  # oom_score_adj
+_USERS_OF_MACHINE = 'user:[4026531837]'  # linux/proc_ns.h; RLIMIT_NPROC counts in each namespace by itself
 _ROOT_BECOMES, _MANY = 60_001, 4_000  # users that nothing else has
 
 
@@ -44,6 +46,7 @@ class Confinement:
       processes: besides those that its user has already, threads included.
       cpu_s: of CPU time; 0 = no bound.
       uid: that root becomes, one that nothing else uses; None = the user stays.
+      level: of CONFINING, that the process runs at; BUBBLEWRAP has made files outside read-only already.
     """
 
     readable: tuple[str, ...] = ()
@@ -54,12 +57,19 @@ class Confinement:
     processes: int = 16
     cpu_s: int = 0
     uid: int | None = None
+    level: str = LANDLOCK
 
 
-def choose_confinement(memory_bytes: int) -> Confinement:
+def choose_confinement(memory_bytes: int, level: str = LANDLOCK) -> Confinement:
     """For this process: root becomes a user of its own, another user stays."""
-    uid = _ROOT_BECOMES + os.getpid() % _MANY if os.getuid() == 0 else None
-    return Confinement(uid=uid, memory_bytes=memory_bytes)
+    uid = _ROOT_BECOMES + (os.getpid() + _number_processes()) % _MANY if os.getuid() == 0 else None
+    return Confinement(uid=uid, memory_bytes=memory_bytes, level=level)
+
+
+def _number_processes() -> int:
+    """Of the namespace of processes: pids are small in each of them, where users of root's children must differ."""
+    namespace = '/proc/self/ns/pid'
+    return os.stat(namespace).st_ino if os.path.exists(namespace) else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +140,11 @@ def require_support(confinement: Confinement) -> int:
         raise SandboxError(f'uid {confinement.uid} is for root, and this is uid {os.getuid()}')
     if confinement.uid is None and os.getuid() == 0:
         raise SandboxError('root is confined as another user, and none is named')
+    if confinement.level == LANDLOCK and abi < _TRUNCATE_ABI:
+        raise SandboxError(
+            f'code is confined with Landlock ABI {_TRUNCATE_ABI} (Linux 6.2), which keeps it from emptying files that '
+            f'everybody can write; this kernel has ABI {abi}'
+        )
     if confinement.uid is None and abi < _SIGNALS_ABI:
         raise SandboxError(
             f'code of the same user is confined with Landlock ABI {_SIGNALS_ABI} (Linux 6.12), which refuses it '
@@ -161,14 +176,20 @@ def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
 
 def count_own() -> int:
     """Threads of this user, which count in its RLIMIT_NPROC."""
-    own, found = os.getuid(), 0
+    own, found, namespace = os.getuid(), 0, _name_users()
     for name in filter(str.isdecimal, os.listdir('/proc')):
         try:
-            if os.stat(f'/proc/{name}').st_uid == own:
+            if os.stat(f'/proc/{name}').st_uid == own and namespace in ('', _name_users(name)):
                 found += len(os.listdir(f'/proc/{name}/task'))
         except OSError:  # it has ended
             continue
     return found
+
+
+def _name_users(process: str = 'self') -> str:
+    """The namespace of users of a process; '' for that of the machine. A process of another one raises OSError."""
+    found = os.readlink(f'/proc/{process}/ns/user')
+    return '' if found == _USERS_OF_MACHINE else found
 
 
 def _list_rules(confinement: Confinement) -> dict[str, landlock.Access]:

@@ -51,7 +51,8 @@ def install() -> None:
     """This thread and what it starts get EPERM for REFUSED. Needs PR_SET_NO_NEW_PRIVS; raises OSError."""
     program = assemble()
     if load_libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        number = ctypes.get_errno()
+        raise OSError(number, f'the kernel refuses a filter of system calls (seccomp): {os.strerror(number)}')
 
 
 @functools.cache
