@@ -37,7 +37,7 @@ def decode(text: str | bytes) -> object:
         return _from_tree(json.loads(text), 0)
     except NotPlainError:
         raise
-    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise NotPlainError(f'no encoded value: {type(error).__name__}') from error
 
 

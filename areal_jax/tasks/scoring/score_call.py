@@ -66,11 +66,16 @@ def score_answer(
     try:
         value = score(problem, text, finish_reason, **({} if episode is None else {'episode': episode}))
         reward = to_reward(value)
-        return value if isinstance(value, Score) else Score(reward)
+        return _check(value, reward) if isinstance(value, Score) else Score(reward)
     except (KeyboardInterrupt, MachineFaultError):
         raise
     except BaseException as error:
         raise ScoringError(describe_error(error)) from error
+
+
+def _check(score: Score, reward: float) -> Score:
+    """A copy: a scorer can change the attributes of its own."""
+    return Score(reward, score.label, reason=str(score.reason), cpu_s=float(score.cpu_s), wall_s=float(score.wall_s))
 
 
 def to_reward(value: object) -> float:

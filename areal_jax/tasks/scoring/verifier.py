@@ -309,8 +309,8 @@ class ProcessVerifier:
                 raise VerifierError(f'{problem["place"]}: its solution could not be judged: {reason}')
             which = 'its hidden tests' if label == 'visible_only' else 'its tests'
             raise TaskError(
-                f'{problem["place"]}: its solution fails {which} ({label}: {reason}): mend the test or the solution, or '
-                'remove the problem'
+                f'{problem["place"]}: its solution fails {which} ({label}: {reason}): mend the test or the solution, '
+                'or remove the problem'
             )
 
     def _audited(self, verdict: Verdict, prompt: Prompt, request: JsonObject) -> Verdict:
