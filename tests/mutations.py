@@ -1266,9 +1266,30 @@ MUTATIONS = [
     Mutation(
         'write arguments anew',
         'areal_jax.rollout.http.wire.notation:read_hermes',
-        'return name, written',
-        'return name, json.dumps(arguments)',
+        'return require_call(name, arguments, written)',
+        'return require_call(name, arguments, json.dumps(arguments))',
         'tests/rollout/http/wire/test_notation.py',
+    ),
+    Mutation(
+        'take a call of a package that no client could send back',
+        'areal_jax.rollout.http.wire.renderers_parser:_read_call',
+        'return require_call(call.name, STRICT_JSON.decode(written), written)',
+        'return str(call.name), written',
+        'tests/rollout/http/wire/test_renderers_parser.py',
+    ),
+    Mutation(
+        'lose reasoning that begins in the prompt',
+        'areal_jax.rollout.http.wire.renderers_parser:RenderersParser._read',
+        'prompt_ids=before',
+        'prompt_ids=None',
+        'tests/rollout/http/wire/test_renderers_parser.py',
+    ),
+    Mutation(
+        'read a whole answer with the stop string that ended it',
+        'areal_jax.rollout.http.wire.text:cut_stop',
+        'text[: begin + (len(finish.matched) if keep_stop else 0)]',
+        'text',
+        'tests/rollout/http/wire/test_text.py',
     ),
     Mutation(
         'show a model what cannot change its answer',

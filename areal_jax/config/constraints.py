@@ -49,7 +49,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_critic_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)
-    yield from _task_and_model_problems(c)
+    yield from find_task_problems(c)
     yield from _file_problems(c)
     yield from _device_problems(c)
     yield from _telemetry_problems(c)
@@ -63,7 +63,7 @@ def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_agent_problems(c)
     yield from _engine_problems(c)
     yield from _quantization_problems(c)
-    yield from _task_and_model_problems(c)
+    yield from find_task_problems(c)
     if not c.evaluation.problems:
         yield 'evaluation.problems=0 leaves nothing to evaluate; set the number of problems'
 
@@ -272,7 +272,8 @@ def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
 
 
-def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """The rules of task and model alone."""
     model = c.model
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"

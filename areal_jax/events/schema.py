@@ -9,7 +9,8 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Literal, NotRequired
 
-from areal_jax import files, records
+from areal_jax import files
+from areal_jax.events import records
 from areal_jax.events.episode_events import AuditEvent, FinishEvent, RewardEvent
 from areal_jax.events.event_fields import (
     Amount,

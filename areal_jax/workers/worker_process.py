@@ -22,6 +22,7 @@ from areal_jax.workers.exits import ENDED, SCORER_DIED, USAGE
 from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.workers.sandbox.bubblewrap import wrap_command
 
+REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
 _KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class WorkerProcess:
             self._accept_ready(await self._pipes.receive_line())
 
     async def ask(self, request: JsonObject) -> JsonObject:
-        """Send a JSON-able request and wait for its reply, {'reward'} or {'error'}.
+        """Send a JSON-able request and wait for its reply, {'reward'}, {'error'} or {'fault'}.
 
         Raises WorkerDiedError, also for a reply to another request, for a second reply, and for a reply without a
         request: after these no later reply can be trusted. The id cannot be guessed by a process that an earlier
@@ -87,7 +88,7 @@ class WorkerProcess:
             self._require_silence()
             number = secrets.token_hex(8)
             await self._pipes.send(json.dumps({**request, 'id': number}).encode() + b'\n')
-            reply = _parse(await self._pipes.receive_line(), ('reward', 'error'))
+            reply = _parse(await self._pipes.receive_line(), REPLIES)
             if reply.get('id') != number:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied to another request')
             if self._pipes.received:
@@ -102,7 +103,7 @@ class WorkerProcess:
         """
         number = secrets.token_hex(8)
         self._pipes.send_at_once(json.dumps({**request, 'id': number}).encode() + b'\n', end_s)
-        return _parse(self._pipes.wait_for_line(end_s), ('reward', 'error'))
+        return _parse(self._pipes.wait_for_line(end_s), REPLIES)
 
     def kill(self) -> None:
         """Have the worker end at once, with every process of its scorer; from any thread, returns without waiting.

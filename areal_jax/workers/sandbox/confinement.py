@@ -72,30 +72,61 @@ def _number_processes() -> int:
     return os.stat(namespace).st_ino if os.path.exists(namespace) else 0
 
 
-def confine(confinement: Confinement) -> None:
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What is the same for all children of a process that are confined alike.
+
+    Args:
+      ruleset: a descriptor of Landlock's rules.
+      own_processes: of this user at the time, beside which a child may have its own; 0 for root.
+    """
+
+    ruleset: int
+    own_processes: int
+
+
+def prepare(confinement: Confinement) -> Preparation:
+    """For the children that a process forks; without a folder to work in. Raises SandboxError."""
+    abi = require_support(confinement)
+    seccomp.assemble()
+    try:
+        ruleset = landlock.build_ruleset(_list_rules(confinement), abi)
+    except OSError as error:
+        raise _failed(error) from error
+    return Preparation(ruleset, 0 if confinement.uid is not None else count_own())
+
+
+def confine(confinement: Confinement, prepared: Preparation | None = None) -> None:
     """Takes nothing back: for a child that leads its session and has one thread.
 
-    Raises SandboxError; the caller ends the process then, which may be confined in part.
+    `prepared`: by the process that forked this one. Raises SandboxError; the caller ends the process then, which may be
+    confined in part.
     """
-    abi = require_support(confinement)
-    if len(os.listdir('/proc/self/task')) > 1:
-        raise SandboxError('a process with several threads cannot be confined: start none when code is loaded')
+    if prepared is None:
+        prepared = prepare(confinement)
+        if len(os.listdir('/proc/self/task')) > 1:
+            raise SandboxError('a process with several threads cannot be confined: start none when code is loaded')
     try:
         os.chdir(confinement.work or '/')
         os.umask(0o077)
         with open('/proc/self/oom_score_adj', 'w') as file:
             file.write(_FIRST_KILLED)
-        _set_limits(confinement)
+        set_limits(confinement, prepared.own_processes)
         if confinement.uid is not None:
             os.setgroups([])
             os.setresgid(*[confinement.uid] * 3)
             os.setresuid(*[confinement.uid] * 3)
-        if ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+        if landlock.load_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        landlock.restrict(_list_rules(confinement), abi)
+        landlock.enter(prepared.ruleset)
+        os.close(prepared.ruleset)
         seccomp.install()
     except OSError as error:
-        raise SandboxError(f'the process cannot be confined: {error.strerror} ({error.errno})') from error
+        raise _failed(error) from error
+
+
+def _failed(error: OSError) -> SandboxError:
+    return SandboxError(f'the process cannot be confined: {error.strerror} ({error.errno})')
 
 
 def require_support(confinement: Confinement) -> int:
@@ -122,11 +153,15 @@ def require_support(confinement: Confinement) -> int:
     return abi
 
 
-def _set_limits(confinement: Confinement) -> None:
+def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
+    """The limits alone, which stop accidents and no attempt; those of `own_processes` are allowed beside.
+
+    Raises OSError.
+    """
     limits = {
         resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: confinement.file_bytes,
         resource.RLIMIT_NOFILE: confinement.open_files,
-        resource.RLIMIT_NPROC: confinement.processes + (_count_own() if confinement.uid is None else 0),
+        resource.RLIMIT_NPROC: confinement.processes + own_processes,
     }  # fmt: skip
     if confinement.memory_bytes:
         limits[resource.RLIMIT_AS] = confinement.memory_bytes
@@ -139,8 +174,8 @@ def _set_limits(confinement: Confinement) -> None:
         resource.setrlimit(kind, (least, least))
 
 
-def _count_own() -> int:
-    """Threads of this user: they count in RLIMIT_NPROC."""
+def count_own() -> int:
+    """Threads of this user, which count in its RLIMIT_NPROC."""
     own, found, namespace = os.getuid(), 0, _name_users()
     for name in filter(str.isdecimal, os.listdir('/proc')):
         try:
