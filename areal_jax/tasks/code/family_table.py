@@ -24,7 +24,9 @@ class Variant:
     @property
     def question(self) -> str:
         """The text that a model sees."""
-        return f'Write a Python function f({self.inputs.signature}) that returns {self.returned}.'
+        return f'Write a Python function f({self.inputs.signature}) that returns {self.returned}.'.replace(
+            ' 1 elements', ' element'
+        )
 
     @property
     def solution(self) -> str:
@@ -187,7 +189,7 @@ def _pair_families() -> dict[str, list[Variant]]:
             (f'{p} if a is {q}, otherwise {r}', f'{v} if {c} else {w}')
             for p, v in values
             for q, c in [*parts.conditions('a'), ('greater than b', 'a > b')]
-            for r, w in values
+            for r, w in values[::4]
             if v != w
         ),
     )
@@ -205,7 +207,7 @@ def _integer_families() -> dict[str, list[Variant]]:
                 (f'{p} if n is {q}, otherwise {r}', f'{v} if {c} else {w}')
                 for p, v in values
                 for q, c in conditions
-                for r, w in values
+                for r, w in values[::4]
                 if v != w
             ),
         ),
@@ -235,10 +237,7 @@ def _integer_families() -> dict[str, list[Variant]]:
                 f'how often n must be {words} until it is {until}',
                 f'steps = 0\nwhile n {sign} {bound}:\n    n {code}\n    steps += 1\nreturn steps',
             )
-            for words, code in [
-                *((f'divided by {k} and rounded down', f'//= {k}') for k in range(2, 10)),
-                *((f'reduced by {k}', f'-= {k}') for k in (7, 50, 99)),
-            ]
+            for words, code in [(f'divided by {k} and rounded down', f'//= {k}') for k in range(2, 11)]
             for until, sign, bound in [
                 *((f'less than {b}', '>=', b) for b in (1, 4, 7)),
                 *((f'at most {b}', '>', b) for b in (1, 5, 9)),
@@ -272,7 +271,7 @@ def _text_families() -> dict[str, list[Variant]]:
         'map_words': _variants(
             inputs.SENTENCE,
             (
-                (f'a list of {p} for each word w of s that {q}', f'[{v} for w in s.split() if {c}]')
+                (f'a list of {p} for all words w of s that {q}', f'[{v} for w in s.split() if {c}]')
                 for p, v in [*values, ('the length of w', 'len(w)')]
                 for q, c in words
             ),

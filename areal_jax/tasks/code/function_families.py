@@ -16,15 +16,15 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.tasks.code.family_table import Variant, list_families
-from areal_jax.tasks.code.function_inputs import Arguments, InputKind, draw_inputs
+from areal_jax.tasks.code.function_inputs import InputKind, draw_inputs
 from areal_jax.tasks.task import hash_fraction
 
 VISIBLE_TESTS, HIDDEN_TESTS = 6, 12
 MOST_PROBLEMS = 120  # of a family
 HELD_OUT_FAMILIES = ('filter_map_sum', 'filter_count', 'flatten', 'first_match', 'join_words')
-_POOL = 60  # arguments from which the tests of a problem are chosen, for visible and for hidden ones
+_POOL = 80  # arguments from which the tests of a problem are chosen, for visible and for hidden ones
 _ENTRY_POINT = 'f'
-_RAISED = '"raised"'  # in place of the JSON text of a result
+_Key = tuple[InputKind, tuple[str, ...]]  # what a function does: its results for all inputs of a kind
 
 
 def list_problems(seed: int = 0) -> list[JsonObject]:
@@ -48,83 +48,80 @@ def is_held_out(question: str, held_out_fraction: float) -> bool:
 @functools.lru_cache(maxsize=2)
 def _list_texts(seed: int) -> tuple[str, ...]:
     """The problems as JSON: a caller that changes a problem changes its own copy."""
-    known: set[tuple[str, ...]] = set()  # results of the problems so far, which other families may have
+    known: set[_Key] = set()  # across families
     families = sorted(list_families().items())
     return tuple(
         json.dumps(problem) for name, variants in families for problem in _list_family(name, variants, seed, known)
     )
 
 
-def _list_family(
-    name: str, variants: Sequence[Variant], seed: int, known: set[tuple[str, ...]]
-) -> Iterator[JsonObject]:
-    rng = random.Random(f'{name} {seed}')
-    chosen = rng.sample(variants, min(len(variants), MOST_PROBLEMS))
+def _list_family(name: str, variants: Sequence[Variant], seed: int, known: set[_Key]) -> Iterator[JsonObject]:
+    chosen = random.Random(f'{name} {seed}').sample(variants, min(len(variants), MOST_PROBLEMS))
     by_kind: dict[InputKind, list[Variant]] = {}
     for variant in chosen:
         by_kind.setdefault(variant.inputs, []).append(variant)
-    for kind, of_kind in by_kind.items():
+    for kind, of_kind in by_kind.items():  # a problem with inputs of another kind fails the tests of this one
         yield from _choose_tests(name, kind, of_kind, seed, known)
 
 
 def _choose_tests(
-    name: str, kind: InputKind, variants: Sequence[Variant], seed: int, known: set[tuple[str, ...]]
+    name: str, kind: InputKind, variants: Sequence[Variant], seed: int, known: set[_Key]
 ) -> Iterator[JsonObject]:
-    """The problems with inputs of one kind; one whose visible tests cannot tell it apart from others is left out.
-
-    Problems with inputs of other kinds take other parameters or raise for these inputs.
-    """
-    visible = draw_inputs(kind, _POOL, f'{seed}', wide=False)
-    texts = {json.dumps(arguments) for arguments in [*visible, *kind.edges]}
-    wide = [one for one in draw_inputs(kind, _POOL, f'{seed}', wide=True) if json.dumps(one) not in texts]
+    """The problems with inputs of one kind, without those that so few visible tests cannot tell apart from others."""
+    texts = {repr(one) for one in kind.edges}
+    visible = [one for one in draw_inputs(kind, _POOL, str(seed), wide=False) if repr(one) not in texts]
+    texts |= {repr(one) for one in visible}
+    wide = [one for one in draw_inputs(kind, _POOL, str(seed), wide=True) if repr(one) not in texts]
     arguments = [*visible, *kind.edges, *wide]
-    place = repr(kind.signature)
-    results: dict[tuple[str, ...], Variant] = {}
+    found: dict[tuple[str, ...], Variant] = {}
     for variant in variants:
         function = load_function(variant.solution)
-        row = tuple(json.dumps(function(*json.loads(json.dumps(one)))) for one in arguments)
-        if (place, *row) not in known:
-            results[row] = variant
-    known.update((place, *row) for row in results)
-    table = np.array(list(results))  # [problems, inputs], JSON texts
-    identities = [[json.dumps(one[i]) for one in visible] for i in range(len(visible[0]))]
-    for index, (row, variant) in enumerate(results.items()):
+        results = tuple(repr(function(*one)) for one in arguments)
+        if (kind, results) not in known:
+            known.add((kind, results))
+            found[results] = variant
+    identities = [tuple(repr(one[i]) for one in arguments) for i in range(len(arguments[0]))]
+    codes = _as_codes([*found, *identities])[:, : len(visible)]
+    edges = list(range(len(visible), len(visible) + len(kind.edges)))
+    others = list(range(len(visible) + len(kind.edges), len(arguments)))
+    for index, variant in enumerate(found.values()):
         rng = random.Random(f'{variant.question} {seed}')
-        others = np.concatenate([np.delete(table, index, axis=0)[:, : len(visible)], np.array(identities)])
-        shown = _pick_visible(np.array(row[: len(visible)]), others, rng)
-        if shown is None:
-            continue
-        rest = list(range(len(visible) + len(kind.edges), len(arguments)))
-        edges = list(range(len(visible), len(visible) + len(kind.edges)))
-        hidden = [*edges, *rng.sample(rest, min(len(rest), HIDDEN_TESTS - len(edges)))]
-        test = lambda i, row=row: [arguments[i], json.loads(row[i])]
-        yield {
-            'family': name,
-            'question': variant.question,
-            'entry_point': _ENTRY_POINT,
-            'solution': variant.solution,
-            'tests': [test(i) for i in shown],
-            'hidden_tests': [test(i) for i in hidden],
-        }
+        if shown := _pick_visible(codes[index], np.delete(codes, index, axis=0), rng):
+            hidden = [*edges, *rng.sample(others, min(len(others), HIDDEN_TESTS - len(edges)))]
+            function = load_function(variant.solution)
+            tests, hidden_tests = ([[arguments[i], function(*arguments[i])] for i in part] for part in (shown, hidden))
+            yield {
+                'family': name,
+                'question': variant.question,
+                'entry_point': _ENTRY_POINT,
+                'solution': variant.solution,
+                'tests': tests,
+                'hidden_tests': hidden_tests,
+            }
 
 
-def _pick_visible(own: np.ndarray, others: np.ndarray, rng: random.Random) -> list[int] | None:
+def _as_codes(rows: Sequence[tuple[str, ...]]) -> np.ndarray:
+    """int64 [rows, columns]: equal texts have equal numbers."""
+    numbers: dict[str, int] = {}
+    return np.array([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
+
+
+def _pick_visible(own: np.ndarray, others: np.ndarray, rng: random.Random) -> list[int]:
     """Indices of inputs on which each row of `others`, and each constant, differs from `own` at least once.
 
-    None where so few inputs cannot do it. Each choice is the best next one; ties are broken by `rng`.
+    The next one is always the input that tells most rows apart, ties are broken by `rng`. [] where that does not
+    suffice.
     """
     order = list(range(len(own)))
     rng.shuffle(order)
     equal = others == own  # [others, inputs]
-    alive = np.ones(len(others), bool)
     picked: list[int] = []
     while len(picked) < VISIBLE_TESTS:
         shown = {own[i] for i in picked}
-        left = {i: int(equal[alive, i].sum()) for i in order if i not in picked}
-        best = min(left, key=lambda i: (left[i] + (len(shown) == 1 and own[i] in shown), own[i] in shown))
-        picked.append(best)
-        alive &= equal[:, best]
-    return None if alive.any() or len({own[i] for i in picked}) == 1 else picked
+        left = equal.sum(axis=0) + (own == own[picked[0]] if len(shown) == 1 else 0)
+        picked.append(min((i for i in order if i not in picked), key=lambda i: (left[i], own[i] in shown)))
+        equal = equal[equal[:, picked[-1]]]
+    return [] if len(equal) or len({own[i] for i in picked}) == 1 else picked
 
 
 def load_function(source: str) -> Callable[..., object]:

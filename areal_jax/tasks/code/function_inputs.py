@@ -1,4 +1,4 @@
-"""Seeded arguments for small functions, by kind: short ones for visible tests, wide ones and edge cases for hidden tests."""
+"""Seeded arguments of small functions, by kind of input: short ones, wide ones and edge cases."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Argument = int | str | list[int] | list[list[int]] | dict[str, int]
 Arguments = list[Argument]
 _Draw = Callable[[random.Random, bool], Arguments]  # the flag asks for a wide draw
 
-WORDS = tuple(
+_WORDS = (
     'a an at be do in it of so to ant ape arm art bat bee bus cat cod cow ear eel egg owl sea tea toe top '
     'area atom baby bear beer bell best boat cake cost east echo even oboe open seat silk star tape text tree '
     'above apple basic beach bread chess eagle earth extra ocean sense sauce table taste total under '
-    'adjust banana basket better coffee effect estate office secret sister street active'.split()
+    'adjust banana basket better coffee effect estate office secret sister street active'
 )
 _KEYS = 'abcdefghij'
 # Characters that conditions on characters tell apart. Repeated ones are drawn more often.
@@ -79,7 +79,8 @@ def _draw_text(rng: random.Random, wide: bool) -> Arguments:
 
 
 def _draw_words(rng: random.Random, wide: bool) -> Arguments:
-    return [' '.join(rng.choice(WORDS) for _ in range(rng.randint(1, 9 if wide else 5)))]
+    words = _WORDS.split()
+    return [' '.join(rng.choice(words) for _ in range(rng.randint(1, 9 if wide else 5)))]
 
 
 def _draw_dict(rng: random.Random, wide: bool) -> Arguments:

@@ -1,0 +1,122 @@
+"""Problems of the task `code`: references, tests that tell them apart, splits."""
+
+import collections
+import json
+
+import pytest
+
+from areal_jax.tasks.code import family_table, function_families
+from areal_jax.tasks.code.function_families import is_held_out, is_held_out_family, list_problems, load_function
+from areal_jax.text.tokenizer import GgufTokenizer
+
+PROBLEMS = list_problems()
+MOST_TOKENS = 64
+
+
+def by_family():
+    families = collections.defaultdict(list)
+    for problem in PROBLEMS:
+        families[problem['family']].append(problem)
+    return families
+
+
+def passes(function, tests):
+    """As strict as JSON: True is not 1."""
+    try:
+        return all(json.dumps(function(*json.loads(json.dumps(a)))) == json.dumps(result) for a, result in tests)
+    except Exception:
+        return False
+
+
+def test_there_are_families_with_dozens_of_problems_each():
+    sizes = {name: len(problems) for name, problems in by_family().items()}
+    assert len(sizes) == len(family_table.list_families()) >= 20
+    assert min(sizes.values()) >= 20
+    assert max(sizes.values()) <= function_families.MOST_PROBLEMS
+    # a problem is left out where another behaves alike or where six tests cannot tell it apart from all others
+    listed = {name: min(len(v), function_families.MOST_PROBLEMS) for name, v in family_table.list_families().items()}
+    assert sum(sizes.values()) > 0.9 * sum(listed.values())
+
+
+def test_every_reference_passes_its_tests():
+    for problem in PROBLEMS:
+        function = load_function(problem['solution'])
+        assert len(problem['tests']) == function_families.VISIBLE_TESTS
+        assert len(problem['hidden_tests']) == function_families.HIDDEN_TESTS
+        assert passes(function, [*problem['tests'], *problem['hidden_tests']]), problem
+
+
+def test_references_leave_their_arguments_as_they_are():
+    for problem in PROBLEMS:
+        function = load_function(problem['solution'])
+        for arguments, _ in problem['hidden_tests']:
+            before = json.dumps(arguments)
+            function(*arguments)
+            assert json.dumps(arguments) == before
+
+
+def test_hidden_tests_have_other_arguments():
+    for problem in PROBLEMS:
+        arguments = [json.dumps(arguments) for arguments, _ in [*problem['tests'], *problem['hidden_tests']]]
+        assert len(set(arguments)) == len(arguments), problem
+
+
+def test_neither_a_constant_nor_an_argument_passes():
+    for problem in PROBLEMS:
+        tests = problem['tests']
+        assert len({json.dumps(result) for _, result in tests}) > 1, problem
+        for index in range(len(tests[0][0])):
+            assert not passes(lambda *arguments, index=index: arguments[index], tests), problem
+
+
+@pytest.mark.parametrize('name', family_table.list_families())
+def test_no_other_reference_of_the_family_passes(name):
+    family = by_family()[name]
+    functions = [load_function(problem['solution']) for problem in family]
+    for index, problem in enumerate(family):
+        assert [other for other, function in enumerate(functions) if passes(function, problem['tests'])] == [index]
+
+
+def test_the_problems_depend_on_the_seed_alone():
+    function_families.list_problems(1)
+    first = list_problems()
+    assert first == PROBLEMS
+    first[0]['tests'].clear()  # a caller has its own copy
+    assert list_problems() == PROBLEMS
+    other = list_problems(1)
+    assert [p['tests'] for p in other] != [p['tests'] for p in PROBLEMS]
+    both = {p['question'] for p in other} & {p['question'] for p in PROBLEMS}
+    assert len(PROBLEMS) / 2 < len(both) < len(PROBLEMS)  # large families are sampled
+
+
+def test_problems_are_plain_json():
+    assert json.loads(json.dumps(PROBLEMS, allow_nan=False)) == PROBLEMS
+    assert not has_float(PROBLEMS)
+
+
+def has_float(value):
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, float) or (isinstance(value, dict | list) and any(map(has_float, items)))
+
+
+def test_no_question_and_no_solution_appears_twice():
+    assert max(collections.Counter(problem['question'] for problem in PROBLEMS).values()) == 1
+    assert max(collections.Counter(problem['solution'] for problem in PROBLEMS).values()) == 1
+
+
+def test_whole_families_and_some_problems_of_the_others_are_held_out():
+    held_out = [name for name in by_family() if is_held_out_family(name)]
+    assert sorted(held_out) == sorted(function_families.HELD_OUT_FAMILIES)
+    for name, problems in by_family().items():
+        questions = {problem['question'] for problem in problems}
+        few, many = ({q for q in questions if is_held_out(q, share)} for share in (0.2, 0.4))
+        assert few < many < questions
+        assert 0 < len(few) / len(questions) < 0.4, name
+    assert sum(is_held_out(p['question'], 0.25) for p in PROBLEMS) / len(PROBLEMS) == pytest.approx(0.25, abs=0.03)
+
+
+def test_solutions_are_short(smollm2_fields):
+    tokenizer = GgufTokenizer(smollm2_fields)
+    lengths = {problem['solution']: len(tokenizer.encode(problem['solution'])) for problem in PROBLEMS}
+    assert {solution: n for solution, n in lengths.items() if n >= MOST_TOKENS} == {}
+    assert sum(20 <= n <= 45 for n in lengths.values()) > 0.8 * len(lengths)
