@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NotRequired
 
 from areal_jax import files
 from areal_jax.events import records
-from areal_jax.events.episode_events import AuditEvent, FinishEvent, RewardEvent
+from areal_jax.events.episode_events import AuditEvent, CheckEvent, FinishEvent, RewardEvent
 from areal_jax.events.event_fields import (
     Amount,
     Check,
@@ -341,7 +341,8 @@ class ErrorEvent(Header):
 
 Event = (
     LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | PreemptEvent
-    | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent
+    | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | CheckEvent | AuditEvent
+    | BufferEvent | ConsumeEvent | DropEvent
     | PublishEvent | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent

@@ -263,6 +263,7 @@ class ProcessVerifier:
         request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
         if self._with_episode:
             request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
+        waiting = len(self._queue)
         slot = await self._take_slot()
         try:
             for attempt in range(1, self._attempts + 1):
@@ -270,7 +271,7 @@ class ProcessVerifier:
                 self.attempts_by_label[verdict.label] += 1
                 if verdict.label not in _FAILED.values():
                     break
-            return self._audited(verdict, prompt, request)
+            return self._audited(dataclasses.replace(verdict, waiting=waiting), prompt, request)
         finally:
             self._release_slot(slot)
 
