@@ -515,15 +515,15 @@ MUTATIONS = [
     ),
     Mutation(
         'let confined code signal others',
-        'areal_jax.workers.sandbox.landlock:restrict',
+        'areal_jax.workers.sandbox.landlock:build_ruleset',
         '_SCOPES if abi >= 6 else 0',
         '0',
         'tests/workers/sandbox',
     ),
     Mutation(
         'let confined code read the system',
-        'areal_jax.workers.sandbox.landlock:restrict',
-        '_call(_RESTRICT_SELF, descriptor, 0)',
+        'areal_jax.workers.sandbox.landlock:enter',
+        '_call(_RESTRICT_SELF, ruleset, 0)',
         'pass',
         'tests/tasks/scoring/test_sandboxed_scorer.py',
     ),

@@ -89,7 +89,7 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ('protection', 'passed'),
     [
-        ('landlock.restrict = lambda rules, abi: None', 'list the root folder'),
+        ('landlock.enter = lambda ruleset: None', 'list the root folder'),
         ('seccomp.install = lambda: None', 'open a socket, leave its session'),
         ('confinement.resource.setrlimit = lambda kind, bounds: None', 'start many processes'),
     ],

@@ -5,7 +5,6 @@ bubblewrap is a program, `bwrap`, of the package bubblewrap; 0.8 or later. What 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -48,27 +47,6 @@ def wrap_command(level: str, command: Sequence[str], *, writable: Sequence[str] 
 def has_own_processes(wrapped: Sequence[str]) -> bool:
     """Whether the command of `wrap_command` has pids of its own."""
     return _PROCESSES[0] in wrapped
-
-
-def find_pids(first: int) -> dict[int, int]:
-    """The pids of a process and of its descendants, by those that each has in its own namespace.
-
-    `first`: the pid of the process that a command of `wrap_command` started. Some descendants may end meanwhile.
-    """
-    found, unvisited = {}, [first]
-    while unvisited:
-        pid = unvisited.pop()
-        with contextlib.suppress(OSError):  # it has ended
-            for task in os.listdir(f'/proc/{pid}/task'):
-                unvisited += map(int, _read(f'/proc/{pid}/task/{task}/children').split())
-            numbers = next(line for line in _read(f'/proc/{pid}/status').splitlines() if line.startswith('NSpid:'))
-            found[int(numbers.split()[-1])] = pid
-    return found
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
 
 
 @functools.cache

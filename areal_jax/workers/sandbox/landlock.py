@@ -63,20 +63,11 @@ def find_abi() -> int:
     return max(0, load_libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
 
 
-def restrict(rules: Mapping[str, Access], abi: int) -> None:
-    """From now on this thread and what it starts have these accesses alone; paths that do not exist are left out.
-
-    Needs PR_SET_NO_NEW_PRIVS. Raises OSError.
-    """
-    ruleset = build_ruleset(rules, abi)
-    try:
-        enter(ruleset)
-    finally:
-        os.close(ruleset)
-
-
 def build_ruleset(rules: Mapping[str, Access], abi: int) -> int:
-    """A descriptor of the rules, for `enter` in this process and in its forks. Raises OSError."""
+    """A descriptor of the rules, for `enter` in this process and in its forks.
+
+    Paths that do not exist are left out. Raises OSError.
+    """
     handled = sum(access for access in Access if _SINCE.get(access, 1) <= abi)
     ruleset = _Ruleset(handled, _NETWORK if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     size = max(size for first, size in _SIZES.items() if first <= abi)
@@ -91,7 +82,10 @@ def build_ruleset(rules: Mapping[str, Access], abi: int) -> int:
 
 
 def enter(ruleset: int) -> None:
-    """`restrict` with the rules of build_ruleset. Raises OSError."""
+    """From now on this thread and what it starts have the accesses of build_ruleset alone.
+
+    Needs PR_SET_NO_NEW_PRIVS. Raises OSError.
+    """
     _call(_RESTRICT_SELF, ruleset, 0)
 
 

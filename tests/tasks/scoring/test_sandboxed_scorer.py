@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import time
 
 import numpy as np
@@ -133,7 +134,10 @@ def test_a_crash_and_what_a_scorer_leaves_behind_end_with_the_worker(tmp_path, l
     try:
         worker.wait_until_ready(time.monotonic() + 30)
         assert worker.ask_at_once(ask_for('ok'), time.monotonic() + 30)['reward'] == 1.0
-        assert len(list_marked(worker.mark)) >= 3
+        left = list_marked(worker.mark)
+        assert len(left) >= 3
+        networks = {os.stat(f'/proc/{process.pid}/ns/net').st_ino for process in left if process.pid != worker.pid}
+        assert (os.stat('/proc/self/ns/net').st_ino in networks) == (level == 'landlock')
         with pytest.raises(TimeoutError):
             worker.ask_at_once(ask_for('hang'), time.monotonic() + 0.3)
     finally:
