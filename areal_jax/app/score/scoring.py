@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TextIO
 
 from ml_collections import config_dict
 
@@ -69,7 +68,6 @@ class Scoring:
       workers: None = task.verifier_workers.
       overrides: the fields that the command line sets; one that scoring does not use is refused.
       interrupts: asks to stop when a signal comes; None = signals are left alone.
-      stream: where progress is shown; None = stdout.
 
     Raises UserError for what the user can mend.
     """
@@ -83,7 +81,6 @@ class Scoring:
         workers: int | None = None,
         overrides: Collection[str] = (),
         interrupts: StopRequests | None = None,
-        stream: TextIO | None = None,
     ):
         require_places(answers, out)
         adapted = _adapt(config, workers, overrides)
@@ -94,7 +91,7 @@ class Scoring:
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.push(self)
-            self._progress = StartProgress(self._config.telemetry.progress, stream)
+            self._progress = StartProgress(self._config.telemetry.progress)
             self._parts.callback(self._progress.end)
             self._build()
             self._check()
