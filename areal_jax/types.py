@@ -299,7 +299,7 @@ class Verdict:
     label: str = 'ok'
     cpu_s: float = 0.0  # of the check of code
     wall_s: float = 0.0
-    waiting: int = 0  # answers that waited for a worker when this one came
+    waiting: int = dataclasses.field(default=0, compare=False)  # answers that waited for a worker when this one came
     audit: str = ''  # what a second comparison said: 'agrees', 'disagrees', 'undecided'; '' = there was none
     reason: str = dataclasses.field(default='', compare=False)  # why it is no more, in words that a replay may not have
 

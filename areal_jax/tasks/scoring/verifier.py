@@ -18,7 +18,6 @@ import numpy as np
 from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
-from areal_jax.labels import SCORED
 from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.episode_object import DescribeEpisode, complete_episode, takes_episode
@@ -35,10 +34,8 @@ from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
 
-# of an attempt; 'sandbox': the answer could not be judged; 'error': the scorer raised, or returned no reward
-LABELS = (*SCORED, 'timeout', 'crash', 'sandbox', 'error')
 LANE = lanes.REWARD
-# another attempt may do better
+# labels of attempts without a reward after which another may do better; 'error': the scorer raised, or returned none
 _FAILED = {TimeoutError: 'timeout', WorkerDiedError: 'crash', MachineFaultError: 'sandbox'}
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
@@ -60,7 +57,7 @@ class InlineVerifier:
     """
 
     def __init__(self, score: Scorer, decode: Decode, trial: Problem | None = None, scorer: str = ''):
-        self.attempts_by_label = dict.fromkeys(LABELS, 0)
+        self.attempts_by_label: collections.Counter[str] = collections.Counter()
         self._score = score
         self._decode = decode
         self._trial, self._scorer = trial, scorer
@@ -181,7 +178,7 @@ class ProcessVerifier:
                 f'task.verifier_workers={workers}, task.verifier_attempts={attempts}, '
                 f'task.verifier_deadline_s={deadline_s}: at least one worker, one attempt and some time are needed'
             )
-        self.attempts_by_label = dict.fromkeys(LABELS, 0)
+        self.attempts_by_label: collections.Counter[str] = collections.Counter()
         self._clock, self._lane = clock, lane
         self._scorer = scorer
         self._decode = decode

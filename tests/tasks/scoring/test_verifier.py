@@ -71,7 +71,7 @@ def test_reward_comes_back_through_the_clocks_reward_lane(make):
     assert asyncio.run(ask(judge, 'abcd', draw=5, do='length')) == Verdict(4.0)
     [(lane, work)] = clock.calls
     assert (lane, work.kind, work.amount, work.detail) == ('reward', 'reward', 1.0, {'draw': 5, 'attempt': 1})
-    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 0, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 1}
 
 
 def test_text_larger_than_a_pipe_holds(make):
@@ -120,7 +120,7 @@ def test_an_answer_that_cannot_be_read_is_scored_once_and_is_no_failure(make):
     verdict = asyncio.run(ask(judge, do='unparsed'))
     assert verdict == Verdict(0.0, attempts=1, label='unparsed')
     assert not verdict.failed
-    assert judge.attempts_by_label == {'ok': 0, 'unparsed': 1, 'timeout': 0, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'unparsed': 1}
 
 
 def test_mathematics_that_is_never_done_ends_at_the_deadline_and_its_worker_is_replaced(request):
@@ -158,7 +158,7 @@ def test_hanging_worker_is_killed_with_its_children_and_replaced(make, tmp_path)
     assert failed == Verdict(0.0, attempts=2, label='timeout')
     assert failed.failed
     assert after == Verdict(3.0)
-    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 2, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 1, 'timeout': 2}
     started = read_pids(pids, 4)  # worker and child of both attempts
     assert len(set(started)) == 4
     assert all_end(started)
@@ -168,14 +168,14 @@ def test_second_attempt_may_succeed(make, tmp_path):
     judge = make(deadline_s=0.4, attempts=2)
     verdict = asyncio.run(ask(judge, do='hang_once', marker=str(tmp_path / 'marker')))
     assert verdict == Verdict(1.0, attempts=2, label='ok')
-    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 1, 'crash': 0, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 1, 'timeout': 1}
 
 
 def test_crash_is_seen_at_once_although_a_child_lives_on(make, tmp_path):
     judge, pids = make(deadline_s=30.0, attempts=2), tmp_path / 'pids'
     verdict = asyncio.run(asyncio.wait_for(ask(judge, do='crash', pids=str(pids)), 10))
     assert verdict == Verdict(0.0, attempts=2, label='crash')
-    assert judge.attempts_by_label == {'ok': 0, 'unparsed': 0, 'timeout': 0, 'crash': 2, 'error': 0}
+    assert judge.attempts_by_label == {'crash': 2}
     assert all_end(read_pids(pids, 4))
 
 
@@ -252,7 +252,7 @@ def test_a_surplus_reply_is_a_crash_of_the_worker_and_shifts_no_other(make, tmp_
         return [first, *[await ask(judge, 'x' * n, do='length') for n in range(2, 6)]]
 
     assert asyncio.run(main()) == [Verdict(1.0), Verdict(2.0, attempts=2), *(Verdict(float(n)) for n in range(3, 6))]
-    assert judge.attempts_by_label == {'ok': 5, 'unparsed': 0, 'timeout': 0, 'crash': 1, 'error': 0}
+    assert judge.attempts_by_label == {'ok': 5, 'crash': 1}
 
 
 def test_a_limit_below_what_a_worker_needs_names_its_field():
@@ -361,7 +361,7 @@ def test_inline_verifier_labels_like_the_other():
     verdicts = asyncio.run(main())
     assert verdicts == [Verdict(3.0), Verdict(0.0, label='error')]
     assert verdicts[1].reason == 'ZeroDivisionError: division by zero'
-    assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 0, 'crash': 0, 'error': 1}
+    assert judge.attempts_by_label == {'ok': 1, 'error': 1}
 
 
 # Under the clocks of the program.
