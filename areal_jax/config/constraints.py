@@ -14,6 +14,7 @@ from ml_collections import config_dict
 from areal_jax.config.agent_fields import find_agent_problems
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.code_fields import find_code_problems, find_training_problems
 from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
@@ -45,6 +46,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
         yield from find_agent_problems(c)
+    yield from find_training_problems(c)
     yield from find_reference_problems(c)
     yield from find_critic_problems(c)
     yield from find_block_problems(c)
@@ -283,6 +285,7 @@ def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "task.verifier='process'"
         )
     yield from find_sandbox_problems(c)
+    yield from find_code_problems(c)
     if c.task.filter == 'success_rate' and c.task.filter_low > c.task.filter_high:
         yield (
             f'task.filter_low={c.task.filter_low} above task.filter_high={c.task.filter_high} drops every group; lower '

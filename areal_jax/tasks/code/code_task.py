@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from areal_jax.config.code_fields import HUMAN_EVAL
 from areal_jax.errors import suggest
 from areal_jax.tasks.code import code_problems, function_families
 from areal_jax.tasks.code.code_block import find_code
@@ -42,7 +43,7 @@ def build(
     for problem in listed:
         limits = {'time_limit_s': time_limit_s, 'memory_limit_mb': memory_limit_mb}
         complete = {**limits, **problem, 'partial_credit': partial_credit}
-        whole = path == code_problems.HUMAN_EVAL or function_families.is_held_out_family(problem['family'])
+        whole = path == HUMAN_EVAL or function_families.is_held_out_family(problem['family'])
         is_held_out = whole or hash_fraction(problem['question']) < held_out_fraction
         sides['held_out' if is_held_out else 'train'].append(complete)
 
@@ -54,7 +55,7 @@ def build(
 
 
 def _list_problems(path: str, datasets: Sequence[str]) -> list[Problem]:
-    if path == code_problems.HUMAN_EVAL:
+    if path == HUMAN_EVAL:
         return code_problems.list_human_eval()
     if path:
         return code_problems.read_problems(path)
