@@ -9,7 +9,7 @@ from areal_jax.config.code_fields import HUMAN_EVAL
 from areal_jax.errors import suggest
 from areal_jax.tasks.code import code_problems, function_families
 from areal_jax.tasks.code.code_block import find_code
-from areal_jax.tasks.code.judge import Judge, Judgement
+from areal_jax.tasks.code.judge import Judge
 from areal_jax.tasks.scoring.score_call import MachineFaultError, Score
 from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.text.chat_template import Messages
@@ -87,6 +87,7 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> Sc
         raise MachineFaultError('no sandbox has been started in this process')
     try:
         found = _judge.check(problem, code, problem['tests'], is_partial=problem['partial_credit'])
+        reward = 1.0 if found.label == 'ok' else found.share * bool(problem['partial_credit'])
         if found.label == 'ok' and problem['hidden_tests']:
             hidden = _judge.check(problem, code, problem['hidden_tests'])
             seconds = {'cpu_s': found.cpu_s + hidden.cpu_s, 'wall_s': found.wall_s + hidden.wall_s}
@@ -94,10 +95,4 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> Sc
             found = dataclasses.replace(found, label=shown, reason=hidden.reason, **seconds)
     except ServerLostError as error:
         raise MachineFaultError(str(error)) from error
-    return _to_score(found, problem)
-
-
-def _to_score(found: Judgement, problem: Problem) -> Score:
-    passed = found.label in ('ok', 'visible_only')
-    reward = 1.0 if passed else found.share * bool(problem['partial_credit'])
     return Score(reward, found.label, reason=found.reason, cpu_s=found.cpu_s, wall_s=found.wall_s)

@@ -29,7 +29,8 @@ def fields(tmp_path, monkeypatch):
     monkeypatch.setattr(loop_parts, 'try_scorer_sandbox', lambda config, try_out: RECORD)
     return {
         'task__name': 'code', 'task__path': f'{tmp_path}/rows.jsonl', 'task__verifier': 'process',
-        'task__held_out_fraction': 0.3, 'model__characters': 'abcdx=', 'run__steps': 3, 'run__clock': 'real', 'checkpoint__every': 1,
+        'task__held_out_fraction': 0.3, 'model__characters': 'abcdx=', 'run__steps': 3, 'run__clock': 'real',
+        'checkpoint__every': 1,
     }  # fmt: skip
 
 
