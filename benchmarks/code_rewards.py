@@ -1,4 +1,4 @@
-"""Rewards by running code: what the sandbox refuses, what the judge says, what a check costs, and what a run of it leaves.
+"""Rewards by running code: what the sandbox refuses, what the judge says, what a check costs, and what many leave behind.
 
     python -m benchmarks.code_rewards --json=FILE
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> Row:
 
 def _measure(name: str, options: Any) -> Row:
     part, began = PARTS[name], time.monotonic()
-    row = {'part': name, 'what': part.what, 'bar': part.bar}
+    row: Row = {'part': name, 'what': part.what, 'bar': part.bar}
     try:
         row |= part.measure(options)
     except UserError as error:
