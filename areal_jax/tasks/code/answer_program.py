@@ -11,10 +11,20 @@ import json
 import os
 import sys
 import types
+from typing import TYPE_CHECKING
 
-from areal_jax.files import JsonObject
-from areal_jax.tasks.code.pair_protocol import LinkEndedError, describe, label_error, receive_frame, send_frame
+from areal_jax.tasks.code.pair_protocol import (
+    LinkEndedError,
+    describe,
+    label_error,
+    read_given,
+    receive_frame,
+    send_frame,
+)
 from areal_jax.tasks.code.plain_values import NotPlainError, decode, encode
+
+if TYPE_CHECKING:
+    from areal_jax.files import JsonObject
 
 _STACK_FRAMES = 1000  # Python's own bound, whatever the server's is
 Failure = tuple[str, str]  # label, reason
@@ -27,8 +37,7 @@ def serve_answer(program: int, link: int) -> None:
       program: where {code, entry_point} is read.
       link: a stream to the child with the tests.
     """
-    with os.fdopen(program, 'rb') as file:
-        given = json.load(file)
+    given = read_given(program)
     function, failure = _load(given['code'], given['entry_point'])
     while True:
         try:
@@ -43,8 +52,7 @@ def run_answer(program: int, told: int) -> None:
 
     Writes how it ended to `told`, [label, reason]: ['ok', ''] where it ran to its end.
     """
-    with os.fdopen(program, 'rb') as file:
-        given = json.load(file)
+    given = read_given(program)
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace')
     try:

@@ -9,16 +9,24 @@ import builtins
 import collections
 import json
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from areal_jax.files import JsonObject
 from areal_jax.tasks.code.answer_program import Failure, serve_answer
-from areal_jax.tasks.code.pair_protocol import FrameError, LinkEndedError, describe, receive_frame, send_frame
+from areal_jax.tasks.code.pair_protocol import (
+    FrameError,
+    LinkEndedError,
+    describe,
+    read_given,
+    receive_frame,
+    send_frame,
+)
 from areal_jax.tasks.code.plain_values import NotPlainError, decode, encode
+
+if TYPE_CHECKING:
+    from areal_jax.files import JsonObject
 
 GONE = 'gone'  # the label of a test whose answer has no process any more; its wait status tells the rest
 _LABELS = ('syntax', 'exception', 'memory_limit', 'forbidden', 'wrong')  # that the child with the answer may give
@@ -34,8 +42,7 @@ def run_checks(program: int, link: int, told: int) -> None:
       link: a stream to the child with the answer.
       told: where the lines go; the child with the answer does not hold it.
     """
-    with os.fdopen(program, 'rb') as file:
-        given = json.load(file)
+    given = read_given(program)
     answer = _StandIn(link)
     for test in _list_tests(given, answer):
         outcome = _run_test(test, answer)
@@ -82,7 +89,7 @@ class _StandIn:
 
     def __call__(self, *args: object, **keywords: object) -> object:
         if not self.failure:
-            number = secrets.token_hex(8)
+            number = os.urandom(8).hex()
             sent = encode(list(args))
             try:
                 send_frame(self._link, {'id': number, 'args': sent, 'keywords': encode(keywords)})

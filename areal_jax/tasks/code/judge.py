@@ -34,7 +34,7 @@ _ANSWER, _CHECKS = 'areal_jax.tasks.code.answer_program', 'areal_jax.tasks.code.
 # what solutions import most: a fork has them already
 _PRELOADED = (
     'bisect', 'collections', 'copy', 'dataclasses', 'datetime', 'functools', 'hashlib', 'heapq', 'itertools', 'math',
-    'operator', 'random', 're', 'string', 'typing',
+    'operator', 'random', 're', 'string', 'threading', 'typing',
 )  # fmt: skip
 _WALL = 3.0  # seconds for a CPU second of the limit; then a sleeping answer is late
 _STARVED_WALL = 30.0  # and then the machine is too busy to judge one that would run

@@ -11,11 +11,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+from typing import TYPE_CHECKING
 
-from areal_jax.files import JsonObject
 from areal_jax.tasks.code.plain_values import MOST_BYTES
+from areal_jax.workers.sandbox.fork_hooks import run_hooks
+
+if TYPE_CHECKING:
+    from areal_jax.files import JsonObject
 
 _LENGTH_BYTES = 4
+_READ_BYTES = 2**16
 _ROOM_BYTES = 2**20  # beside a value
 _REASON_CHARACTERS = 300
 _REFUSED = (errno.EPERM, errno.EACCES)  # by the sandbox
@@ -27,6 +32,15 @@ class LinkEndedError(Exception):
 
 class FrameError(Exception):
     """The other child sent something that is no frame."""
+
+
+def read_given(descriptor: int) -> JsonObject:
+    """What a child is to run, from where it was handed over, to which it is the last reader."""
+    text = b''.join(iter(lambda: os.read(descriptor, _READ_BYTES), b''))
+    os.close(descriptor)
+    run_hooks(text)
+    given: JsonObject = json.loads(text)
+    return given
 
 
 def send_frame(link: int, message: JsonObject) -> None:
@@ -58,7 +72,7 @@ def _read(link: int, length: int) -> bytes:
     parts = []
     while length:
         try:
-            part = os.read(link, min(length, 2**16))
+            part = os.read(link, min(length, _READ_BYTES))
         except OSError as error:
             raise LinkEndedError from error
         if not part:

@@ -40,6 +40,7 @@ from areal_jax.workers.sandbox.confinement import (
     prepare,
     set_limits,
 )
+from areal_jax.workers.sandbox.fork_hooks import keep_hooks
 
 del sys.path[0]
 
@@ -204,9 +205,11 @@ def main(arguments: Sequence[str]) -> None:
     """Imports the modules, says {ready}, and serves."""
     descriptor, level, *modules = arguments
     adopt_orphans()
-    for module in modules:
+    with keep_hooks():
+        imported = [importlib.import_module(module) for module in modules]
+    for module in imported:
         # a fork copies each page that it writes to, and code that ran before writes less
-        getattr(importlib.import_module(module), 'warm_up', lambda: None)()
+        getattr(module, 'warm_up', lambda: None)()
     control = socket.socket(fileno=int(descriptor))
     try:
         confinement = choose_confinement(memory_bytes=0, level=level if level in CONFINING else LANDLOCK)

@@ -1,0 +1,99 @@
+"""Rewards by running code: what the sandbox refuses, what the judge says, what a check costs, and what many leave behind.
+
+    python -m benchmarks.code_rewards --json=FILE
+
+Parts (--parts=attempts,human_eval,hacks,speed,soak), in the order of the table:
+
+  attempts    every attempt to leave the sandbox (tests/workers/sandbox), as root and as an ordinary user, at both
+              levels, each with its control
+  human_eval  the 164 canonical solutions of the package human-eval, and `pass` in their place
+  hacks       every way to cheat of tests/tasks/code/hacks.py on 20 problems of HumanEval, each with its twin: the same
+              around a solution
+  speed       CPU and wall seconds of the canonical solutions, one worker, against human-eval's own executor; a fresh
+              process a side and turn
+  soak        10,000 checks, a third of them hostile: labels, memory, descriptors, processes and files; --minutes ends
+              it earlier, and then it does not hold
+
+Exit code 0: every part held; 1: one did not; 2: one cannot run here. The numbers are written in any case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from areal_jax.errors import UserError
+from benchmarks.code_parts.speed import measure_speed
+from benchmarks.code_parts.verdicts import measure_hacks, measure_human_eval
+from benchmarks.options import Row, make_parser, report, run, show, split_choices
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A row of the table.
+
+    Args:
+      measure: from the options to value, met, and what else there is to say; raises UserError where it cannot run.
+    """
+
+    what: str
+    bar: str
+    measure: Callable[[Any], Row]
+
+
+PARTS = {
+    'human_eval': Part(
+        'HumanEval through the package human-eval 1.0.3: canonical solutions that pass; `pass` as body',
+        '164 of 164; 0 of 164', measure_human_eval,
+    ),
+    'hacks': Part(
+        'every way to cheat of tests/tasks/code/hacks.py x 20 problems of HumanEval; its twin around a solution',
+        '0 pass, every label is one that it may get; all twins pass', measure_hacks,
+    ),
+    'speed': Part(
+        "the 164 canonical solutions, one worker, against human-eval's executor: seconds of the checks of ours / "
+        'theirs, whole process tree, imports and start of the judge left out on both sides',
+        'CPU <= 0.6; wall <= 1.0', measure_speed,
+    ),
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> Row:
+    parser = make_parser(__doc__, turns=5)
+    parser.add_argument('--parts', default=','.join(PARTS))
+    parser.add_argument('--json', dest='out', type=pathlib.Path, help='as --out')
+    parser.add_argument('--minutes', type=float, default=30.0, help='that the soak may take')
+    options = parser.parse_args(arguments)
+    names = split_choices('parts', options.parts, PARTS)
+    return report('code_rewards', arguments, options, lambda: [_measure(name, options) for name in names])
+
+
+def _measure(name: str, options: Any) -> Row:
+    part, began = PARTS[name], time.monotonic()
+    row: Row = {'part': name, 'what': part.what, 'bar': part.bar}
+    try:
+        row |= part.measure(options)
+    except UserError as error:
+        row |= {'met': False, 'cannot_run': str(error)}
+    row['seconds'] = time.monotonic() - began
+    show(row)
+    return row
+
+
+def judge(rows: Sequence[Row]) -> int:
+    """The exit code."""
+    if any(not row['met'] and 'cannot_run' not in row for row in rows):
+        return 1
+    return 2 if any('cannot_run' in row for row in rows) else 0
+
+
+def measure_and_exit() -> None:
+    sys.exit(judge(main()['rows']))
+
+
+if __name__ == '__main__':
+    run('code_rewards', measure_and_exit)
