@@ -1,8 +1,8 @@
-"""Rewards by running code: what the sandbox refuses, what the judge says, what a check costs, and what many leave behind.
+"""Rewards by running code: what the sandbox refuses, what the judge says, what checks cost, what many leave behind.
 
     python -m benchmarks.code_rewards --json=FILE
 
-Parts (--parts=attempts,human_eval,hacks,speed,soak), in the order of the table:
+Parts (--parts=attempts,human_eval,hacks,speed,soak,learning,hidden), in the order of the table:
 
   attempts    every attempt to leave the sandbox (tests/workers/sandbox), as root and as an ordinary user, at both
               levels, each with its control
@@ -13,6 +13,8 @@ Parts (--parts=attempts,human_eval,hacks,speed,soak), in the order of the table:
               process a side and turn
   soak        10,000 checks, a third of them hostile: labels, memory, descriptors, processes and files; --minutes ends
               it earlier, and then it does not hold
+  learning    SmolLM2-135M-Instruct on generated functions, two seeds, below --workdir
+  hidden      what passes the visible tests alone, and a run in which a way to do so was planted
 
 Exit code 0: every part held; 1: one did not; 2: one cannot run here. The numbers are written in any case.
 """
@@ -27,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_jax.errors import UserError
+from benchmarks.code_parts.learning import measure_hidden, measure_learning
 from benchmarks.code_parts.speed import measure_speed
 from benchmarks.code_parts.verdicts import measure_hacks, measure_human_eval
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
@@ -59,6 +62,16 @@ PARTS = {
         'theirs, whole process tree, imports and start of the judge left out on both sides',
         'CPU <= 0.6; wall <= 1.0', measure_speed,
     ),
+    'learning': Part(
+        'SmolLM2 on generated functions: a supervised start on other problems, then at most 40 updates and 30 minutes '
+        'from the sandbox, seeds 0 and 1: gain of held-out pass@1; its lower end',
+        'start 0.2 to 0.6; +0.15 in both, interval above 0', measure_learning,
+    ),
+    'hidden': Part(
+        'answers that pass the visible tests and fail a hidden one, of those that pass, before and after; with a '
+        'planted hack, tests shown in the prompt',
+        'reported; rises with the planted hack', measure_hidden,
+    ),
 }  # fmt: skip
 
 
@@ -67,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> Row:
     parser.add_argument('--parts', default=','.join(PARTS))
     parser.add_argument('--json', dest='out', type=pathlib.Path, help='as --out')
     parser.add_argument('--minutes', type=float, default=30.0, help='that the soak may take')
+    parser.add_argument('--workdir', type=pathlib.Path, default=pathlib.Path('runs/code_rewards'), help='of the runs')
+    parser.add_argument('--python', default='', help='interpreter of the runs: one that every user can read')
     options = parser.parse_args(arguments)
     names = split_choices('parts', options.parts, PARTS)
     return report('code_rewards', arguments, options, lambda: [_measure(name, options) for name in names])
