@@ -115,6 +115,7 @@ setup(
             'areal-config=areal_jax.main_config:run',
             'areal-sweep=areal_jax.main_sweep:run',
             'areal-runs=areal_jax.main_runs:run',
+            'areal-score=areal_jax.main_score:run',
         ]
     },
 )

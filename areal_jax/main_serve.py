@@ -37,7 +37,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     silence_libraries()
     values = _define_flags()
     command = parse_command(argv, values)
-    require_serving()
+    require_serving(command.config)
     server = command.config.rollout.server
     enter_interpreter(server)
     if values.workdir is not None:
@@ -135,6 +135,7 @@ COMMAND = Command(
         'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
         'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',
         'server.max_streams', 'server.request_timeout_s', 'server.drain_timeout_s', 'server.required',
+        'server.notation',
     ),
     exits={**EXITS, ExitCode.FINISHED: 'told to stop by a signal, after the answers under way'},
     notes='Where the environment variable AREAL_JAX_API_KEY is set, clients must send its value as their key.',

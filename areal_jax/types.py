@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from areal_jax.columns import Column, ColumnArrays, check, cut
+from areal_jax.labels import SCORED
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
@@ -147,7 +148,7 @@ class Trajectory:
     admitted_s: float  # clock seconds
     finished_s: float
     consumed_s: float = float('nan')
-    label: str = 'ok'  # of its Verdict: 'ok' or 'unparsed'
+    label: str = 'ok'  # of its Verdict, one of SCORED
     row: int = 0  # of the episode: 0, 1, ... in the order in which they began
 
     @property
@@ -293,14 +294,18 @@ class Verdict:
 
     reward: float
     attempts: int = 1  # more than 1: earlier attempts hung or crashed
-    # 'ok'; 'unparsed': reward 0, no answer could be read in the text; or why the last attempt has no reward: 'timeout',
-    # 'crash', 'error' (the scorer raised, or returned no reward)
+    # one of SCORED; or why the last attempt has no reward: 'timeout', 'crash', 'sandbox' (the machine failed),
+    # 'error' (the scorer raised, or returned no reward)
     label: str = 'ok'
+    cpu_s: float = 0.0  # of the check of code
+    wall_s: float = 0.0
+    waiting: int = 0  # answers that waited for a worker when this one came
     audit: str = ''  # what a second comparison said: 'agrees', 'disagrees', 'undecided'; '' = there was none
+    reason: str = dataclasses.field(default='', compare=False)  # why it is no more, in words that a replay may not have
 
     @property
     def failed(self) -> bool:
-        return self.label not in ('ok', 'unparsed')
+        return self.label not in SCORED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from areal_jax import lanes
 from areal_jax.events import schema as events
-from areal_jax.records import Field
+from areal_jax.events.records import Field
 
 PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'events.md'
 _HEAD = f"""# The event log

@@ -15,7 +15,9 @@ SCRIPTS = dict(re.findall(r"'(areal-[\w-]+)=([\w.]+:\w+)'", (ROOT / 'setup.py').
 
 
 def test_every_command_has_a_script():
-    names = ['check-log', 'config', 'eval', 'export', 'replay', 'report', 'role', 'runs', 'serve', 'sweep', 'train']
+    names = [
+        'check-log', 'config', 'eval', 'export', 'replay', 'report', 'role', 'runs', 'score', 'serve', 'sweep', 'train',
+    ]  # fmt: skip
     assert sorted(SCRIPTS) == [f'areal-{name}' for name in names]
     with_run = {path.stem for path in (ROOT / 'areal_jax').glob('main_*.py') if has_run(path)}
     assert {target.removeprefix('areal_jax.').removesuffix(':run') for target in SCRIPTS.values()} == with_run

@@ -8,6 +8,8 @@ import re
 import pytest
 
 from areal_jax.config.declarations import FIELDS, SECTIONS
+from tests import sandbox_page
+from tests.workers.sandbox.attempts import ATTEMPTS
 
 ROOT = pathlib.Path(__file__).parent.parent
 LOG = sorted(ROOT.glob('docs/log/20*.md'), reverse=True)  # a page a month, which says what was
@@ -100,3 +102,9 @@ def test_the_index_of_the_log_has_every_entry():
 )
 def test_the_check_sees_what_is_gone(text, found):
     assert faults(text, ROOT / 'README.md') == found
+
+
+def test_the_page_of_the_sandbox_has_every_attempt():
+    page = sandbox_page.PAGE.read_text()
+    assert page == sandbox_page.replace_table(page), 'run: python -m tests.sandbox_page'
+    assert all(name in page for name in ATTEMPTS)

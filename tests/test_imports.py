@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'columns', 'errors', 'installation', 'lanes', 'types'},
-    {'addresses', 'code_version', 'files', 'frictions', 'plugins', 'protocols', 'records'},
+    {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
+    {'addresses', 'code_version', 'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -29,13 +29,12 @@ JAX_FREE = [
     'addresses',
     'errors',
     'events',
+    'labels',
     'lanes',
-    'records',
     'files',
     'installation',
     'plugins',
     'columns',
-    'frictions',
     'types',
     'protocols',
     'code_version',

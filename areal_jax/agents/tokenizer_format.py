@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from areal_jax.agents.conversation import Message, Messages, Tools, read_arguments
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.answer_reader import mark_tokens
+from areal_jax.rollout.http.wire.answer_reader import AnswerParser, ParsedAnswer, mark_tokens
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
 from areal_jax.text.tokenizer import Tokenizer
-
-
-class AnswerParser(Protocol):
-    """Reads the message in sampled ids."""
-
-    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
-        """See dialogue.ChatFormat."""
-        ...
 
 
 class TokenizerFormat:
@@ -39,7 +30,8 @@ class TokenizerFormat:
 
     def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
         """See dialogue.ChatFormat."""
-        return self._parser.parse(answer, tools, prefix)
+        found = self._parser.parse(answer, tools)
+        return _describe_message(found, prefix), found.unparsed
 
     def closes(self, token: int) -> bool:
         return token == self._tokenizer.eos_id
@@ -58,13 +50,13 @@ class NotationParser:
         self._marks = {ids[0]: mark for text, mark in spelled if len(ids := self._encode(text)) == 1}
         self._decode = mark_tokens(tokenizer.decode, self._marks)
 
-    def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
-        """See dialogue.ChatFormat."""
+    def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
+        """See answer_reader.AnswerParser. The prompt is not read."""
         text, parser = self._decode(answer), CallParser(self._notation, tuple(self._marks.values()))
         parts = parser.extend(text, is_last=True) if tools else [text]
         content = ''.join(part for part in parts if isinstance(part, str))
-        calls = [(part.name, part.arguments) for part in parts if isinstance(part, FoundCall)]
-        return describe_message(content, calls, prefix), parser.unparsed
+        calls = tuple((part.name, part.arguments) for part in parts if isinstance(part, FoundCall))
+        return ParsedAnswer(content, calls, unparsed=parser.unparsed)
 
     def _encode(self, text: str) -> Sequence[int]:
         """Ids of a mark; none where the tokenizer cannot write it."""
@@ -73,18 +65,15 @@ class NotationParser:
         return ()
 
 
-def describe_message(content: str, calls: Sequence[tuple[str, str]], prefix: str) -> JsonObject:
-    """The message of the assistant, as OpenAI's chat has it.
-
-    Args:
-      calls: name and arguments of each.
-      prefix: what the ids of calls begin with.
-    """
-    message: JsonObject = {'role': 'assistant', 'content': content or None}
-    if calls:
+def _describe_message(found: ParsedAnswer, prefix: str) -> JsonObject:
+    """The message of the assistant, as OpenAI's chat has it; the ids of its calls begin with `prefix`."""
+    message: JsonObject = {'role': 'assistant', 'content': found.text or None}
+    if found.reasoning:
+        message['reasoning_content'] = found.reasoning
+    if found.calls:
         message['tool_calls'] = [
             {'id': f'{prefix}_{number}', 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
-            for number, (name, arguments) in enumerate(calls)
+            for number, (name, arguments) in enumerate(found.calls)
         ]
     return message
 

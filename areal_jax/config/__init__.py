@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from ml_collections import config_dict
 
 from areal_jax.config.cluster import describe_former
-from areal_jax.config.constraints import find_evaluation_problems, find_problems
+from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
 from areal_jax.config.fields import Value
 from areal_jax.config.ranges import ConfigError
@@ -51,6 +51,11 @@ def validate(config: config_dict.ConfigDict) -> None:
 def validate_evaluation(config: config_dict.ConfigDict) -> None:
     """The same for a model that is only evaluated: what could not be trained may pass."""
     _require_rules(config, find_evaluation_problems)
+
+
+def validate_scoring(config: config_dict.ConfigDict) -> None:
+    """The same where answers are only scored: nothing is trained or generated."""
+    _require_rules(config, find_task_problems)
 
 
 def _require_rules(config: config_dict.ConfigDict, find: Callable[[config_dict.ConfigDict], Iterable[str]]) -> None:

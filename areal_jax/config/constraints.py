@@ -22,7 +22,7 @@ from areal_jax.config.objective_constraints import find_group_problems, find_obj
 from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
 from areal_jax.config.reference_constraints import find_reference_problems
-from areal_jax.plugins import is_own
+from areal_jax.config.sandbox_fields import find_sandbox_problems
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 
@@ -49,7 +49,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_critic_problems(c)
     yield from find_block_problems(c)
     yield from find_client_problems(c)
-    yield from _task_and_model_problems(c)
+    yield from find_task_problems(c)
     yield from _file_problems(c)
     yield from _device_problems(c)
     yield from _telemetry_problems(c)
@@ -63,7 +63,7 @@ def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_agent_problems(c)
     yield from _engine_problems(c)
     yield from _quantization_problems(c)
-    yield from _task_and_model_problems(c)
+    yield from find_task_problems(c)
     if not c.evaluation.problems:
         yield 'evaluation.problems=0 leaves nothing to evaluate; set the number of problems'
 
@@ -272,7 +272,8 @@ def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         )
 
 
-def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """The rules of task and model alone."""
     model = c.model
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
@@ -281,16 +282,7 @@ def _task_and_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "task.verifier='inline' cannot end a comparison that hangs, which task.answer='math' needs; use "
             "task.verifier='process'"
         )
-    if c.task.sandbox != 'none' and not (c.task.reward or is_own(c.task.name)):
-        yield (
-            f'task.sandbox={c.task.sandbox!r} is for an own scorer, and that of task.name={c.task.name!r} runs no '
-            "code; set task.reward, or task.sandbox='none'"
-        )
-    if c.task.sandbox != 'none' and c.task.verifier == 'inline':
-        yield (
-            f"task.sandbox={c.task.sandbox!r} confines a worker process, and task.verifier='inline' has none; use "
-            "task.verifier='process'"
-        )
+    yield from find_sandbox_problems(c)
     if c.task.filter == 'success_rate' and c.task.filter_low > c.task.filter_high:
         yield (
             f'task.filter_low={c.task.filter_low} above task.filter_high={c.task.filter_high} drops every group; lower '

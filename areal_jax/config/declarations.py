@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.config.agent_fields import AGENT_FIELDS, PROGRAM
+from areal_jax.config.agent_fields import AGENT_FIELDS, HERMES, PROGRAM
 from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
@@ -47,6 +47,7 @@ from areal_jax.config.ranges import (
     THREADS,
     VERSIONS,
 )
+from areal_jax.config.sandbox_fields import AUTO, LEVELS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
@@ -91,13 +92,15 @@ SECTIONS: Mapping[str, Section] = {
         name=Text(
             'token_reversal',
             'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
-            'verifiers:TASKSET: docs/agents.md',
+            'code: docs/code_rewards.md; verifiers:TASKSET: docs/agents.md',
         ),
         options=Options('FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
         reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts(
-            (), "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md"
+            (),
+            "reasoning_gym: a mix of its data sets, 'name' or 'name:option=value:...', see docs/answers.md; "
+            'code: families of generated problems',
         ),
         dataset_size=Integer(
             500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
@@ -105,7 +108,7 @@ SECTIONS: Mapping[str, Section] = {
         path=Text(
             '',
             'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}; '
-            'verifiers: TOML with its [env]',
+            "verifiers: TOML with its [env]; code: see docs/code_rewards.md, '' = generated, 'humaneval'",
         ),
         answer=Choice(
             'integer',
@@ -119,8 +122,12 @@ SECTIONS: Mapping[str, Section] = {
         over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
         length=Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
+        time_limit_s=Real(2.0, SECONDS, 'code: CPU seconds of a check, where the problem does not say'),
+        memory_limit_mb=Integer(1024, COUNT, 'code: MiB of address space of an answer, where the problem does not say'),
+        show_tests=Flag(False, 'code: the visible tests stand in the prompt'),
+        partial_credit=Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
-        sandbox=Choice('none', ('none', 'landlock'), 'of an own scorer that runs code of models: docs/your_task.md'),
+        sandbox=Choice(AUTO, LEVELS, "of a scorer that runs code of models; 'auto': by task: docs/code_rewards.md"),
         verifier_workers=Integer(1, THREADS, 'worker processes'),
         verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),
@@ -335,6 +342,7 @@ SECTIONS: Mapping[str, Section] = {
             ('refuse', 'wish'),
             'requests whose answers must be a call or JSON: refused with 400, or shown to the model, misses counted',
         ),
+        notation=Text(HERMES, 'of calls in answers to requests with tools: see agent.notation'),
     ),
     'diagnostics': Section(
         'What a run measures beside its loss, see docs/diagnostics.md',

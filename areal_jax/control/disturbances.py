@@ -1,14 +1,14 @@
-"""Where the frictions of a run meet its loop: each is applied and logged with both values (areal_jax/frictions.py)."""
+"""Where the frictions of a run meet its loop: each is applied and logged with both values (frictions.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from areal_jax import frictions as pure
+from areal_jax.control import frictions as pure
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
-from areal_jax.frictions import Change, Frictions
+from areal_jax.control.frictions import Change, Frictions
 from areal_jax.types import TrajectoryGroup
 
 

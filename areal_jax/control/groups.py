@@ -17,6 +17,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.labels import CODE
 from areal_jax.protocols import Clock, Verifier, Workflow
 from areal_jax.types import UNSCORED, Prompt, Verdict, concatenate
 
@@ -144,6 +145,11 @@ class RunningGroups:
             'reward', draw=group.prompt.draw, sample=episode.sample, value=verdict.reward, label=verdict.label,
             attempts=verdict.attempts,
         )  # fmt: skip
+        if verdict.cpu_s or verdict.label in CODE:
+            self._log.write(
+                'check', draw=group.prompt.draw, sample=episode.sample, cpu_s=verdict.cpu_s, wall_s=verdict.wall_s,
+                waiting=verdict.waiting,
+            )  # fmt: skip
         if verdict.audit:
             self._log.write('audit', draw=group.prompt.draw, sample=episode.sample, outcome=verdict.audit)
         return verdict

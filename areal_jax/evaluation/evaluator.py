@@ -5,6 +5,7 @@ It scores a run before the first and after the last update, with the run's pool 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -67,16 +68,20 @@ class Evaluator:
         """Scores under the weights in the engines; None if `stop` came first. `phase` is 'before' or 'after'."""
         scores = np.zeros((len(self._problems), 1 + self._samples))
         answers: list[str] = []
+        labels: collections.Counter[str] = collections.Counter()
 
         def note(row: int, column: int, answer: Answer) -> None:
             scores[row, column] = answer.verdict.reward
+            labels[answer.verdict.label] += 1
             if column:
                 answers.append(answer.final)
 
         if not await self.answer_all(phase, stop, note):
             return None
         sampled = tuple(tuple(row) for row in scores[:, 1:].tolist())
-        return EvaluationScores(tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers))
+        return EvaluationScores(
+            tuple(scores[:, 0].tolist()), sampled, most_frequent_share(answers), dict(sorted(labels.items()))
+        )
 
     async def answer_all(self, phase: str, stop: Event, deliver: Deliver, most_open: int | None = None) -> bool:
         """Delivers each answer as soon as it is verified; False if `stop` came before the last.

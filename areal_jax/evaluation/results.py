@@ -18,6 +18,7 @@ from areal_jax.evaluation.estimators import (
 )
 from areal_jax.report.statistics import CONFIDENCE
 from areal_jax.telemetry.numerals import format_duration
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 
 class Metric(TypedDict):
@@ -54,6 +55,7 @@ class Results(Scores):
     versions: dict[str, str]
     git_commit: str | None
     hardware: dict[str, object]
+    sandbox: SandboxRecord | None  # in which the scorer ran code
 
 
 class Tally:

@@ -35,8 +35,23 @@ class RewardEvent(Header):
     draw: Draw
     sample: Sample
     value: Annotated[float, 'the reward; 0 where no attempt gave one']
-    label: Annotated[str, 'ok; unparsed: no answer could be read; or why there is no reward: timeout, crash, error']
+    label: Annotated[
+        str,
+        'ok; unparsed: no answer could be read; of code what the answer did; or why there is no reward: timeout, '
+        'crash, sandbox, error',
+    ]
     attempts: Annotated[int, 'attempts at verification, from 1']
+
+
+class CheckEvent(Header):
+    """The answer was code: what its check took."""
+
+    kind: Literal['check']
+    draw: Draw
+    sample: Sample
+    cpu_s: Annotated[float, 'CPU seconds of the processes of the check; 0: the answer had no code']
+    wall_s: Annotated[float, 'wall seconds']
+    waiting: Annotated[int, 'answers that waited for a worker when this one came']
 
 
 class AuditEvent(Header):

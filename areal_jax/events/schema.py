@@ -9,8 +9,9 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Literal, NotRequired
 
-from areal_jax import files, records
-from areal_jax.events.episode_events import AuditEvent, FinishEvent, RewardEvent
+from areal_jax import files
+from areal_jax.events import records
+from areal_jax.events.episode_events import AuditEvent, CheckEvent, FinishEvent, RewardEvent
 from areal_jax.events.event_fields import (
     Amount,
     Check,
@@ -340,7 +341,8 @@ class ErrorEvent(Header):
 
 Event = (
     LogEvent | DrawEvent | AdmitEvent | RouteEvent | ArriveEvent | PrefillEvent | DecodeEvent | PreemptEvent
-    | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | AuditEvent | BufferEvent | ConsumeEvent | DropEvent
+    | InterruptEvent | LoadEvent | FinishEvent | RewardEvent | CheckEvent | AuditEvent
+    | BufferEvent | ConsumeEvent | DropEvent
     | PublishEvent | RunStartEvent | RunDoneEvent | DeadlineEvent | SignalEvent | SaveEvent | RestoreEvent
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent

@@ -16,6 +16,7 @@ import numpy as np
 
 from areal_jax.control.group_filter import BY_REWARD
 from areal_jax.events.schema import Event
+from areal_jax.labels import SCORED
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import outside_evaluation
@@ -139,7 +140,7 @@ def _shares(events: Sequence[Event], metrics: Metrics) -> Iterator[tuple[str, _S
                 if version != NOT_GENERATED:
                     tokens[version] += length
             answers[event['draw']][event['sample']] = _Answer(tokens)
-        elif event['kind'] == 'reward' and event['label'] in ('ok', 'unparsed'):
+        elif event['kind'] == 'reward' and event['label'] in SCORED:
             answers[event['draw']][event['sample']].reward = event['value']
         elif event['kind'] == 'drop':
             group = answers.pop(event['draw'], {})

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 from statistics import median
-from typing import cast
+from typing import TypedDict, cast
 
 from areal_jax.events.schema import Event
 from areal_jax.report.lane_intervals import lane_intervals
-from areal_jax.report.report_keys import PublicationRow
 from areal_jax.telemetry.numerals import format_bytes, format_number
 
 HEAD = (
@@ -17,6 +16,19 @@ HEAD = (
     *('s to send, median / max', 's to stage, median / max', 'pause of an engine (s), median / max'),
 )
 _SEND, _STAGE = 'publish', 'load'  # kinds of work
+
+
+class PublicationRow(TypedDict):
+    """A version on its way to the engines; None where the channel or the log does not say."""
+
+    version: int
+    channel: str | None
+    record: str | None  # 'whole' or 'delta'
+    bytes: int | None  # as sent
+    changed: float | None  # share of the elements with other bits than in the version before
+    send_seconds: float | None  # on the learner's side, from the copy to what engines can fetch
+    stage_seconds: float | None  # of the slowest engine, while it decodes
+    pause_seconds: float | None  # the longest of an engine
 
 
 def publication_rows(events: Sequence[Event]) -> list[PublicationRow]:

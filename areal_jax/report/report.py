@@ -25,6 +25,7 @@ from areal_jax.report.agents import summarize_agents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.caveats import find_caveats
 from areal_jax.report.censoring import censoring
+from areal_jax.report.code_verdicts import summarize_code
 from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
 from areal_jax.report.draw_ledger import ledger
 from areal_jax.report.event_log import load_events, outside_evaluation
@@ -105,6 +106,8 @@ def build_report(
         'reward': aggregates.ends(metrics, names.REWARD_MEAN),
         'unparsed_rate': _unparsed(metrics),
         'audit': _audit(training),
+        'sandbox': facts.sandbox,
+        'code': summarize_code(metrics, facts),
         'accuracy': _accuracy(facts.evaluation_before, facts.evaluation_after),
         'most_frequent_answer_share': _most_frequent(facts),
         **_beside_training(events, facts, curve),
@@ -125,13 +128,7 @@ def build_report(
         'weights_sha256': facts.weights_sha256,
         'git_commit': facts.git_commit,
         'versions': dict(facts.versions),
-        # Beyond the numbers: what ran, and how to read them.
-        'config': facts.config,
-        'seed': facts.seed,
-        'eta': facts.eta,
-        'schedule': facts.schedule,
-        'clock': facts.clock,
-        'objective': facts.objective,
+        **_setting(facts),
         'idle_fields': list(facts.idle_fields),
         'prolonged': [dict(prolongation) for prolongation in facts.prolonged],
         'hook': dict(facts.hook),
@@ -143,6 +140,17 @@ def build_report(
         'warnings': [],
     }
     return cast(Report, plain({**report, 'warnings': find_caveats(events, metrics, report, facts)}))
+
+
+def _setting(facts: RunFacts) -> contents.Setting:
+    return {
+        'config': facts.config,
+        'seed': facts.seed,
+        'eta': facts.eta,
+        'schedule': facts.schedule,
+        'clock': facts.clock,
+        'objective': facts.objective,
+    }
 
 
 def _flow(metrics: Metrics, training: Sequence[Event], within: Window) -> contents.Flow:
@@ -190,7 +198,7 @@ def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> conte
     }
 
 
-def _unparsed(metrics: Metrics) -> contents.Unparsed:
+def _unparsed(metrics: Metrics) -> contents.ShareOfAnswers:
     rate = names.REWARD_UNPARSED
     return {**aggregates.ends(metrics, rate), 'mean': aggregates.mean(metrics, rate)}
 

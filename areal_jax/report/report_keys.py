@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from areal_jax.report.agents import AgentSummary
+from areal_jax.report.publications import PublicationRow
+from areal_jax.report.servers import ServerRow
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 
 class Interval(TypedDict):
@@ -131,7 +134,7 @@ class OptimizerSteps(TypedDict):
     updates_by_block: NotRequired[Mapping[str, int]]  # absent where every update trains all leaves
 
 
-class Unparsed(Ends):
+class ShareOfAnswers(Ends):
     mean: float | None  # over the updates
 
 
@@ -310,30 +313,6 @@ class BesideTraining(TypedDict):
     evaluation_cache_bytes: int | None  # of the slots for them, over all engines
 
 
-class ServerRow(TypedDict):
-    """One server that answers came from."""
-
-    engine: str
-    url: str  # where it served last
-    starts: int  # times that it registered
-    tokens: int  # received, including evaluations and probes
-    failures: int  # times that it was taken out of service
-    last_failure: str  # why, the last time; '' = never
-
-
-class PublicationRow(TypedDict):
-    """A version on its way to the engines; None where the channel or the log does not say."""
-
-    version: int
-    channel: str | None
-    record: str | None  # 'whole' or 'delta'
-    bytes: int | None  # as sent
-    changed: float | None  # share of the elements with other bits than in the version before
-    send_seconds: float | None  # on the learner's side, from the copy to what engines can fetch
-    stage_seconds: float | None  # of the slowest engine, while it decodes
-    pause_seconds: float | None  # the longest of an engine
-
-
 class Generation(TypedDict):
     """Of the engines in training."""
 
@@ -346,7 +325,28 @@ class Generation(TypedDict):
     servers: list[ServerRow]  # empty where engines were in the process of the run
 
 
-class Report(Flow, BesideTraining, Generation, Causes):
+class CodeVerdicts(TypedDict):
+    """Of the answers of code."""
+
+    labels: Mapping[str, ShareOfAnswers]  # share of the scored answers; labels that no answer got are left out
+    cpu_seconds: float | None  # of a check, mean
+    wall_seconds: float | None  # the same
+    waiting: float | None  # answers that waited for a worker when one came, mean
+    visible_only: BeforeAfter  # evaluations: of the answers that pass, the share that fails a hidden test
+
+
+class Setting(TypedDict):
+    """What the run was asked to do."""
+
+    config: str  # path of the experiment file
+    seed: int
+    eta: float | None  # None: unbounded, or not used by the schedule
+    schedule: str
+    clock: str
+    objective: str  # method and combination; '' of a run of an earlier version
+
+
+class Report(Flow, BesideTraining, Generation, Causes, Setting):
     steps: int  # updates published
     planned_steps: int | None
     finished: bool
@@ -360,8 +360,9 @@ class Report(Flow, BesideTraining, Generation, Causes):
     tokens: Tokens
     optimizer_steps: OptimizerSteps
     reward: Ends
-    unparsed_rate: Unparsed  # share of a batch's answers in which no answer could be read
+    unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
     audit: Audit | None  # None where no answer was compared a second time
+    sandbox: SandboxRecord | None  # in which the scorer ran code; None where no sandbox was asked for
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     token_age: MeanMax  # of the trained tokens, in versions
@@ -369,6 +370,7 @@ class Report(Flow, BesideTraining, Generation, Causes):
     publish_pause_seconds: MedianMax  # of an engine
     publications: list[PublicationRow]  # of versions above 0
     agents: AgentSummary | None  # None without agents
+    code: CodeVerdicts | None  # None where no answer was code
     throughput: Throughput
     busy: Busy
     time: Time
@@ -378,12 +380,6 @@ class Report(Flow, BesideTraining, Generation, Causes):
     weights_sha256: str | None  # of the last version
     git_commit: str | None
     versions: Mapping[str, str]  # of packages
-    config: str  # path of the experiment file
-    seed: int
-    eta: float | None  # None: unbounded, or not used by the schedule
-    schedule: str
-    clock: str
-    objective: str  # method and combination; '' of a run of an earlier version
     idle_fields: list[str]
     prolonged: list[dict[str, int]]
     hook: Mapping[str, object]  # telemetry.row_thread.RowFacts; empty without one

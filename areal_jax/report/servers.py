@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 from areal_jax.events.schema import Event
-from areal_jax.report.report_keys import ServerRow
 
 HEAD = ('engine', 'server', 'tokens received', 'starts', 'taken out of service')
 _OUT = ('unknown', 'quarantined')
+
+
+class ServerRow(TypedDict):
+    """One server that answers came from."""
+
+    engine: str
+    url: str  # where it served last
+    starts: int  # times that it registered
+    tokens: int  # received, including evaluations and probes
+    failures: int  # times that it was taken out of service
+    last_failure: str  # why, the last time; '' = never
 
 
 def server_rows(events: Sequence[Event]) -> list[ServerRow]:

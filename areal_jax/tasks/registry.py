@@ -18,6 +18,7 @@ from areal_jax.text.tokenizer import Tokenizer
 
 # Each module has build(tokenizer, **values) -> Task and score(problem, answer_text, finish_reason) -> reward.
 TASKS = {
+    'code': 'areal_jax.tasks.code.code_task',
     'jsonl': 'areal_jax.tasks.jsonl',
     'reasoning_gym': 'areal_jax.tasks.reasoning_gym',
     'running_sums': 'areal_jax.tasks.running_sums',

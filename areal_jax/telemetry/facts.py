@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
+from areal_jax.labels import CODE
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'facts.json'
 EVALUATIONS = 'evaluations.json'
@@ -27,6 +29,7 @@ class EvaluationScores:
     greedy: tuple[float, ...]  # score of the greedy answer
     sampled: tuple[tuple[float, ...], ...]  # scores of the sampled answers
     most_frequent_answer_share: float | None = None  # see most_frequent_share
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)  # answers by label, greedy ones included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,8 @@ class RunFacts:
     clock: str  # 'real' | 'virtual'
     planned_steps: int | None  # run.steps
     objective: str = ''  # method and combination, see config.objectives.describe_method
-    warnings: Sequence[str] = ()  # of that combination
+    warnings: Sequence[str] = ()  # of that combination, and of a missing sandbox
+    sandbox: SandboxRecord | None = None  # in which the scorer runs code; None: no sandbox is asked for
     finished: bool = True
     running: str | None = None  # unfinished: files.find_holder
     missing: Sequence[str] = ()  # unfinished: what the report lacks, in words
@@ -134,6 +138,12 @@ def most_frequent_share(answers: Sequence[str]) -> float | None:
     return collections.Counter(answers).most_common(1)[0][1] / len(answers)
 
 
+def visible_only_share(labels: Mapping[str, int]) -> float | None:
+    """Of the answers of code that pass their tests, the share that fails a hidden one; None where none passes."""
+    passing = labels.get('ok', 0) + labels.get('visible_only', 0)
+    return labels.get('visible_only', 0) / passing if passing and set(labels) & set(CODE) else None
+
+
 def read_scores(path: pathlib.Path) -> dict[str, EvaluationScores]:
     """{'before': scores, 'after': scores} of an evaluations.json, as far as it has them; no file is no scores.
 
@@ -171,4 +181,6 @@ def _scores(values: files.JsonObject | None) -> EvaluationScores | None:
     if values is None:
         return None
     sampled = tuple(tuple(scores) for scores in values['sampled'])
-    return EvaluationScores(tuple(values['greedy']), sampled, values['most_frequent_answer_share'])
+    return EvaluationScores(
+        tuple(values['greedy']), sampled, values['most_frequent_answer_share'], values.get('labels', {})
+    )

@@ -35,6 +35,11 @@ AUDIT_DISAGREEMENTS = Metric(
     'whose second comparison contradicts the reward; absent where none was compared',
 )
 
+CODE = 'code/'  # prefix of what follows and, before a label, of the share of the scored answers; since the last update
+CODE_CPU = Metric('code/cpu_s', 's', 'CPU seconds of the check of an answer of code, in the mean')
+CODE_WALL = Metric('code/wall_s', 's', 'wall seconds of such a check, in the mean')
+CODE_WAITING = Metric('code/waiting', 'answers', 'that waited for a worker when such an answer came, in the mean')
+
 FRICTION = 'friction/'  # prefix of what follows; with frictions only (section `friction`), of the batch
 FRICTION_ACTOR = Metric('friction/actor', 'answers', 'that a friction of the actor met')
 FRICTION_REWARD = Metric('friction/reward', 'answers', 'whose reward was drawn from the range of the batch')
@@ -160,6 +165,11 @@ HELD_OUT_PAIRS = Metric('held_out/pairs', 'pairs', 'over which these are means')
 EVALUATION = 'evaluation/'  # prefix
 EVALUATION_VERSION = Metric('evaluation/version', 'updates', 'policy version that was evaluated beside training')
 GREEDY_ACCURACY = Metric('evaluation/greedy_accuracy', 'score', 'mean score of its greedy answers')
+VISIBLE_ONLY_SHARE = Metric(
+    'evaluation/visible_only_share',
+    'share',
+    'answers of code that fail a hidden test, of those that pass the others; absent where none passes',
+)
 SAMPLED_ACCURACY = Metric('evaluation/sampled_accuracy', 'score', 'mean score of its sampled answers, where it has any')
 
 KEPT_MASS_MEAN = Metric('sampling/kept_mass_mean', 'share', 'softmax mass that top-k or top-p kept, trained tokens')

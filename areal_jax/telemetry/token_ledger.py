@@ -26,6 +26,7 @@ from typing import TypedDict
 
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import Event
+from areal_jax.labels import SCORED
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, Value, counts
 from areal_jax.types import NOT_GENERATED, UNSCORED
@@ -45,7 +46,6 @@ UNVERSIONED = -2  # in place of a policy version: servers do not say in `receive
 UNKNOWN_AGE = -1  # of tokens without a version
 FIRST_VERSION = 6  # of the event log, with the lengths of segments
 _PROBE_DRAW = 2**31 - 1  # of requests that the pool of servers probes engines with: no draw of a run is that high
-_SCORED = ('ok', 'unparsed')  # labels of answers with a reward
 # reason of a finish without an answer -> of the drop
 _LOST = {'cancelled': 'cancelled', 'lost': 'engine_lost', **{label: label for label in UNSCORED}}
 
@@ -263,7 +263,7 @@ class TokenLedger:
             group.failed[event['sample']] = reason
 
     def _score(self, event: RewardEvent) -> None:
-        if event['label'] not in _SCORED:
+        if event['label'] not in SCORED:
             self._groups.setdefault(event['draw'], _Group()).failed[event['sample']] = 'verifier_failed'
 
     def _drop_failed(self, draw: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -106,7 +107,12 @@ def end_processes(find: Callable[[], list[Process]], within_s: float) -> bool:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform == 'linux':
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        _load_libc().prctl(option, value, 0, 0, 0)
+
+
+@functools.cache
+def _load_libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _list_processes() -> Iterator[Process]:

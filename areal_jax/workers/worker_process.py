@@ -20,7 +20,9 @@ from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.workers.exits import ENDED, SCORER_DIED, USAGE
 from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
+from areal_jax.workers.sandbox.bubblewrap import wrap_command
 
+REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
 _KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel
 
 _log = logging.getLogger(__name__)
@@ -34,12 +36,16 @@ class WorkerProcess:
     """
 
     def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none'):
-        """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory."""
+        """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory.
+
+        Raises OSError, and SandboxError where the level `sandbox` does not start here.
+        """
         self.scorer = scorer
         self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
         self.is_ready = False
+        command = [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox]
         self._process = subprocess.Popen(
-            [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox],
+            wrap_command(sandbox, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -52,7 +58,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the worker; its scorer runs in a child."""
+        """Of the worker, or of bubblewrap around it; its scorer runs in a child."""
         return self._process.pid
 
     @property
@@ -72,7 +78,7 @@ class WorkerProcess:
             self._accept_ready(await self._pipes.receive_line())
 
     async def ask(self, request: JsonObject) -> JsonObject:
-        """Send a JSON-able request and wait for its reply, {'reward'} or {'error'}.
+        """Send a JSON-able request and wait for its reply, {'reward'}, {'error'} or {'fault'}.
 
         Raises WorkerDiedError, also for a reply to another request, for a second reply, and for a reply without a
         request: after these no later reply can be trusted. The id cannot be guessed by a process that an earlier
@@ -82,7 +88,7 @@ class WorkerProcess:
             self._require_silence()
             number = secrets.token_hex(8)
             await self._pipes.send(json.dumps({**request, 'id': number}).encode() + b'\n')
-            reply = _parse(await self._pipes.receive_line(), ('reward', 'error'))
+            reply = _parse(await self._pipes.receive_line(), REPLIES)
             if reply.get('id') != number:
                 raise WorkerDiedError(f'the worker for {self.scorer!r} replied to another request')
             if self._pipes.received:
@@ -97,7 +103,7 @@ class WorkerProcess:
         """
         number = secrets.token_hex(8)
         self._pipes.send_at_once(json.dumps({**request, 'id': number}).encode() + b'\n', end_s)
-        return _parse(self._pipes.wait_for_line(end_s), ('reward', 'error'))
+        return _parse(self._pipes.wait_for_line(end_s), REPLIES)
 
     def kill(self) -> None:
         """Have the worker end at once, with every process of its scorer; from any thread, returns without waiting.

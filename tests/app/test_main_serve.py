@@ -1,6 +1,7 @@
 """`python -m areal_jax.main_serve` as a process: a model behind HTTP, updates from disk, its end and its refusals."""
 
 import contextlib
+import importlib.util
 import json
 import re
 import signal
@@ -127,6 +128,14 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
     ((f'--config={CONFIG}', '--port=0', '--model=nowhere'), '--model=nowhere'),
     ((f'--config={CONFIG}', '--port=0', '--config.cluster.engines=2 x shared'), 'a server has one'),
     ((f'--config={CONFIG}', '--port=0', '--config.run.clock=virtual'), 'run.clock=real'),
+    pytest.param(
+        (f'--config={CONFIG}', '--port=0', '--config.server.notation=qwen'),
+        "server.notation='qwen' is neither hermes nor a renderer of the package renderers: use hermes or one of ",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec('renderers') is None,
+            reason="the package renderers is not installed: pip install -e '.[agents]'",
+        ),
+    ),
 ])  # fmt: skip
 def test_what_can_not_be_served_is_one_sentence(arguments, says):
     done = subprocess.run(

@@ -15,6 +15,7 @@ from areal_jax.app.model.model import describe_model
 from areal_jax.app.process.run_thread import CallerInterrupts
 from areal_jax.app.roles.serve import serve_model
 from areal_jax.config import TrackedConfig
+from areal_jax.errors import UserError
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError
 from areal_jax.models.decoder import Decoder
@@ -150,6 +151,14 @@ def test_weights_with_nan_are_refused_at_the_start_and_by_the_route_that_updates
         asked = {'input_ids': PROMPT, 'sampling_params': GREEDY}
         assert ask(url, '/generate', asked)[1]['meta_info']['weight_version'] == '0'
         assert ask(url, '/health')[0] == 200
+
+
+def test_an_unknown_notation_is_refused_before_a_model_is_loaded(tmp_path):
+    pytest.importorskip('renderers', reason="the package renderers is not installed: pip install -e '.[agents]'")
+    (tmp_path / 'config.json').write_text('{}')  # a directory of a model that cannot be loaded
+    config = small_config(run__clock='real', server__notation='qwen')
+    with pytest.raises(UserError, match=r"^server\.notation='qwen' is neither hermes nor a renderer .*, qwen3, "):
+        serve_model(config, bind('127.0.0.1', 0), model=str(tmp_path))
 
 
 def test_weights_with_nan_are_not_evaluated(gguf, tmp_path):

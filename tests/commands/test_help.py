@@ -17,7 +17,7 @@ from areal_jax.app.evaluate.evaluation_config import adapt_config
 from areal_jax.commands.catalogue import find_commands, list_words
 from areal_jax.commands.command import Command, Example, Parser, list_flags
 from areal_jax.commands.help import answer, describe_version, render_help
-from areal_jax.config import validate
+from areal_jax.config import validate, validate_scoring
 from areal_jax.config.declarations import FIELDS
 from areal_jax.errors import ExitCode
 
@@ -92,6 +92,8 @@ def test_an_example_parses(command, example, monkeypatch):
     parsed = parse_command([command.program, *words], parser)
     if command.program == 'areal-eval':
         adapt_config(parsed.config, None, parsed.overrides)
+    elif command.program == 'areal-score':
+        validate_scoring(parsed.config)
     elif command.program != 'areal-serve':
         validate(parsed.config)
 

@@ -38,6 +38,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'reward': dict.fromkeys(('first', 'last')),
         'unparsed_rate': dict.fromkeys(('first', 'last', 'mean')),
         'audit': None,
+        'sandbox': None,
         'agents': None,
         'accuracy': {
             'greedy': {'before': interval, 'after': interval},

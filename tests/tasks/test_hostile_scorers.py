@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.tasks.scoring.verifier import ProcessVerifier
+from areal_jax.tasks.scoring.verifier import LABELS, ProcessVerifier
 from areal_jax.types import Prompt, Verdict
 from areal_jax.workers.descendants import list_marked
 from areal_jax.workers.worker_process import WorkerProcess
@@ -58,7 +58,7 @@ def check(name, tmp_path, deadline_s):
     assert first == Verdict(expected.reward, attempts=1, label=expected.label)
     assert after == [Verdict(reward) for reward in AFTER]
     labels = [expected.label, 'ok', 'ok', 'ok']
-    assert counts == {label: labels.count(label) for label in ('ok', 'unparsed', 'timeout', 'crash', 'error')}
+    assert counts == {label: labels.count(label) for label in LABELS}
 
 
 @pytest.mark.parametrize('name', [name for name, expected in HOSTILE_SCORERS.items() if not expected.slow])

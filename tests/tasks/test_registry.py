@@ -28,7 +28,7 @@ def test_scorer_of_a_task_is_what_a_worker_loads():
 
 def test_unknown_name_names_the_known():
     with pytest.raises(
-        TaskError, match=r"task\.name='chess' .*\['jsonl', 'reasoning_gym', 'running_sums', 'token_reversal'\]"
+        TaskError, match=r"task\.name='chess' .*\['code', 'jsonl', 'reasoning_gym', 'running_sums', 'token_reversal'\]"
     ):
         registry.make_task('chess', CharacterTokenizer('a'))
 

@@ -67,7 +67,8 @@ def _make_answer(name: str, index: int, turn: Turn) -> Answer:
     last = pieces[-1]
     text = turn.reply.text
     calls = tuple(_make_call(call, len(text)) for call in turn.reply.tool_calls)
-    pieces[-1] = Piece(last.tokens, last.logprobs, last.version, last.columns, text, calls)
+    reasoning = str(turn.reply.message.get('reasoning_content') or '')
+    pieces[-1] = Piece(last.tokens, last.logprobs, last.version, last.columns, text, calls, reasoning)
     return Answer(
         name, turn.prompt_tokens, index, pieces, Finish(_finish_word(turn.reply)), version=last.version
     )  # fmt: skip

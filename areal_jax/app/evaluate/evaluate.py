@@ -23,7 +23,7 @@ from areal_jax.app.parts.engines import build_backends, build_engines, describe_
 from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.parts.part_settings import build_sampling
 from areal_jax.app.parts.sizes import require_room_to_evaluate
-from areal_jax.app.parts.task_builder import build_task, build_verifier
+from areal_jax.app.parts.task_builder import build_task, build_verifier, try_scorer_sandbox
 from areal_jax.app.parts.workflow_builder import load_workflow
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
@@ -165,7 +165,8 @@ class _Evaluation:
         self._parts.callback(self.log.close)
         ends_process = self._interrupts is not None and self._interrupts.ends_process
         self.clock = build_clock(config, self.log, 0.0, waits_for_work=not ends_process)
-        self.verifier = build_verifier(config, self.clock, task, model.tokenizer.decode)
+        self._sandbox = try_scorer_sandbox(config)
+        self.verifier = build_verifier(config, self.clock, task, model.tokenizer.decode, sandbox=self._sandbox)
         self._parts.callback(self.verifier.close)
         self.verifier.start()
         self.supervisor = Supervisor(self.clock)
@@ -293,6 +294,7 @@ class _Evaluation:
             'versions': package_versions(),
             'git_commit': git_commit(),
             'hardware': dict(hardware()),
+            'sandbox': self._sandbox,
         }
 
 

@@ -24,6 +24,7 @@ from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_function import check_function
 from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
 from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
+from areal_jax.app.parts.notation_parser import build_parser
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.control.episode import Episode
@@ -100,11 +101,8 @@ def load_programs(
 
 def _build_format(config: TrackedConfig, tokenizer: Tokenizer) -> TokenizerFormat:
     name = config.agent.notation
-    if name in NOTATIONS:
-        return TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS[name]))
-    from areal_jax.agents.renderers_parser import RenderersParser  # imports the package, which other runs need not have
-
-    return TokenizerFormat(tokenizer, RenderersParser(tokenizer, name))
+    parser = build_parser(name, 'agent.notation', tokenizer) or NotationParser(tokenizer, NOTATIONS[name])
+    return TokenizerFormat(tokenizer, parser)
 
 
 def _build_host(config: TrackedConfig) -> ProgramHost:

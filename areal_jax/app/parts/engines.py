@@ -14,8 +14,8 @@ from areal_jax.app.run.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
+from areal_jax.control.frictions import TEMPERATURE
 from areal_jax.control.schedule import VersionRing
-from areal_jax.frictions import TEMPERATURE
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.publication.record_channel import RecordChannel

@@ -42,8 +42,7 @@ def require_extras(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError for the first package that this config needs and that is not installed; imports none."""
     for module, reason, instead in _needed(config):
         if importlib.util.find_spec(module) is None:
-            command = describe_install(EXTRAS[module])
-            raise ConfigError(f'{reason} needs the package {module}, which is not installed: {command}{instead}')
+            raise ConfigError(_describe_missing(module, reason, instead))
 
 
 def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
@@ -74,7 +73,16 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'gguf', "model.source='gguf'", ''
 
 
-def require_serving() -> None:
+def require_serving(config: config_dict.ConfigDict) -> None:
     """Raises ConfigError where the packages of a server are not installed."""
-    if importlib.util.find_spec('aiohttp') is None:
-        raise ConfigError(f'a server needs the package aiohttp, which is not installed: {describe_install("serve")}')
+    needed = {'aiohttp': 'a server'}
+    if config.server.notation != HERMES:
+        needed['renderers'] = f'server.notation={config.server.notation!r}'
+    for module, reason in needed.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(_describe_missing(module, reason))
+
+
+def _describe_missing(module: str, reason: str, instead: str = '') -> str:
+    command = describe_install(EXTRAS[module])
+    return f'{reason} needs the package {module}, which is not installed: {command}{instead}'

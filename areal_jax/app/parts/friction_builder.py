@@ -9,7 +9,7 @@ from collections.abc import Callable
 from areal_jax.app.parts.workflow_builder import WorkflowFactory
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
-from areal_jax.frictions import LOGPROBS, TEMPERATURE, Frictions
+from areal_jax.control.frictions import LOGPROBS, TEMPERATURE, Frictions
 from areal_jax.protocols import Episode, Generator, Workflow
 from areal_jax.types import Prompt, SamplingParams
 

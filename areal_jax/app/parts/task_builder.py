@@ -15,8 +15,9 @@ import numpy as np
 from areal_jax import lanes
 from areal_jax.config import TrackedConfig
 from areal_jax.config.objectives import PAIRS, find_objective
+from areal_jax.config.sandbox_fields import NONE, has_own_scorer, resolve_sandbox, runs_model_code
 from areal_jax.control.clocks.loop import LoopClock
-from areal_jax.plugins import absolute_spec, is_own, load_function
+from areal_jax.plugins import absolute_spec, load_function
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.client_stream import ClientStream
@@ -26,15 +27,17 @@ from areal_jax.tasks.registry import make_task, value_names
 from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
-from areal_jax.tasks.task import Scorer, Split, Task, TaskError
+from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, Task, TaskError, shuffle
 from areal_jax.text.tokenizer import Tokenizer
-from areal_jax.workers.sandbox.sandbox_trial import try_sandbox
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, describe_sandbox, describe_unconfined, try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
+
+TrySandbox = Callable[[str], SandboxRecord | None]
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
     """The task; problems whose prompts exceed the engines' context are dropped or refused (task.over_length)."""
-    task = _make_task(config, tokenizer)
+    task = build_whole_task(config, tokenizer)
     room = config.rollout.context_tokens - config.rollout.max_new_tokens
     task = task.fitting(room, config.task.over_length)
     sizes = task.sizes()
@@ -71,14 +74,32 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
         task, read = config.task, read_pairs if pairs else read_demonstrations
         found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
     else:
-        found = (contrast_task if pairs else solve_task)(_make_task(config, tokenizer), tokenizer)
+        found = (contrast_task if pairs else solve_task)(build_whole_task(config, tokenizer), tokenizer)
     return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
 
 
-def _make_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
+    """The task with all of its problems, however long their prompts are."""
     name, options = config.task.name, config.task.options
     values = {field: getattr(config.task, field) for field in value_names(name)}
     return make_task(name, tokenizer, {key: options[key] for key in options}, **values)
+
+
+def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox) -> SandboxRecord | None:
+    """Tries the sandbox of the task's scorer out, once before a run; None where it has none and needs none.
+
+    Raises UserError for a level that does not work on this machine.
+    """
+    level = resolve_sandbox(config.task)
+    if level != NONE:
+        record = try_out(level)
+    elif runs_model_code(config.task):
+        record = describe_unconfined()
+    else:
+        return None
+    if record is not None:
+        print(describe_sandbox(record), flush=True)
+    return record
 
 
 def build_verifier(
@@ -87,6 +108,7 @@ def build_verifier(
     task: Task,
     decode: Callable[[np.ndarray], str],
     *,
+    sandbox: SandboxRecord | None,
     workers: int | None = None,
     lane: str = lanes.REWARD,
     workdir: pathlib.Path | None = None,
@@ -96,22 +118,22 @@ def build_verifier(
 
     An own scorer is called once, with an empty answer, when the verifier starts. A verifier that compares some answers
     twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers. A `start_worker` that starts no
-    process scores nothing, so the scorer is not tried out.
+    process scores nothing, so the scorer is not tried out. `sandbox`: of `try_scorer_sandbox`.
     Raises UserError for a scorer that workers cannot load, and at the start for one that fails.
     """
     reward = config.task.reward
-    own = reward or is_own(config.task.name)
+    own = has_own_scorer(config.task)
     side: Split = 'train' if task.sizes()['train'] else 'held_out'
-    trial = dict(task.prompts(side, config.run.seed).draw().problem) if own else None
+    trial = _first_problem(task, side, config.run.seed) if own else None
     if start_worker is not WorkerProcess and config.task.verifier == 'process':
         trial = None
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
-    if config.task.sandbox != 'none' and start_worker is WorkerProcess:
-        abi = try_sandbox()
-        print(f'task.sandbox={config.task.sandbox!r}: the scorer is confined (Landlock ABI {abi})', flush=True)
-        start_worker = functools.partial(WorkerProcess, sandbox=config.task.sandbox)
+    is_first = start_worker is WorkerProcess and lane == lanes.REWARD
+    references = _list_references(config, task) if is_first else []
+    if sandbox is not None and start_worker is WorkerProcess:
+        start_worker = functools.partial(WorkerProcess, sandbox=sandbox['level'])
     scorer = absolute_spec(reward or task.scorer)
     with_episode = takes_episode(_load_scorer(scorer, task, reward) if own else task.score)
     return ProcessVerifier(
@@ -124,10 +146,18 @@ def build_verifier(
         memory_mb=config.task.verifier_memory_mb,
         lane=lane,
         trial=trial,
+        references=references,
         audit=build_audit(config, workdir),
         with_episode=with_episode,
         start_worker=start_worker,
     )
+
+
+def _list_references(config: TrackedConfig, task: Task) -> list[Problem]:
+    """Problems of code that the user wrote with a solution, which must pass."""
+    if config.task.name != 'code' or not config.task.path or config.task.reward or not isinstance(task, ListedTask):
+        return []
+    return [problem for side in task.problems.values() for problem in side if problem['answer']]
 
 
 def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | None:
@@ -137,6 +167,14 @@ def build_audit(config: TrackedConfig, workdir: pathlib.Path | None) -> Audit | 
     if not config.task.audit_fraction or workdir is None:
         return None
     return Audit(workdir, config.task.audit_fraction, mathematics.compare_texts)
+
+
+def _first_problem(task: Task, side: Split, seed: int) -> Problem:
+    """The problem of the first draw; a listed task need not tokenize for it, which no scorer needs."""
+    if isinstance(task, ListedTask):
+        listed = task.problems[side]
+        return dict(listed[int(shuffle(len(listed), seed, 0)[0])])
+    return dict(task.prompts(side, seed).draw().problem)
 
 
 def _load_scorer(scorer: str, task: Task, reward: str) -> Scorer:

@@ -38,7 +38,7 @@ def serve_engine(
     config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts, front: FrontKind = HTTP
 ) -> int:
     """This process becomes an engine of a run in roles; returns its exit code."""
-    require_serving()
+    require_serving(config)
     with keep_name(process, config) as heartbeat:  # shows the launcher that this process is alive
         await_controller(process, config, config.distributed.command_deadline_s)
 

@@ -21,6 +21,7 @@ from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_serving_backend, describe_caches, place_of
 from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.parts.notation_parser import build_parser, require_notation
 from areal_jax.app.parts.record_channels import number_readers
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
@@ -59,6 +60,7 @@ from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
 
 _FIRST_VERSION = 0  # of the weights at launch, inside this process
+_NOTATION = 'server.notation'
 
 
 def serve_model(
@@ -89,6 +91,7 @@ def serve_model(
     adapted = adapt_server_config(config, model, overrides, of_run=heartbeat is not None)
     validate_evaluation(adapted)
     require_extras(adapted)
+    require_notation(adapted.server.notation, _NOTATION)
     version = None if heartbeat is None or model is None else read_published(model)
     with contextlib.ExitStack() as parts:
         tracked = TrackedConfig(adapted, () if heartbeat else overrides)
@@ -174,6 +177,7 @@ class _Server:
         parts.enter_context(use_compilation_cache(config))
         self._start.begin(describe_loading(config))
         self._model = source.load(config, self._start.count_bytes)
+        self._parser = build_parser(config.server.notation, _NOTATION, self._model.tokenizer)
         self.log = EventLog(keeps=False)
         self.clock = build_clock(config, self.log, 0.0)
         self.supervisor = Supervisor(self.clock)
@@ -268,7 +272,7 @@ class _Server:
         )  # fmt: skip
         served = self._served = ServedModel(
             Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts,
-            config.server.required,
+            config.server.required, self._parser,
         )  # fmt: skip
         limits = Limits(
             body_bytes=config.server.max_body_bytes,

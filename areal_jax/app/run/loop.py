@@ -17,6 +17,7 @@ from areal_jax.app.run.start_records import note_start
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method
+from areal_jax.config.sandbox_fields import find_sandbox_warnings
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events
@@ -53,7 +54,10 @@ class Loop:
         parts, site = self.parts, self._site
         host, clock = parts.host, parts.host.clock
         try:
-            note_start(self._context.workdir, host.first_seq, host.config, host.model.source, site.read_environment())
+            note_start(
+                self._context.workdir, host.first_seq, host.config, host.model.source, host.sandbox,
+                site.read_environment(),
+            )  # fmt: skip
             self.warm_up()
             if isinstance(clock, RealClock):
                 clock.restart()
@@ -157,7 +161,8 @@ class Loop:
             schedule=config.staleness.schedule,
             clock=config.run.clock,
             objective=describe_method(config.loss),
-            warnings=tuple(find_objective_warnings(config)),
+            warnings=(*find_objective_warnings(config), *find_sandbox_warnings(config)),
+            sandbox=parts.host.sandbox,
             evaluation_before=parts.host.scores.get('before'),
             evaluation_after=parts.host.scores.get('after'),
             compilation_budget=self._compilation_budget,

@@ -11,7 +11,7 @@ from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
 from areal_jax.app.parts.server_parts import Servers
-from areal_jax.app.parts.task_builder import build_stream, build_task, build_verifier
+from areal_jax.app.parts.task_builder import TrySandbox, build_stream, build_task, build_verifier, try_scorer_sandbox
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, load_workflow
 from areal_jax.app.run.evaluations import UNDER_WAY, build_beside, restore_rows
 from areal_jax.app.run.observer import StepObserver
@@ -39,6 +39,7 @@ from areal_jax.tasks.task import Task
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
 
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
@@ -50,6 +51,7 @@ class Outside:
 
     make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
     start_worker: StartWorker = WorkerProcess
+    try_sandbox: TrySandbox = try_sandbox
 
 
 class Origin(NamedTuple):
@@ -75,6 +77,7 @@ class Host:
     log: EventLog
     clock: LoopClock
     supervisor: Supervisor
+    sandbox: SandboxRecord | None  # of its verifiers, as `build_verifier` takes it
     verifier: ProcessVerifier | InlineVerifier
     # evaluation beside training has workers of its own, so that its answers never queue behind training answers
     verifier_beside: ProcessVerifier | InlineVerifier | None
@@ -158,9 +161,12 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     make_clock = outside.make_clock or build_clock
     clock = make_clock(config, log, snapshot['clock_s'], waits_for_work=not context.ends_process())
 
+    sandbox = try_scorer_sandbox(config, outside.try_sandbox)
+
     def launch(**settings: Any) -> ProcessVerifier | InlineVerifier:
+        decode, start_worker = model.tokenizer.decode, outside.start_worker
         verifier = context.own(
-            build_verifier(config, clock, task, model.tokenizer.decode, start_worker=outside.start_worker, **settings)
+            build_verifier(config, clock, task, decode, sandbox=sandbox, start_worker=start_worker, **settings)
         )
         verifier.launch()
         return verifier
@@ -176,6 +182,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
         scores=scores,
         log=log,
         clock=clock,
+        sandbox=sandbox,
         verifier=launch(workdir=context.workdir),
         verifier_beside=launch(workers=1, lane=EVALUATION_REWARD) if config.evaluation.every else None,
         supervisor=Supervisor(clock),

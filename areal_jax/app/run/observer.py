@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Mapping
 from typing import NotRequired, Protocol, TypedDict
 
+from areal_jax.app.run.code_checks import CodeChecks, CodeChecksState
 from areal_jax.app.run.engine_counts import EngineCounts, EngineCountsState
 from areal_jax.control.controller import StepRecord
 from areal_jax.events.schema import Event
@@ -29,6 +30,7 @@ class ObserverState(TypedDict):
     interruptions: int  # since the last update
     audited: int  # answers compared a second time since the last update
     disagreements: int  # of these
+    checks: NotRequired[CodeChecksState]
     engines: EngineCountsState  # since the last update
     ledger: NotRequired[LedgerState | None]  # None, or absent: an earlier part of the run has kept none
     optimizer_steps: NotRequired[list[float]]  # OptimizerAges.state
@@ -61,6 +63,7 @@ class StepObserver:
         self._cpu_seconds, self._last_time_s, self._rates = cpu_seconds, first_time_s, rates
         self._update_seconds: collections.deque[float] = collections.deque()  # of updates that are not published yet
         self._interruptions = self._compiled = self._audited = self._disagreements = 0
+        self._checks = CodeChecks()
         self._engines = EngineCounts()
         self.ledger: TokenLedger | None = TokenLedger()
         self._optimizer_ages = OptimizerAges()
@@ -86,6 +89,8 @@ class StepObserver:
         self._engines.apply(event)
         if event['kind'] == 'interrupt':
             self._interruptions += 1
+        elif event['kind'] in ('reward', 'check'):
+            self._checks.note(event)
         elif event['kind'] == 'audit':
             self._audited += 1
             self._disagreements += event['outcome'] == 'disagrees'
@@ -120,6 +125,7 @@ class StepObserver:
             self._progress.update(record.step, values)
         self._last_time_s, self._interruptions, self._compiled = record.time_s, 0, compiled
         self._audited = self._disagreements = 0
+        self._checks = CodeChecks()
 
     def _balance(self, record: StepRecord) -> dict[str, Value]:
         if self.ledger is None:
@@ -141,6 +147,7 @@ class StepObserver:
             'last_time_s': self._last_time_s,
             'interruptions': self._interruptions,
             'audited': self._audited,
+            'checks': self._checks.state(),
             'disagreements': self._disagreements,
             'engines': self._engines.state(),
             'ledger': self.ledger.state() if self.ledger else None,
@@ -158,6 +165,7 @@ class StepObserver:
         elif self.ledger:
             self.ledger.restore(kept)
         self._optimizer_ages = OptimizerAges(state.get('optimizer_steps', ()))
+        self._checks = CodeChecks(state.get('checks'))
         self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 
     def _counted(self, record: StepRecord) -> dict[str, Value]:
@@ -169,6 +177,7 @@ class StepObserver:
         rate = self._engines.generated / seconds
         return {
             **audit,
+            **self._checks.metrics(),
             **self._engines.take(),
             names.REWARD_UNPARSED: labels.count('unparsed') / max(len(labels), 1),
             names.GENERATE_RATE: rate,

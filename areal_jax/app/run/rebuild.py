@@ -13,10 +13,11 @@ from areal_jax.app.run.held_out import read_pairs_measured
 from areal_jax.app.run.overlap import alone_seconds
 from areal_jax.app.run.sft_report import SftFacts, write_sft_report
 from areal_jax.app.run.start_records import FILE as STARTS
-from areal_jax.app.run.start_records import read_starts
+from areal_jax.app.run.start_records import Start, read_starts
 from areal_jax.config import CONFIG, default_config
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method, find_objective
+from areal_jax.config.sandbox_fields import find_sandbox_warnings
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events
@@ -79,6 +80,7 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     intervals, within = lane_intervals(events), window(events)
     origin = _origin(workdir)
+    starts = _read_starts(workdir)
     return RunFacts(
         config=CONFIG,
         seed=_field(workdir, config, 'run.seed', int),
@@ -97,6 +99,7 @@ def unfinished_facts(workdir: pathlib.Path, config: Config) -> RunFacts:
         compilation_budget=_field(workdir, config, 'run.compilation_budget', int),
         alone_seconds=alone_seconds(intervals, within, len(metrics)) if metrics else {},
         cores=cast(int, origin['hardware'].get('cores', 1)),
+        sandbox=starts[-1].get('sandbox') if starts else None,
         **origin,
     )
 
@@ -113,7 +116,7 @@ def _describe_objective(config: Config) -> _Objective:
     sections = default_config().to_dict()
     known = {name: fields | cast(dict[str, object], config.get(name, {})) for name, fields in sections.items()}
     c = types.SimpleNamespace(**{name: types.SimpleNamespace(**fields) for name, fields in known.items()})
-    return {'objective': describe_method(c.loss), 'warnings': tuple(find_objective_warnings(c))}
+    return {'objective': describe_method(c.loss), 'warnings': (*find_objective_warnings(c), *find_sandbox_warnings(c))}
 
 
 class _Origin(TypedDict):
@@ -126,13 +129,17 @@ class _Origin(TypedDict):
 
 def _origin(workdir: pathlib.Path) -> _Origin:
     """Of the newest start; nothing where the run was killed before it noted one."""
-    path = workdir / STARTS
-    starts = read_starts(path.read_bytes(), str(path)) if path.exists() else []
+    starts = _read_starts(workdir)
     if not starts:
         return {'git_commit': None, 'versions': {}, 'hardware': {}}
     found = starts[-1]['environment']
     hardware = {name: found[name] for name in ('cores', 'machine', 'devices')}
     return {'git_commit': found['commit'], 'versions': found['versions'], 'hardware': hardware}
+
+
+def _read_starts(workdir: pathlib.Path) -> list[Start]:
+    path = workdir / STARTS
+    return read_starts(path.read_bytes(), str(path)) if path.exists() else []
 
 
 def unfinished_sft_facts(workdir: pathlib.Path, config: Config) -> SftFacts:

@@ -68,7 +68,8 @@ def build_replay(
     """One start of a run, in the order of its log."""
 
     def build(context: RunContext, site: OwnSite) -> Loop | None:
-        loop = build_loop(context, site, Outside(functools.partial(_build_clock, recording), RecordedWorker))
+        make_clock, sandbox = functools.partial(_build_clock, recording), start.get('sandbox')
+        loop = build_loop(context, site, Outside(make_clock, RecordedWorker, lambda level: sandbox))
         if loop:
             clock, controller = loop.parts.host.clock, loop.parts.controller
             assert isinstance(clock, ReplayClock)

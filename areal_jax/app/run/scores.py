@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 from areal_jax import files
 from areal_jax.telemetry import names
-from areal_jax.telemetry.facts import DURING, EVALUATIONS, EvaluationScores, VersionScores, read_curve, read_scores
+from areal_jax.telemetry.facts import (
+    DURING,
+    EVALUATIONS,
+    EvaluationScores,
+    VersionScores,
+    read_curve,
+    read_scores,
+    visible_only_share,
+)
 
 
 class Scores:
@@ -60,8 +68,8 @@ def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, f
     if scores is None:
         return {}
     row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}
-    sampled = mean_sampled(scores)
-    return row if sampled is None else {**row, names.SAMPLED_ACCURACY: sampled}
+    known = {names.SAMPLED_ACCURACY: mean_sampled(scores), names.VISIBLE_ONLY_SHARE: visible_only_share(scores.labels)}
+    return row | {name: value for name, value in known.items() if value is not None}
 
 
 def mean_greedy(scores: EvaluationScores) -> float:

@@ -9,7 +9,7 @@ import hashlib
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ml_collections import config_dict
 
@@ -21,6 +21,7 @@ from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import unknown_field
 from areal_jax.telemetry.facts import EVALUATIONS
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'starts.json'  # in the workdir
 TASK, SCHEDULE, MODEL = 'task.path', 'staleness.schedule', 'model.path'  # fields that name files
@@ -44,6 +45,7 @@ class Start(TypedDict):
     data: dict[str, DataFile]  # by config field
     # evaluations.json at that time: which versions the starts before had evaluated after their last checkpoint
     evaluations: files.JsonObject | None
+    sandbox: NotRequired[SandboxRecord | None]  # of the scorer; absent in records of earlier versions
 
 
 def note_start(
@@ -51,12 +53,14 @@ def note_start(
     seq: int,
     config: TrackedConfig,
     weights: pathlib.Path | None,
+    sandbox: SandboxRecord | None = None,
     environment: Environment | None = None,
 ) -> None:
     """Adds the start whose first event is `seq`; starts whose events were cut off the log are dropped.
 
     Args:
       weights: the file or directory that the run begins from; None = drawn by config and seed.
+      sandbox: of the task's scorer; None = it has none.
       environment: None = the environment of this process.
     """
     path = workdir / FILE
@@ -68,8 +72,9 @@ def note_start(
     scores = workdir / EVALUATIONS
     evaluations = files.read_json(scores, _FIX) if scores.exists() else None
     start = Start(
-        seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations
-    )
+        seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations,
+        sandbox=sandbox,
+    )  # fmt: skip
     kept = [earlier for earlier in before if earlier['seq'] < seq]
     files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
 

@@ -11,6 +11,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objective_constraints import find_objective_warnings
+from areal_jax.config.sandbox_fields import find_sandbox_warnings
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
 _BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
@@ -30,6 +31,7 @@ def print_passed_over(field: str, reasons: Sequence[str]) -> None:
 def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence each."""
     yield from find_objective_warnings(c)
+    yield from find_sandbox_warnings(c)
     steps = c.run.steps * c.learner.n_minibatches * c.learner.epochs
     if c.optimizer.warmup_steps > steps:
         yield (

@@ -35,7 +35,7 @@ _RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
 _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),
     'learner.rows_per_microbatch',  # a multiple of the mesh
-    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.max_filtered_groups'),
+    *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.sandbox', 'task.max_filtered_groups'),
     *('run.compilation_', 'run.export', 'server.'),
     *('rollout.urls', 'rollout.max_retries', 'rollout.max_mismatch'),  # the servers may be others
 )

@@ -73,6 +73,7 @@ def _learning(run: Run, parts: Parts) -> Iterator[Block]:
     yield parts.evaluation
     yield parts.evaluation_cost
     yield parts.learning
+    yield parts.code
 
 
 def _curves(run: Run, group: str, first: dict[str, Chart] | None = None) -> Iterator[Block]:

@@ -51,7 +51,7 @@ def _headed(heading: str, *parts: Part) -> list[str]:
 
 
 def _results(parts: Parts) -> tuple[Part, ...]:
-    return parts.accuracy, parts.intervals, parts.evaluation, parts.evaluation_cost, parts.learning
+    return parts.accuracy, parts.intervals, parts.evaluation, parts.evaluation_cost, parts.learning, parts.code
 
 
 def _time(parts: Parts) -> tuple[Part, ...]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from areal_jax.report.agents import HEAD as AGENTS_HEAD
 from areal_jax.report.agents import describe_agents
 from areal_jax.report.censoring import censoring_rows
+from areal_jax.report.code_verdicts import HEAD as CODE_HEAD
+from areal_jax.report.code_verdicts import describe_code
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.engine_work import describe_attention, work_rows
 from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
@@ -21,6 +23,7 @@ from areal_jax.report.servers import HEAD as SERVERS_HEAD
 from areal_jax.report.servers import describe_servers
 from areal_jax.report.token_fates import fate_rows
 from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_number, format_percent
+from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Parts:
     evaluation: Table
     evaluation_cost: Text
     learning: Table
+    code: Table
     staleness: Table
     ratios: Table
     split: Table
@@ -105,6 +109,7 @@ def tell_parts(report: Report) -> Parts:
         evaluation=Table(HEAD, curve_rows(report)),
         evaluation_cost=Text(describe_cost(report) if report['evaluation_cache_bytes'] is not None else ''),
         learning=Table(('learning', ''), _learning_rows(report)),
+        code=Table(CODE_HEAD, describe_code(report['code'])),
         staleness=Table(('', ''), _staleness_rows(report)),
         ratios=Table(
             ('age', 'trained tokens', 'effective sample size', 'clipped', 'KL'), age_rows(report['ratios_by_age'])
@@ -155,6 +160,7 @@ def _staleness_bound(report: Report) -> str:
 
 def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
+    sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
     if report['idle_fields']:
         sentences.append(describe_idle_fields(report['idle_fields']))

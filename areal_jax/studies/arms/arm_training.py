@@ -18,7 +18,7 @@ from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.friction_builder import build_frictions
 from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.config import TrackedConfig
-from areal_jax.frictions import Frictions
+from areal_jax.control.frictions import Frictions
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.studies.arms.arm import Arm, require_one_program
 from areal_jax.studies.arms.faults import draw_faults

@@ -1,4 +1,4 @@
-"""The frictions of arms as arrays: the very ones of single runs with these configs (areal_jax/frictions.py).
+"""The frictions of arms as arrays: the very ones of single runs with these configs (areal_jax/control/frictions.py).
 
 Shapes: U, B, G, A as in __init__.py.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.frictions import CONSTANT, LOGPROBS, TEMPERATURE, Frictions
+from areal_jax.control.frictions import CONSTANT, LOGPROBS, TEMPERATURE, Frictions
 from areal_jax.rollout.decode.decode_rows import Array
 from areal_jax.studies.arms.answer_generation import Answers
 

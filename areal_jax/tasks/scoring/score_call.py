@@ -9,32 +9,45 @@ import numbers
 from collections.abc import Callable
 from typing import SupportsFloat, cast
 
+from areal_jax.labels import SCORED
+
 REWARD_LIMIT = 1e6  # largest absolute reward: far above any scale in use, and its square does not overflow
 _DESCRIPTION_CHARACTERS = 2000  # of an exception's text
 _NO_NUMBERS = 'cmMSUO'  # kinds of numpy dtypes: complex, times, bytes, text, objects
-
-
-SCORED = ('ok', 'unparsed')  # labels of an answer that has a reward
 
 
 class Score(float):
     """A reward with a label, which a scorer may return instead of a plain number (label 'ok').
 
     'unparsed': no answer could be read in the text. Such an answer is trained as reward 0, and counted apart from wrong
-    ones. Raises ValueError for another label, and for 'unparsed' with a reward other than 0.
+    ones. Raises ValueError for a label that is not one of types.SCORED, and for 'unparsed' with a reward other than 0.
+
+    Args:
+      reason: why it is no more than that.
+      cpu_s, wall_s: that the check of code took; 0 = not measured.
     """
 
     label: str
+    reason: str
+    cpu_s: float
+    wall_s: float
 
-    def __new__(cls, reward: float, label: str = 'ok') -> Score:
+    def __new__(
+        cls, reward: float, label: str = 'ok', *, reason: str = '', cpu_s: float = 0.0, wall_s: float = 0.0
+    ) -> Score:
         if label not in SCORED or (label == 'unparsed' and reward != 0):
             raise ValueError(f'a score of {reward} with the label {label!r}: labels are ok, and unparsed for reward 0')
         score = super().__new__(cls, reward)
-        score.label = label
+        score.label, score.reason, score.cpu_s, score.wall_s = label, reason, cpu_s, wall_s
         return score
 
 
+MEASURED = ('reason', 'cpu_s', 'wall_s')  # attributes of a Score beside its label
 UNPARSED = Score(0.0, 'unparsed')
+
+
+class MachineFaultError(Exception):
+    """A scorer raises it where the answer could not be judged, and another attempt may do better."""
 
 
 class ScoringError(Exception):
@@ -48,15 +61,21 @@ def score_answer(
 
     `episode`: for a scorer with a parameter of that name (episode_object.takes_episode); None = it has none.
     Raises ScoringError if the scorer raises anything, SystemExit included, or if `to_reward` refuses its value.
-    KeyboardInterrupt is raised again: with inline scoring it is the user's Ctrl-C.
+    KeyboardInterrupt is raised again, which with inline scoring is the user's Ctrl-C, and so is MachineFaultError.
     """
     try:
         value = score(problem, text, finish_reason, **({} if episode is None else {'episode': episode}))
-        return Score(to_reward(value), value.label if isinstance(value, Score) else 'ok')
-    except KeyboardInterrupt:
+        reward = to_reward(value)
+        return _check(value, reward) if isinstance(value, Score) else Score(reward)
+    except (KeyboardInterrupt, MachineFaultError):
         raise
     except BaseException as error:
         raise ScoringError(describe_error(error)) from error
+
+
+def _check(score: Score, reward: float) -> Score:
+    """A copy: a scorer can change the attributes of its own."""
+    return Score(reward, score.label, reason=str(score.reason), cpu_s=float(score.cpu_s), wall_s=float(score.wall_s))
 
 
 def to_reward(value: object) -> float:

@@ -1,7 +1,8 @@
 """The process that runs a scorer: a line in, a line out, until the pipe closes. Its parent is tasks/scoring/worker.py.
 
 First line out: {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...},
-one line out: {"id": ..., "reward": 0.5} or {"id": ..., "error": "..."}; beside a reward, "label" unless it is 'ok'.
+one line out: {"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer
+that could not be judged. Beside a reward are "label" unless it is 'ok', and "reason", "cpu_s", "wall_s" where known.
 A scorer with a parameter `episode` gets "episode" of the line, {"messages": ...}.
 """
 
@@ -17,21 +18,22 @@ from typing import TYPE_CHECKING, cast
 
 from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring.episode_object import takes_episode
-from areal_jax.tasks.scoring.score_call import ScoringError, describe_error, score_answer
-from areal_jax.workers.sandbox.confinement import choose_confinement, confine
+from areal_jax.tasks.scoring.score_call import MEASURED, MachineFaultError, ScoringError, describe_error, score_answer
+from areal_jax.workers.sandbox.confinement import CONFINING, choose_confinement, confine
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer
 
 
-def serve(scorer: str, memory_mb: int, requests: int, replies: int, *, is_confined: bool) -> None:
+def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str) -> None:
     """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises, and SandboxError.
 
     Args:
       scorer: 'module:function' or '/path/to/file.py:function'.
       memory_mb: see `limit_memory`.
-      is_confined: it scores in a sandbox, which loading it is not in.
       requests, replies: file descriptors, inherited by no child process.
+      level: of the sandbox in which it scores, and which loading it is not in; 'none' = it has the rights of the user.
+        A scorer whose module has `start_sandbox` gets it there, confines what it runs, and is not confined itself.
     """
     limit_memory(memory_mb)
     own_pid = os.getpid()
@@ -41,8 +43,11 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, *, is_confin
     sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), errors='backslashreplace', line_buffering=True)
     score = load_scorer(scorer)
     _end_fork(own_pid)
-    if is_confined:
-        confine(choose_confinement(memory_bytes=0))  # limit_memory bounds the heap
+    start_sandbox = getattr(load_module(scorer, 'scorer'), 'start_sandbox', None)
+    if start_sandbox:
+        start_sandbox(level)
+    elif level in CONFINING:
+        confine(choose_confinement(memory_bytes=0, level=level))  # limit_memory bounds the heap
     write_whole(replies, b'{"ready": true}\n')
     with os.fdopen(requests, 'rb', closefd=False) as lines:
         for line in lines:
@@ -70,8 +75,11 @@ def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
         reply['reward'] = float(scored)
         if scored.label != 'ok':
             reply['label'] = scored.label
+        reply |= {name: value for name in MEASURED if (value := getattr(scored, name))}
     except ScoringError as error:
         reply['error'] = str(error)
+    except MachineFaultError as error:
+        reply['fault'] = describe_error(error)
     except (Exception, KeyboardInterrupt) as error:
         reply['error'] = describe_error(error)
     return reply

@@ -1,4 +1,4 @@
-"""Verification: from an answer's tokens to its reward, inline or in worker processes.
+"""Verification: from an answer's tokens, or its text, to its reward, inline or in worker processes.
 
 Worker processes (worker_process.py) are asked through `clock.call`.
 """
@@ -11,24 +11,35 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.labels import SCORED
 from areal_jax.protocols import Clock, Event
 from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.episode_object import DescribeEpisode, complete_episode, takes_episode
-from areal_jax.tasks.scoring.score_call import SCORED, Score, ScoringError, make_printable, score_answer, to_reward
+from areal_jax.tasks.scoring.score_call import (
+    MEASURED,
+    MachineFaultError,
+    Score,
+    ScoringError,
+    make_printable,
+    score_answer,
+    to_reward,
+)
 from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
 
-# of an attempt; 'error': the scorer raised, or returned no reward; for 'unparsed' see scoring.Score
-LABELS = (*SCORED, 'timeout', 'crash', 'error')
+# of an attempt; 'sandbox': the answer could not be judged; 'error': the scorer raised, or returned no reward
+LABELS = (*SCORED, 'timeout', 'crash', 'sandbox', 'error')
 LANE = lanes.REWARD
+# another attempt may do better
+_FAILED = {TimeoutError: 'timeout', WorkerDiedError: 'crash', MachineFaultError: 'sandbox'}
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
 
@@ -79,17 +90,27 @@ class InlineVerifier:
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
         """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
+        return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
+
+    async def verify_text(
+        self,
+        prompt: Prompt,
+        text: str,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
+        """The same for an answer that is given as text."""
         problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
-        text, episode = self._decode(answer_tokens), None
+        episode = None
         if takes_episode(self._score):
             found = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
             episode = copy.deepcopy(found)
         try:
             score = score_answer(self._score, problem, text, finish_reason, episode)
             verdict = Verdict(float(score), label=score.label)
-        except ScoringError as error:
+        except (ScoringError, MachineFaultError) as error:
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, error)
-            verdict = Verdict(0.0, label='error')
+            verdict = Verdict(0.0, label='error', reason=str(error))
         self.attempts_by_label[verdict.label] += 1
         return verdict
 
@@ -127,11 +148,13 @@ class _Ticket:
 class ProcessVerifier:
     """Scores in worker processes, first come, first served, each attempt with a deadline.
 
-    If an attempt hangs ('timeout'), or its worker ends or sends anything but one reply ('crash'), the worker is killed
+    If an attempt hangs ('timeout'), its worker ends or sends anything but one reply ('crash'), or the answer could not
+    be judged ('sandbox'), the worker is killed
     with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
     scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
     `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
-    compares a share of the scored answers a second time, which changes no reward. `with_episode`: the scorer has a
+    compares a share of the scored answers a second time, which changes no reward. The answer of each of `references`
+    must be scored 'ok' at the start. `with_episode`: the scorer has a
     parameter `episode` (episode_object.takes_episode).
     """
 
@@ -148,6 +171,7 @@ class ProcessVerifier:
         start_deadline_s: float = 120.0,
         lane: str = LANE,
         trial: Problem | None = None,
+        references: Sequence[Problem] = (),
         audit: Audit | None = None,
         with_episode: bool = False,
         start_worker: StartWorker = WorkerProcess,
@@ -167,7 +191,7 @@ class ProcessVerifier:
         self._start_deadline_s = start_deadline_s
         self._attempts = attempts
         self._memory_mb = memory_mb
-        self._trial = trial
+        self._trial, self._references = trial, references
         self._audit = audit
         self._with_episode = with_episode
         self._start_worker = start_worker
@@ -197,6 +221,8 @@ class ProcessVerifier:
             raise self._not_started(error) from error
         if self._trial is not None:
             self._try_out(self._free[0].worker, self._trial)
+        if self._references:
+            self._require_references(self._free[0].worker)
 
     def _not_started(self, error: Exception) -> VerifierError:
         """Ends what has been started; the error to raise."""
@@ -224,18 +250,28 @@ class ProcessVerifier:
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
         """The verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
-        text = self._decode(answer_tokens)
+        return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
+
+    async def verify_text(
+        self,
+        prompt: Prompt,
+        text: str,
+        finish_reason: FinishReason,
+        describe_episode: DescribeEpisode | None = None,
+    ) -> Verdict:
+        """The same for an answer that is given as text."""
         request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
         if self._with_episode:
             request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)
+        waiting = len(self._queue)
         slot = await self._take_slot()
         try:
             for attempt in range(1, self._attempts + 1):
                 verdict = await self._attempt(slot, request, prompt, attempt)
                 self.attempts_by_label[verdict.label] += 1
-                if verdict.label not in ('timeout', 'crash'):
+                if verdict.label not in _FAILED.values():
                     break
-            return self._audited(verdict, prompt, request)
+            return self._audited(dataclasses.replace(verdict, waiting=waiting), prompt, request)
         finally:
             self._release_slot(slot)
 
@@ -256,6 +292,28 @@ class ProcessVerifier:
             self.close()
             raise _trial_failed(self._scorer, error) from error
 
+    def _require_references(self, worker: WorkerProcess) -> None:
+        """Raises TaskError for a problem whose reference answer is not scored as right."""
+        print(f'checking {len(self._references)} reference solutions', flush=True)
+        for problem in self._references:
+            request = {'draw': 0, 'problem': dict(problem), 'text': problem['answer'], 'finish_reason': 'stop'}
+            try:
+                reply = worker.ask_at_once(request, time.monotonic() + self._deadline_s)
+            except (TimeoutError, WorkerDiedError) as error:
+                reply = {'fault': str(error) or f'it takes more than task.verifier_deadline_s={self._deadline_s:g}'}
+            label = reply.get('label', 'ok')
+            if 'reward' in reply and label == 'ok':
+                continue
+            self.close()
+            reason = make_printable(str(reply.get('reason', reply.get('fault', reply.get('error', '')))))
+            if 'reward' not in reply:
+                raise VerifierError(f'{problem["place"]}: its solution could not be judged: {reason}')
+            which = 'its hidden tests' if label == 'visible_only' else 'its tests'
+            raise TaskError(
+                f'{problem["place"]}: its solution fails {which} ({label}: {reason}): mend the test or the solution, '
+                'or remove the problem'
+            )
+
     def _audited(self, verdict: Verdict, prompt: Prompt, request: JsonObject) -> Verdict:
         if self._audit is None or verdict.failed or request['finish_reason'] != 'stop':
             return verdict
@@ -264,12 +322,14 @@ class ProcessVerifier:
     async def _attempt(self, slot: _Slot, request: JsonObject, prompt: Prompt, attempt: int) -> Verdict:
         try:
             reply = await self._ask(slot, request, {'draw': prompt.draw, 'attempt': attempt})
-        except (TimeoutError, WorkerDiedError) as error:
-            label = 'timeout' if isinstance(error, TimeoutError) else 'crash'
+            if 'fault' in reply:
+                raise MachineFaultError(reply['fault'])
+        except (TimeoutError, WorkerDiedError, MachineFaultError) as error:
+            label = next(label for kind, label in _FAILED.items() if isinstance(error, kind))
             _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
             slot.worker.kill()
             slot.worker = self._spawn()  # loads its scorer before the next request needs it
-            return Verdict(0.0, attempt, label)
+            return Verdict(0.0, attempt, label, reason=make_printable(str(error)))
         except BaseException:
             slot.worker.kill()  # cancelled: a late reply may still arrive, so the slot's next user starts a new worker
             raise
@@ -277,10 +337,12 @@ class ProcessVerifier:
             if 'error' in reply:
                 raise ScoringError(reply['error'])
             score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
-            return Verdict(float(score), attempt, score.label)
+            measured = {name: reply[name] for name in MEASURED if name in reply}
+            return Verdict(float(score), attempt, score.label, **measured)
         except (ScoringError, TypeError, ValueError, OverflowError) as error:
-            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, make_printable(str(error)))
-            return Verdict(0.0, attempt, 'error')
+            reason = make_printable(str(error))
+            _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, reason)
+            return Verdict(0.0, attempt, 'error', reason=reason)
 
     async def _ask(self, slot: _Slot, request: JsonObject, detail: JsonObject) -> JsonObject:
         if slot.worker.is_killed:

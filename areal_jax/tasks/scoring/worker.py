@@ -23,7 +23,7 @@ import traceback
 from areal_jax.tasks.scoring.scorer_process import serve
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 from areal_jax.workers.exits import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE
-from areal_jax.workers.sandbox.confinement import LANDLOCK
+from areal_jax.workers.sandbox.confinement import CONFINING
 
 _GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
 _EXIT_S = 0.2  # between the closing of a process's pipes and its end
@@ -36,12 +36,12 @@ _DRAIN_READS = 64  # per reply: a process of the scorer may print without end
 
 def main(arguments: list[str]) -> int:
     """Relay requests and replies until stdin closes or the scorer's process ends."""
-    if len(arguments) not in (1, 2, 3):
+    if len(arguments) not in (1, 2, 3) or not {*arguments[2:]} <= {'none', *CONFINING}:
         print('usage: python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX]]', file=sys.stderr)
         return USAGE
     adopt_orphans()
-    memory_mb, is_confined = int(arguments[1]) if len(arguments) > 1 else 0, arguments[2:] == [LANDLOCK]
-    return _Worker(arguments[0], memory_mb, is_confined).run()
+    memory_mb, level = int(arguments[1]) if len(arguments) > 1 else 0, (arguments[2:] or ['none'])[0]
+    return _Worker(arguments[0], memory_mb, level).run()
 
 
 class _Output:
@@ -84,11 +84,9 @@ class _Output:
 class _Worker:
     """The relay between the parent (stdin, stdout) and the scorer's process."""
 
-    def __init__(self, scorer: str, memory_mb: int, is_confined: bool):
+    def __init__(self, scorer: str, memory_mb: int, level: str):
         self._child_ended = _notice_ended_children()
-        self._pid, self._requests, self._replies, output = _start_scorer(
-            scorer, memory_mb, is_confined, self._child_ended
-        )
+        self._pid, self._requests, self._replies, output = _start_scorer(scorer, memory_mb, level, self._child_ended)
         self._output = _Output(output)
         self._output_descriptor = output
         for descriptor in (0, 1, self._requests, self._replies, output):
@@ -206,7 +204,7 @@ class _Worker:
         return None if self._grace_end_s is None else max(0.0, self._grace_end_s - time.monotonic())
 
 
-def _start_scorer(scorer: str, memory_mb: int, is_confined: bool, noticed: int) -> tuple[int, int, int, int]:
+def _start_scorer(scorer: str, memory_mb: int, level: str, noticed: int) -> tuple[int, int, int, int]:
     """Fork the scorer's process: (pid, pipe of requests, pipe of replies, pipe of its output).
 
     `noticed` is the descriptor of `_notice_ended_children`, which is the parent's alone.
@@ -233,7 +231,7 @@ def _start_scorer(scorer: str, memory_mb: int, is_confined: bool, noticed: int) 
         for descriptor in (null, output, to_scorer, from_scorer, from_output, *notices):
             os.close(descriptor)
         if os.getppid() == own_pid:
-            serve(scorer, memory_mb, requests, replies, is_confined=is_confined)
+            serve(scorer, memory_mb, requests, replies, level)
             status = 0
     except BaseException:
         traceback.print_exc()

@@ -18,13 +18,15 @@ from areal_jax.errors import UserError
 from areal_jax.workers.sandbox import landlock, seccomp
 from areal_jax.workers.sandbox.landlock import find_abi as find_abi
 
-LANDLOCK = 'landlock'  # task.sandbox
+LANDLOCK, BUBBLEWRAP = CONFINING = 'landlock', 'bubblewrap'  # task.sandbox
 _NO_NEW_PRIVILEGES = 38  # prctl
-_SIGNALS_ABI = 6  # of Landlock: signals to processes outside are refused
+# of Landlock: from the first on files outside cannot be emptied, from the second on no process outside gets a signal
+_TRUNCATE_ABI, _SIGNALS_ABI = 3, 6
 _RUN = ('/usr', '/lib', '/lib64', '/bin')
 _READ = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom')
 _NULL = '/dev/null'
 _FIRST_KILLED = '1000'  # oom_score_adj
+_USERS_OF_MACHINE = 'user:[4026531837]'  # linux/proc_ns.h; RLIMIT_NPROC counts in each namespace by itself
 _ROOT_BECOMES, _MANY = 60_001, 4_000  # users that nothing else has
 
 
@@ -44,6 +46,7 @@ class Confinement:
       processes: besides those that its user has already, threads included.
       cpu_s: of CPU time; 0 = no bound.
       uid: that root becomes, one that nothing else uses; None = the user stays.
+      level: of CONFINING, that the process runs at; BUBBLEWRAP has made files outside read-only already.
     """
 
     readable: tuple[str, ...] = ()
@@ -54,38 +57,76 @@ class Confinement:
     processes: int = 16
     cpu_s: int = 0
     uid: int | None = None
+    level: str = LANDLOCK
 
 
-def choose_confinement(memory_bytes: int) -> Confinement:
+def choose_confinement(memory_bytes: int, level: str = LANDLOCK) -> Confinement:
     """For this process: root becomes a user of its own, another user stays."""
-    uid = _ROOT_BECOMES + os.getpid() % _MANY if os.getuid() == 0 else None
-    return Confinement(uid=uid, memory_bytes=memory_bytes)
+    uid = _ROOT_BECOMES + (os.getpid() + _number_processes()) % _MANY if os.getuid() == 0 else None
+    return Confinement(uid=uid, memory_bytes=memory_bytes, level=level)
 
 
-def confine(confinement: Confinement) -> None:
+def _number_processes() -> int:
+    """Of the namespace of processes: pids are small in each of them, where users of root's children must differ."""
+    namespace = '/proc/self/ns/pid'
+    return os.stat(namespace).st_ino if os.path.exists(namespace) else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What is the same for all children of a process that are confined alike.
+
+    Args:
+      ruleset: a descriptor of Landlock's rules.
+      own_processes: of this user at the time, beside which a child may have its own; 0 for root.
+    """
+
+    ruleset: int
+    own_processes: int
+
+
+def prepare(confinement: Confinement) -> Preparation:
+    """For the children that a process forks; without a folder to work in. Raises SandboxError."""
+    abi = require_support(confinement)
+    seccomp.assemble()
+    try:
+        ruleset = landlock.build_ruleset(_list_rules(confinement), abi)
+    except OSError as error:
+        raise _failed(error) from error
+    return Preparation(ruleset, 0 if confinement.uid is not None else count_own())
+
+
+def confine(confinement: Confinement, prepared: Preparation | None = None) -> None:
     """Takes nothing back: for a child that leads its session and has one thread.
 
-    Raises SandboxError; the caller ends the process then, which may be confined in part.
+    `prepared`: by the process that forked this one. Raises SandboxError; the caller ends the process then, which may be
+    confined in part.
     """
-    abi = require_support(confinement)
-    if len(os.listdir('/proc/self/task')) > 1:
-        raise SandboxError('a process with several threads cannot be confined: start none when code is loaded')
+    if prepared is None:
+        prepared = prepare(confinement)
+        if len(os.listdir('/proc/self/task')) > 1:
+            raise SandboxError('a process with several threads cannot be confined: start none when code is loaded')
     try:
         os.chdir(confinement.work or '/')
         os.umask(0o077)
         with open('/proc/self/oom_score_adj', 'w') as file:
             file.write(_FIRST_KILLED)
-        _set_limits(confinement)
+        set_limits(confinement, prepared.own_processes)
         if confinement.uid is not None:
             os.setgroups([])
             os.setresgid(*[confinement.uid] * 3)
             os.setresuid(*[confinement.uid] * 3)
-        if ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+        if landlock.load_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        landlock.restrict(_list_rules(confinement), abi)
+        landlock.enter(prepared.ruleset)
+        os.close(prepared.ruleset)
         seccomp.install()
     except OSError as error:
-        raise SandboxError(f'the process cannot be confined: {error.strerror} ({error.errno})') from error
+        raise _failed(error) from error
+
+
+def _failed(error: OSError) -> SandboxError:
+    return SandboxError(f'the process cannot be confined: {error.strerror} ({error.errno})')
 
 
 def require_support(confinement: Confinement) -> int:
@@ -99,6 +140,11 @@ def require_support(confinement: Confinement) -> int:
         raise SandboxError(f'uid {confinement.uid} is for root, and this is uid {os.getuid()}')
     if confinement.uid is None and os.getuid() == 0:
         raise SandboxError('root is confined as another user, and none is named')
+    if confinement.level == LANDLOCK and abi < _TRUNCATE_ABI:
+        raise SandboxError(
+            f'code is confined with Landlock ABI {_TRUNCATE_ABI} (Linux 6.2), which keeps it from emptying files that '
+            f'everybody can write; this kernel has ABI {abi}'
+        )
     if confinement.uid is None and abi < _SIGNALS_ABI:
         raise SandboxError(
             f'code of the same user is confined with Landlock ABI {_SIGNALS_ABI} (Linux 6.12), which refuses it '
@@ -107,11 +153,15 @@ def require_support(confinement: Confinement) -> int:
     return abi
 
 
-def _set_limits(confinement: Confinement) -> None:
+def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
+    """The limits alone, which stop accidents and no attempt; those of `own_processes` are allowed beside.
+
+    Raises OSError.
+    """
     limits = {
         resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: confinement.file_bytes,
         resource.RLIMIT_NOFILE: confinement.open_files,
-        resource.RLIMIT_NPROC: confinement.processes + (_count_own() if confinement.uid is None else 0),
+        resource.RLIMIT_NPROC: confinement.processes + own_processes,
     }  # fmt: skip
     if confinement.memory_bytes:
         limits[resource.RLIMIT_AS] = confinement.memory_bytes
@@ -124,16 +174,22 @@ def _set_limits(confinement: Confinement) -> None:
         resource.setrlimit(kind, (least, least))
 
 
-def _count_own() -> int:
-    """Threads of this user: they count in RLIMIT_NPROC."""
-    own, found = os.getuid(), 0
+def count_own() -> int:
+    """Threads of this user, which count in its RLIMIT_NPROC."""
+    own, found, namespace = os.getuid(), 0, _name_users()
     for name in filter(str.isdecimal, os.listdir('/proc')):
         try:
-            if os.stat(f'/proc/{name}').st_uid == own:
+            if os.stat(f'/proc/{name}').st_uid == own and namespace in ('', _name_users(name)):
                 found += len(os.listdir(f'/proc/{name}/task'))
         except OSError:  # it has ended
             continue
     return found
+
+
+def _name_users(process: str = 'self') -> str:
+    """The namespace of users of a process; '' for that of the machine. A process of another one raises OSError."""
+    found = os.readlink(f'/proc/{process}/ns/user')
+    return '' if found == _USERS_OF_MACHINE else found
 
 
 def _list_rules(confinement: Confinement) -> dict[str, landlock.Access]:

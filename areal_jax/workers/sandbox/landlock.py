@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import os
 import stat
 from collections.abc import Mapping
@@ -59,13 +60,13 @@ class _PathRule(ctypes.Structure):
 
 def find_abi() -> int:
     """The version of Landlock in this kernel; 0 = there is none, or it is switched off."""
-    return max(0, _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
+    return max(0, load_libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
 
 
-def restrict(rules: Mapping[str, Access], abi: int) -> None:
-    """From now on this thread and what it starts have these accesses alone; paths that do not exist are left out.
+def build_ruleset(rules: Mapping[str, Access], abi: int) -> int:
+    """A descriptor of the rules, for `enter` in this process and in its forks.
 
-    Needs PR_SET_NO_NEW_PRIVS. Raises OSError.
+    Paths that do not exist are left out. Raises OSError.
     """
     handled = sum(access for access in Access if _SINCE.get(access, 1) <= abi)
     ruleset = _Ruleset(handled, _NETWORK if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
@@ -74,9 +75,18 @@ def restrict(rules: Mapping[str, Access], abi: int) -> None:
     try:
         for path, access in rules.items():
             _allow(descriptor, path, access & handled)
-        _call(_RESTRICT_SELF, descriptor, 0)
-    finally:
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def enter(ruleset: int) -> None:
+    """From now on this thread and what it starts have the accesses of build_ruleset alone.
+
+    Needs PR_SET_NO_NEW_PRIVS. Raises OSError.
+    """
+    _call(_RESTRICT_SELF, ruleset, 0)
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
@@ -93,11 +103,13 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    result: int = _libc().syscall(number, *arguments)
+    result: int = load_libc().syscall(number, *arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 
 
-def _libc() -> ctypes.CDLL:
+@functools.cache
+def load_libc() -> ctypes.CDLL:
+    """The C library; a process that forks many confined ones loads it once."""
     return ctypes.CDLL(None, use_errno=True)

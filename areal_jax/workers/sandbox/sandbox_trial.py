@@ -1,19 +1,27 @@
 """A short list of attempts that a confined process makes at the start of a run: what passes would pass later.
 
-`try_sandbox` runs it in a process of its own, `python -m areal_jax.workers.sandbox.sandbox_trial`, since it forks.
+`try_sandbox` runs it in a process of its own, `python -m areal_jax.workers.sandbox.sandbox_trial LEVEL NAMESPACES`,
+since it forks. NAMESPACES are those of the caller, which bubblewrap must have left, as JSON.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
+import signal
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict
 
+from areal_jax.workers.sandbox.bubblewrap import NAMESPACES, has_own_processes, wrap_command
 from areal_jax.workers.sandbox.confinement import (
+    BUBBLEWRAP,
+    CONFINING,
     Confinement,
     SandboxError,
     choose_confinement,
@@ -23,21 +31,79 @@ from areal_jax.workers.sandbox.confinement import (
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0
+_MANY = 64  # processes, more than a confined one can have
+_NOT_PRELOADED = ('colorsys', '_zoneinfo')  # of the standard library: a file of Python, and one that is compiled
 
 
-def try_sandbox() -> int:
-    """Confines a process as scorers are; returns the ABI of Landlock. Raises SandboxError that says what fails."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'areal_jax.workers.sandbox.sandbox_trial'], env=worker_environment(),
-        capture_output=True, text=True, timeout=_LONGEST_S, check=False,
-    )  # fmt: skip
+class SandboxRecord(TypedDict):
+    """What the self-test of a sandbox found, for the report of a run."""
+
+    level: str  # of confinement.CONFINING, or 'none': nothing confines
+    landlock_abi: int | None  # None at the level 'none', as the next
+    user: int | None  # uid of confined code; of root's it is another one for each process
+    own_processes: bool  # it sees no process of others: bubblewrap, where /proc can be mounted
+    refused: list[str]  # what was attempted in vain
+    allowed: list[str]  # what must work, and did
+
+
+def try_sandbox(level: str) -> SandboxRecord:
+    """Confines a process as scorers are, and has it try to get out.
+
+    Raises SandboxError that says what fails, and which levels work on this machine.
+    """
+    try:
+        return _try_level(level)
+    except SandboxError as error:
+        works = [other for other in CONFINING if other != level and _works(other)]
+        instead = f'task.sandbox={works[0]!r} works here' if works else 'no other level works here either'
+        raise SandboxError(f'task.sandbox={level!r}: {error}; {instead}') from error
+
+
+def describe_sandbox(record: SandboxRecord) -> str:
+    """What confines the code that a scorer runs, and what the self-test tried: a sentence, or two."""
+    if record['level'] not in CONFINING:
+        return 'Nothing confines the code that the scorer runs.'
+    shared = record['level'] == BUBBLEWRAP and not record['own_processes']
+    return (
+        f'The sandbox {record["level"]!r} confines the code that the scorer runs (Landlock ABI '
+        f'{record["landlock_abi"]}, uid {record["user"]}{", /proc of the machine" if shared else ""}). At the start it '
+        f'could not {", ".join(record["refused"])}; it could {", ".join(record["allowed"])}.'
+    )
+
+
+def describe_unconfined() -> SandboxRecord:
+    """The record where code of a model runs at the level 'none'."""
+    return {
+        'level': 'none', 'landlock_abi': None, 'user': None, 'own_processes': False, 'refused': [], 'allowed': []
+    }  # fmt: skip
+
+
+def _works(level: str) -> bool:
+    try:
+        _try_level(level)
+    except SandboxError:
+        return False
+    return True
+
+
+def _try_level(level: str) -> SandboxRecord:
+    words = [sys.executable, '-m', 'areal_jax.workers.sandbox.sandbox_trial', level, json.dumps(_find_namespaces())]
+    command = wrap_command(level, words)
+    try:
+        done = subprocess.run(
+            command, env=worker_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=_LONGEST_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f'the self-test has not ended within {_LONGEST_S:g} s') from error
     if done.returncode:
         raise SandboxError((done.stderr.strip().splitlines() or [f'the self-test ended with {done.returncode}'])[-1])
-    return int(done.stdout)
+    record: SandboxRecord = json.loads(done.stdout)
+    return {**record, 'own_processes': has_own_processes(command)}
 
 
-def try_confinement(confinement: Confinement) -> int:
-    """Tries it out in a child; returns the ABI of Landlock. Raises SandboxError that names what passed, or failed."""
+def try_confinement(confinement: Confinement) -> SandboxRecord:
+    """Tries it out in a child. Raises SandboxError that names what passed, or failed."""
     abi = require_support(confinement)
     outcomes = _run_confined(confinement)
     if 'fault' in outcomes:
@@ -48,7 +114,43 @@ def try_confinement(confinement: Confinement) -> int:
         raise SandboxError(f'confined code could {", ".join(passed)} (Landlock ABI {abi}): nothing is confined here')
     if failed:
         raise SandboxError(f'confined code could not {", ".join(failed)} (Landlock ABI {abi})')
-    return abi
+    return {
+        'level': confinement.level,
+        'landlock_abi': abi,
+        'user': os.getuid() if confinement.uid is None else confinement.uid,
+        'own_processes': False,
+        'refused': list(_ATTEMPTS),
+        'allowed': list(_CONTROLS),
+    }
+
+
+def require_namespaces(outside: Mapping[str, int]) -> None:
+    """Raises SandboxError that names a namespace which bubblewrap left as it is outside."""
+    inside = _find_namespaces()
+    if shared := [name for name, number in outside.items() if inside[name] == number]:
+        raise SandboxError(f'bubblewrap has made no namespace of its own for {", ".join(shared)}')
+    if not os.statvfs('/').f_flag & os.ST_RDONLY:
+        raise SandboxError('bubblewrap has left files outside as they are, and not read-only')
+
+
+def find_unreadable(paths: Sequence[str]) -> str:
+    """The first file or folder on the way to one of these that this process cannot read, or search; '' = there is none.
+
+    The kernel answers by the permissions alone, whatever Landlock allows.
+    """
+    for path in paths:
+        parts = [path]
+        while parts[-1] != os.path.dirname(parts[-1]):
+            parts.append(os.path.dirname(parts[-1]))
+        for part in reversed(parts):
+            if not os.access(part, os.X_OK | (os.R_OK if part == path else 0)):
+                return part
+    return ''
+
+
+def _find_namespaces() -> dict[str, int]:
+    folder = '/proc/self/ns'
+    return {name: os.stat(f'{folder}/{name}').st_ino for name in NAMESPACES} if os.path.isdir(folder) else {}
 
 
 def _read_password_file() -> None:
@@ -56,9 +158,46 @@ def _read_password_file() -> None:
         file.read(1)
 
 
+def _read_environment_of_parent() -> None:
+    with open(f'/proc/{os.getppid()}/environ', 'rb') as file:
+        file.read(1)
+
+
 def _write_temporary_file() -> None:
     with open(f'/tmp/areal-sandbox-{os.getpid()}', 'wb') as file:
         file.write(b'x')
+
+
+def _fork_many() -> None:
+    children: list[int] = []
+    try:
+        while len(children) < _MANY:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            children.append(child)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _import_more() -> None:
+    """What this process has not imported yet, as confined code does."""
+    try:
+        for name in _NOT_PRELOADED:
+            sys.modules.pop(name, None)
+            importlib.import_module(name)
+    except Exception as error:
+        folders = [os.path.dirname(os.path.realpath(os.__file__)), os.path.realpath(sys.prefix)]
+        if not (unreadable := find_unreadable(folders)):
+            raise OSError(f'{type(error).__name__}: {error}') from error
+        mode = stat.S_IMODE(os.stat(unreadable).st_mode)
+        raise OSError(
+            f'uid {os.getuid()} cannot read {unreadable}, whose mode is {mode:04o}: `chmod o+rx {unreadable}`, use an '
+            'interpreter that every user can read, or start the run as an ordinary user'
+        ) from error
 
 
 def _fork(in_child: Callable[[], object] = lambda: None) -> None:
@@ -76,15 +215,18 @@ def _fork(in_child: Callable[[], object] = lambda: None) -> None:
 _ATTEMPTS: Mapping[str, Callable[[], object]] = {
     'read a file of the system': _read_password_file,
     'list the root folder': lambda: os.listdir('/'),
+    'read the environment of its parent': _read_environment_of_parent,
     'write a temporary file': _write_temporary_file,
     'open a socket': lambda: socket.socket().close(),
     'signal its parent': lambda: os.kill(os.getppid(), 0),
     'leave its session': lambda: _fork(os.setsid),
+    'start many processes': _fork_many,
 }
 _CONTROLS: Mapping[str, Callable[[], object]] = {
     'list /usr': lambda: os.listdir('/usr'),
     'fork': _fork,
     'make a pair of sockets': socket.socketpair,
+    'import a module': _import_more,
 }
 
 
@@ -120,14 +262,16 @@ def _try(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except OSError as error:
-        return str(error.strerror)
+        return error.strerror or str(error)
     return ''
 
 
-def main() -> int:
-    """Prints the ABI, or why nothing is confined, and returns the exit code."""
+def main(level: str, namespaces: str) -> int:
+    """Prints the record of the level, or why nothing is confined, and returns the exit code."""
     try:
-        print(try_confinement(choose_confinement(memory_bytes=0)))
+        if level == BUBBLEWRAP:
+            require_namespaces(json.loads(namespaces))
+        print(json.dumps(try_confinement(choose_confinement(memory_bytes=0, level=level))))
     except SandboxError as error:
         print(error, file=sys.stderr)
         return 2
@@ -135,4 +279,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

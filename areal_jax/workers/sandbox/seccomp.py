@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Iterator
+
+from areal_jax.workers.sandbox.landlock import load_libc
 
 MACHINE = 'x86_64'
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64: another one has other numbers
@@ -46,12 +49,17 @@ class _Program(ctypes.Structure):
 
 def install() -> None:
     """This thread and what it starts get EPERM for REFUSED. Needs PR_SET_NO_NEW_PRIVS; raises OSError."""
+    program = assemble()
+    if load_libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f'the kernel refuses a filter of system calls (seccomp): {os.strerror(number)}')
+
+
+@functools.cache
+def assemble() -> _Program:
+    """The filter as the kernel takes it; a process that forks many confined ones assembles it once."""
     instructions = [_Instruction(*one) for one in build()]
-    array = (_Instruction * len(instructions))(*instructions)
-    program = _Program(len(instructions), array)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
 
 
 def build() -> Iterator[tuple[int, int, int, int]]:

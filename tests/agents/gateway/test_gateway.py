@@ -12,7 +12,7 @@ from areal_jax.errors import UserError
 from areal_jax.types import NOT_GENERATED
 from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
 from tests.agents.test_dialogue import saved
-from tests.agents.toy_format import SlowPool, ids_of, result, user
+from tests.agents.toy_format import SlowPool, ToyFormat, ids_of, result, user
 
 
 def text_of(tokens):
@@ -145,6 +145,26 @@ def test_every_dialect_streams_what_it_says_at_once(path):
     run = Run(program, ids_of('hello'), ids_of('hello'))
     assert run.ends == ('stop', 'stop')
     assert run.episode.counts == ({'overridden/max_tokens': 2} if path == '/messages' else {})
+
+
+class ThinkingFormat(ToyFormat):
+    """With reasoning up to the first '|' of an answer."""
+
+    def parse(self, answer, tools, prefix):
+        message, unparsed = super().parse(answer, tools, prefix)
+        reasoning, _, content = message['content'].partition('|')
+        return message | {'content': content, 'reasoning_content': reasoning}, unparsed
+
+
+def test_reasoning_is_in_the_replies_and_need_not_come_back():
+    async def program(client):
+        first = await client.chat(user('q'))
+        assert (first['content'], first.pop('reasoning_content')) == ('yes', 'hm')
+        _, second = await client.post({'input': [user('q'), first, user('again')]}, '/responses')
+        assert [item['type'] for item in second['output']] == ['reasoning', 'message']
+
+    run = Run(program, ids_of('hm|yes'), ids_of('so|no'), chat_format=ThinkingFormat())
+    assert (len(run.rows), run.ends) == (1, ('stop', 'stop'))
 
 
 def test_a_tool_is_called_and_its_result_continues_the_row():

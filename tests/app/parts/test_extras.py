@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.parts.extras import EXTRAS, require_extras
+from areal_jax.app.parts.extras import EXTRAS, require_extras, require_serving
 from areal_jax.config import default_config
 from areal_jax.config.ranges import ConfigError
 
@@ -37,6 +37,18 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch, missing):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == missing else find(name))
     with pytest.raises(ConfigError, match=rf'{message}'):
         require_extras(config)
+
+
+def test_a_server_needs_the_package_of_its_notation(monkeypatch):
+    config, find = default_config(), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'renderers' else find(name))
+    require_serving(config)
+    config.server.notation = 'qwen3'
+    with pytest.raises(ConfigError, match=r"server\.notation='qwen3' needs the package renderers, .*\[agents\]'$"):
+        require_serving(config)
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(ConfigError, match=r"a server needs the package aiohttp, .*\[serve\]'$"):
+        require_serving(config)
 
 
 def test_a_bare_installation_runs_what_needs_no_extra(monkeypatch):

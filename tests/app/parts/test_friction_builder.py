@@ -8,7 +8,7 @@ import types
 
 from areal_jax.app.parts.friction_builder import build_frictions, build_training_workflow
 from areal_jax.config import TrackedConfig
-from areal_jax.frictions import Frictions
+from areal_jax.control.frictions import Frictions
 from areal_jax.types import SamplingParams
 from tests.app.small import small_config
 

@@ -19,7 +19,7 @@ _VALUES = {
     'learner': {'layers': 'list', 'rows_per_microbatch': 8, 'epochs': 1},
     'run': {'steps': 6, 'compilation_cache': '', 'seed': 0},
     'optimizer': {'schedule': 'constant'},
-    'task': {'verifier': 'inline', 'verifier_workers': 1},
+    'task': {'verifier': 'inline', 'verifier_workers': 1, 'sandbox': 'auto'},
     'evaluation': {'problems': 4},
 }
 
@@ -34,7 +34,7 @@ def _changed(section, **fields):
         ('cluster', {'learner': 'fsdp=2'}),
         ('learner', {'layers': 'stacked', 'rows_per_microbatch': 2}),
         ('run', {'steps': 7, 'compilation_cache': '/tmp/cache'}),
-        ('task', {'verifier_workers': 3}),
+        ('task', {'verifier_workers': 3, 'sandbox': 'landlock'}),
         ('evaluation', {'problems': 5}),
         ('telemetry', {'plots': False}),
         ('checkpoint', {'every': 3}),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.frictions import Frictions
+from areal_jax.control.frictions import Frictions
 from areal_jax.studies.arms.answer_generation import Answers
 from areal_jax.studies.arms.faults import count_faults, disturb_answers, disturb_right, draw_faults, take
 from tests.studies.arms.small import Compiled, are_equal, make_arm, of_arm

@@ -323,13 +323,44 @@ def test_killed_worker_tells_whoever_waits():
     assert worker.is_gone()
 
 
+@pytest.mark.parametrize(
+    ('do', 'reason'),
+    [
+        ('length', ''),
+        ('unparsed', ''),
+        ('hang', "call 'reward' on lane 'reward' exceeded its deadline of 1.0 s"),
+        (
+            'crash',
+            "the worker has ended; its traceback, if any, is on stderr: the scorer's process ended with exit code 3",
+        ),
+        ('raise', 'ZeroDivisionError: division by zero'),
+    ],
+)
+def test_the_verdict_on_an_answer_that_failed_has_the_reason(make, do, reason):
+    clock = RealClock({'reward': 1}, EventLog(), 60.0)
+    judge = make(clock, deadline_s=1.0, attempts=1)
+    verdict = clock.execute(ask(judge, do=do))
+    assert verdict.failed == bool(reason)
+    assert verdict.reason.startswith(reason)
+    assert bool(verdict.reason) == bool(reason)
+
+
+@pytest.mark.parametrize('with_workers', [False, True])
+def test_an_answer_may_be_given_as_text(make, with_workers):
+    judge = make() if with_workers else InlineVerifier(bad_scorer.score, decode)
+    verdict = asyncio.run(judge.verify_text(make_prompt(do='length'), 'é' * 7, 'stop'))
+    assert verdict == asyncio.run(ask(judge, 'é' * 7, do='length')) == Verdict(7.0)
+
+
 def test_inline_verifier_labels_like_the_other():
     judge = InlineVerifier(bad_scorer.score, decode)
 
     async def main():
         return [await ask(judge, do='length'), await ask(judge, do='raise')]
 
-    assert asyncio.run(main()) == [Verdict(3.0), Verdict(0.0, label='error')]
+    verdicts = asyncio.run(main())
+    assert verdicts == [Verdict(3.0), Verdict(0.0, label='error')]
+    assert verdicts[1].reason == 'ZeroDivisionError: division by zero'
     assert judge.attempts_by_label == {'ok': 1, 'unparsed': 0, 'timeout': 0, 'crash': 0, 'error': 1}
 
 

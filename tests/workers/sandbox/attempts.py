@@ -261,7 +261,8 @@ _PROCESSES = {
     'memory policy of the parent': Attempt(on_parent(256, 64, bytes(8), bytes(8)), some_call, (*_EITHER, 'ESRCH')),
     'setsid': Attempt(lambda place: in_child(os.setsid), fork_once),
     'setpgid': Attempt(lambda place: in_child(lambda: os.setpgid(0, 0)), fork_once),
-    'setuid to root': Attempt(lambda place: os.setresuid(0, 0, 0), fork_once),
+    # a namespace of users may have no root at all
+    'setuid to root': Attempt(lambda place: os.setresuid(0, 0, 0), fork_once, ('EPERM', 'EINVAL')),
     'System V shared memory': Attempt(make_shared(29, 31, 4096, 0o1600), map_shared, _EITHER),
     'System V semaphores': Attempt(make_shared(64, 66, 1, 0o1600), map_shared, _EITHER),
     'System V messages': Attempt(make_shared(68, 71, 0o1600), map_shared, _EITHER),
@@ -310,7 +311,14 @@ _RESOURCES = {
     '200 open files': Attempt(open_many(200), open_many(10), ('EMFILE',)),
     'more open files than allowed': Attempt(limit_files(200), open_many(10)),
 }
-ATTEMPTS: dict[str, Attempt] = FILES | _NETWORK | _PROCESSES | _KERNEL | _RESOURCES
+KINDS: dict[str, dict[str, Attempt]] = {
+    **FILES,
+    'use the network': _NETWORK,
+    'reach other processes': _PROCESSES,
+    'change what the kernel shows': _KERNEL,
+    'use up the machine': _RESOURCES,
+}
+ATTEMPTS = {name: attempt for kind in KINDS.values() for name, attempt in kind.items()}
 
 
 def write_temporary(place: Place) -> None:
@@ -359,6 +367,22 @@ CONTROLS: dict[str, Callable[[Place], object]] = {
     'shared memory of its own': map_shared,
     'import of json and math': import_again('json', 'math'),
     'import of numpy': import_again('numpy'),
+}
+
+
+def run_from_memory(place: Place) -> None:
+    """A program that is no file: it runs under the same rules."""
+    memory = os.memfd_create('program', 0)
+    with open('/usr/bin/true', 'rb') as true:
+        os.write(memory, true.read())
+    in_child(lambda: os.execve(memory, ['true'], {}))
+
+
+LEFT_OPEN: dict[str, Callable[[Place], object]] = {
+    'tell whether a file is there, and its size and times': lambda place: os.stat(place.secret),
+    'read programs and libraries of the system': lambda place: os.listdir('/usr/bin'),
+    'run a program that it wrote into memory': run_from_memory,
+    'tell the name and the kernel of the machine': lambda place: os.uname(),
 }
 
 

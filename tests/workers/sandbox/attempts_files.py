@@ -210,4 +210,4 @@ _METADATA = {
         on_victim(469, bytes(24), 24, 0, at=True), _attribute_of_own, ('EPERM', 'EACCES', 'ENOSYS')
     ),
 }
-FILES = _READ | _WRITE | _METADATA
+FILES = {'read files': _READ, 'change files': _WRITE, 'change what is said of files': _METADATA}

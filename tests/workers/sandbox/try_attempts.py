@@ -12,15 +12,20 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-from areal_jax.workers.sandbox.confinement import Confinement, confine
-from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, MEASURED, name_outcome
+from areal_jax.workers.sandbox import confinement
+from areal_jax.workers.sandbox.bubblewrap import wrap_command
+from areal_jax.workers.sandbox.confinement import LANDLOCK, Confinement, confine
+from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, LEFT_OPEN, MEASURED, name_outcome
 from tests.workers.sandbox.place import Place, make_place
 
 PASSED, DEADLINE = 'passed', 'deadline'
-_ROOT_BECOMES, _NOBODY = 60_001 + os.getpid() % 4_000, 65_534  # runs beside each other count their own
+ROOT = pathlib.Path(__file__).parents[3]
+NOBODY = 65_534
+_ROOT_BECOMES = 60_001 + os.getpid() % 4_000  # runs beside each other count their own
 _DEADLINE_S = 5
 _DUMPABLE, _SUBREAPER = 4, 36  # prctl
 
@@ -30,38 +35,57 @@ class Request:
     """One process.
 
     Args:
-      name: of ATTEMPTS, CONTROLS or MEASURED.
+      name: of ATTEMPTS, CONTROLS, MEASURED or LEFT_OPEN.
       is_user: an ordinary user is confined, and has a parent of the same user; False: root, which becomes a user.
       is_confined: False for what would pass without a sandbox, as the same user.
       limits: fields of Confinement; `readable` and `work` are names in Place.
+      abi: of Landlock, which is used as in a kernel that has no later one; 0 = that of this kernel.
     """
 
     name: str
     is_user: bool = True
     is_confined: bool = True
     limits: dict[str, int | str] = dataclasses.field(default_factory=dict)
+    abi: int = 0
 
 
 class Tries:
     """The program, from the side of a test: it has no thread and little memory, whatever the test's process has."""
 
-    def __init__(self, interpreter: str = sys.executable) -> None:
+    def __init__(self, interpreter: str = sys.executable, level: str = LANDLOCK, user: int | None = None) -> None:
+        """Starts it at the level, as that user where this one is root."""
+        self._level, self._places = level, tempfile.TemporaryDirectory()
+        os.chmod(self._places.name, 0o777)
         command = [interpreter, '-m', 'tests.workers.sandbox.try_attempts']
-        root = pathlib.Path(__file__).parents[3]
+        environment = {**os.environ, 'TMPDIR': self._places.name}
         self._program = subprocess.Popen(
-            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+            wrap_command(level, command, writable=[self._places.name]), cwd=ROOT, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, bufsize=1, env=environment, user=user, group=user,
+            extra_groups=None if user is None else [],
+        )  # fmt: skip
 
     def run(self, request: Request) -> dict[str, str]:
         """The outcomes: `control` and `attempt`, each 'passed', 'deadline', or the name of an error or a signal."""
         assert self._program.stdin
         assert self._program.stdout
-        self._program.stdin.write(json.dumps(dataclasses.asdict(request)) + '\n')
+        values = dataclasses.asdict(request) | {'limits': {'level': self._level, **request.limits}}
+        self._program.stdin.write(json.dumps(values) + '\n')
         outcomes: dict[str, str] = json.loads(self._program.stdout.readline())
         return outcomes
 
     def close(self) -> None:
         self._program.communicate(timeout=_DEADLINE_S)
+        self._places.cleanup()
+
+
+def find_open_interpreter() -> str:
+    """This one, or that of the system: one that every user can read; '' where there is none."""
+    return next(filter(_is_open, (sys.executable, '/usr/bin/python3.12', '/usr/bin/python3.11')), '')
+
+
+def _is_open(interpreter: str) -> bool:
+    file = pathlib.Path(interpreter).resolve()
+    return file.exists() and all(one.stat().st_mode & 0o005 == 0o005 for one in (file, *file.parents))
 
 
 def become(uid: int) -> None:
@@ -72,7 +96,7 @@ def become(uid: int) -> None:
 
 def _try(request: Request) -> dict[str, str]:
     """Forks the parent of the attempt, which forks the attempt."""
-    uid = (_NOBODY if request.is_user else _ROOT_BECOMES) if os.getuid() == 0 else os.getuid()
+    uid = (NOBODY if request.is_user else _ROOT_BECOMES) if os.getuid() == 0 else os.getuid()
     reader, writer = os.pipe()
     with make_place(uid) as place:
         parent = os.fork()
@@ -134,7 +158,7 @@ def _be_attempt(request: Request, place: Place, uid: int, writer: int) -> None:
     except Exception as error:
         _tell(writer, attempt=f'{type(error).__name__}: {error}')
         return
-    alone = CONTROLS | MEASURED
+    alone = CONTROLS | MEASURED | LEFT_OPEN
     if request.name in alone:
         _tell(writer, attempt=_name(alone[request.name], place))
         return
@@ -155,6 +179,8 @@ def _other_work(place: Place) -> Iterator[Place]:
 
 def _confine(request: Request, place: Place, uid: int) -> None:
     os.chdir(place.work)
+    if request.abi:
+        confinement.find_abi = lambda: request.abi
     if request.is_confined:
         limits = {'work': 'work'} | request.limits
         work = str(getattr(place, limits.pop('work'))) if limits['work'] else limits.pop('work')

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import functools
 import secrets
+from typing import cast
+
+import numpy as np
 
 from areal_jax.rollout.http.server.texts import Texts
-from areal_jax.rollout.http.wire.answer_reader import AnswerReader, CallReader, PlainReader, mark_tokens
-from areal_jax.rollout.http.wire.exchange import Call, CallSampling
+from areal_jax.rollout.http.wire.answer_reader import (
+    AnswerParser,
+    AnswerReader,
+    CallReader,
+    PlainReader,
+    WholeReader,
+    mark_tokens,
+)
+from areal_jax.rollout.http.wire.exchange import Call
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
-from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.rollout.http.wire.text import AnswerText, cut_stop
 from areal_jax.text.chat_template import TokenizerError
 
 _ID_BYTES = 12  # random, of the id of a call
@@ -19,18 +29,28 @@ class AnswerReaders:
     """Those of one model.
 
     Args:
-      notation: in which it writes calls, a name of NOTATIONS.
+      parser: of calls in another notation than that of Hermes.
     """
 
-    def __init__(self, texts: Texts, notation: str = 'hermes'):
-        self._texts, self._notation = texts, NOTATIONS[notation]
+    def __init__(self, texts: Texts, parser: AnswerParser | None = None):
+        self._texts, self._parser, self._notation = texts, parser, NOTATIONS['hermes']
         spelled = ((BEGIN_TOKEN, self._notation.begin), (END_TOKEN, self._notation.end))
         self._marks = {token: mark for mark, text in spelled if (token := _find_token(texts, text)) is not None}
 
-    def open(self, call: Call, sampling: CallSampling) -> AnswerReader:
-        """Of one answer, from its beginning; calls are found where the request has tools."""
+    def open(self, call: Call, prompt: int = 0) -> AnswerReader:
+        """Of one answer to the prompt with this index, from its beginning; calls are found if the request has tools."""
+        sampling = call.sampling[prompt]
         if not call.tools:
             return PlainReader(self._texts.answer(sampling))
+        if self._parser is not None:
+            before = cast(np.ndarray, call.prompts[prompt])
+            spell = functools.partial(self._texts.decode, skip_special=False)
+            return WholeReader(
+                functools.partial(self._parser.parse, tools=call.tools, prompt=before),
+                functools.partial(cut_stop, keep_stop=sampling.keep_stop, decode=spell, encode=self._texts.encode),
+                call.one_tool_call,
+                _make_id,
+            )
         decode = functools.partial(self._texts.decode, skip_special=sampling.skip_special_tokens)
         text = AnswerText(mark_tokens(decode, self._marks), sampling.stop_strings, sampling.keep_stop)
         parser = CallParser(self._notation, tuple(self._marks.values()))

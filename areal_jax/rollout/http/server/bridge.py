@@ -21,7 +21,7 @@ from areal_jax.rollout.http.server.counts import Counts
 from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
-from areal_jax.rollout.http.wire.answer_reader import AnswerReader
+from areal_jax.rollout.http.wire.answer_reader import AnswerParser, AnswerReader
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -52,14 +52,15 @@ class Bridge:
       vocab_size: of the model: ids are below it.
       seed: of the noise of requests that bring none.
       required: what becomes of a request whose answers must be a call of a tool or JSON.
+      parser: of calls in another notation than that of Hermes.
     """
 
     def __init__(
         self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int,
-        required: Required = 'refuse',
+        required: Required = 'refuse', parser: AnswerParser | None = None,
     ):  # fmt: skip
         self.counts, self.required = Counts(), required
-        self._readers = AnswerReaders(texts)
+        self._readers = AnswerReaders(texts, parser)
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
         self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
         self._loop = asyncio.get_running_loop()
@@ -125,7 +126,7 @@ class Bridge:
 
     def open_reader(self, call: Call, answer: int) -> AnswerReader:
         """Of the answer with this index, from its beginning."""
-        return self._readers.open(call, call.sampling[answer // call.n])
+        return self._readers.open(call, answer // call.n)
 
     def describe(self, call: Call, answers: Sequence[Answer], put: Callable[[int, Delivery], None]) -> list[Submission]:
         """What the service is to generate for the answers of a call; `put` is called with what it delivers."""
@@ -290,7 +291,9 @@ class Exchange:
             is_last = delivery.finish is not None and position == len(pieces) - 1
             reading = reader.extend(piece.tokens, _describe_finish(delivery) if is_last else None)
             self._bridge.counts.note_reading(reading)
-            found.append(dataclasses.replace(piece, text=reading.text, calls=reading.calls))
+            found.append(
+                dataclasses.replace(piece, text=reading.text, calls=reading.calls, reasoning=reading.reasoning)
+            )
         return found
 
     def _finish(self, answer: Answer, delivery: Delivery) -> None:

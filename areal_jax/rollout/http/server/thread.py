@@ -25,6 +25,7 @@ from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.replies import BRIDGE, LIMITS, guard
 from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
 from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.wire.answer_reader import AnswerParser
 from areal_jax.rollout.http.wire.wishes import Required
 
 _BACKLOG = 1024  # connections that wait to be accepted
@@ -43,6 +44,7 @@ class ServedModel:
     seed: int  # of the noise of requests that bring none
     facts: Facts
     required: Required = 'refuse'  # see wire/wishes.py
+    parser: AnswerParser | None = None  # of calls in another notation than that of Hermes
 
 
 class HttpThread:
@@ -125,7 +127,7 @@ class HttpThread:
         app[BRIDGE] = Bridge(
             self._inbox, model.texts, limits,
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
-            required=model.required,
+            required=model.required, parser=model.parser,
         )  # fmt: skip
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
         routes += [tokens.list_routes(), openapi.list_routes()]

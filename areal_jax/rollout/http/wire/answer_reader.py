@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
 from areal_jax.rollout.http.wire.notation import CallParser
 from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.types import concatenate
+
+Tools: TypeAlias = Sequence[Mapping[str, object]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +24,11 @@ class Reading:
     calls: tuple[ToolCall, ...] = ()  # that these tokens complete
     unparsed: int = 0  # calls that are broken, and stay text
     hidden: int = 0  # calls after the first, where one was asked for
+    reasoning: str = ''  # before the text
 
 
 class AnswerReader(Protocol):
-    """Reads one answer from its beginning. How its tokens are cut into pieces does not matter.
-
-    A package that knows the notation of a model reads ids in the place of `CallReader`.
-    """
+    """Reads one answer from its beginning. How its tokens are cut into pieces does not matter."""
 
     def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> Reading:
         """What int32 [n] tokens add; with `finish` they are the last."""
@@ -72,6 +73,57 @@ class CallReader:
             else:
                 calls.append(ToolCall(self._make_id(), part.name, part.arguments, len(text)))
         return Reading(text, tuple(calls), self._parser.unparsed - before, hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedAnswer:
+    """What a whole answer says."""
+
+    text: str  # outside of calls; broken ones are text
+    calls: tuple[tuple[str, str], ...] = ()  # names, and arguments, which are JSON objects
+    reasoning: str = ''  # before the text
+    unparsed: int = 0  # calls that are broken
+
+
+class AnswerParser(Protocol):
+    """Reads whole answers in the notation of one model."""
+
+    def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
+        """What sampled ids say, int32 [n]; without tools there are no calls.
+
+        Args:
+          prompt: int32 [P], that the answer follows: reasoning may begin in it.
+        """
+        ...
+
+
+class WholeReader:
+    """Implements AnswerReader for what reads whole answers: all of an answer comes with its end.
+
+    Args:
+      parse: the ids of an answer, int32 [n], without the stop that ended it.
+      cut: takes that stop away.
+      only_first, make_id: see CallReader.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[np.ndarray], ParsedAnswer],
+        cut: Callable[[np.ndarray, Finish], np.ndarray],
+        only_first: bool,
+        make_id: Callable[[], str],
+    ):
+        self._parse, self._cut, self._only_first, self._make_id = parse, cut, only_first, make_id
+        self._parts: list[np.ndarray] = []
+
+    def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> Reading:
+        self._parts.append(tokens)
+        if finish is None:
+            return Reading()
+        found = self._parse(self._cut(concatenate(self._parts, np.int32), finish))
+        shown = found.calls[:1] if self._only_first else found.calls
+        calls = tuple(ToolCall(self._make_id(), name, arguments, len(found.text)) for name, arguments in shown)
+        return Reading(found.text, calls, found.unparsed, len(found.calls) - len(calls), found.reasoning)
 
 
 def mark_tokens(decode: Callable[[np.ndarray], str], marks: Mapping[int, str]) -> Callable[[np.ndarray], str]:

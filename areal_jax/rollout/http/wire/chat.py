@@ -74,6 +74,8 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
     """
     first = answer.n_tokens == len(piece.tokens)
     delta: JsonObject = {'role': 'assistant'} if first else {}
+    if piece.reasoning:
+        delta['reasoning_content'] = piece.reasoning
     if piece.text or not call.tools:
         delta['content'] = piece.text
     deltas = [delta, *_render_deltas(answer, piece)]
@@ -106,7 +108,7 @@ def _render_message(answer: Answer) -> JsonObject:
     if answer.calls:
         message = {'role': 'assistant', 'content': answer.text or None}
         message['tool_calls'] = [describe_call(call.id, call.name, call.arguments) for call in answer.calls]
-    return message
+    return message | {'reasoning_content': answer.reasoning} if answer.reasoning else message
 
 
 def _render_deltas(answer: Answer, piece: Piece) -> list[JsonObject]:

@@ -154,6 +154,16 @@ class ToolCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reasoning:
+    """What the model thought before its answer, where its notation tells the two apart."""
+
+    text: str
+
+
+Part = str | ToolCall | Reasoning  # of an answer; a str is text for the reader
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """Consecutive tokens of an answer under one version of the weights, n >= 0 of them. Producer: the server."""
 
@@ -163,14 +173,15 @@ class Piece:
     columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
     text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
     calls: tuple[ToolCall, ...] = ()  # that it completes; their notation is not in the text
+    reasoning: str = ''  # all of the answer's, which is before its text
 
     def __post_init__(self) -> None:
         check(self.columns, (len(self.tokens),))
 
     @property
-    def parts(self) -> list[str | ToolCall]:
-        """Text and calls in the order of the answer."""
-        found: list[str | ToolCall] = []
+    def parts(self) -> list[Part]:
+        """Reasoning, text and calls in the order of the answer."""
+        found: list[Part] = [Reasoning(self.reasoning)] if self.reasoning else []
         end = 0
         for call in self.calls:
             found += [self.text[end : call.after], call]
@@ -201,6 +212,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         join([piece.columns for piece in pieces]),
         ''.join(piece.text for piece in pieces),
         tuple(_join_calls(pieces)),
+        ''.join(piece.reasoning for piece in pieces),
     )
 
 
@@ -302,9 +314,13 @@ class Answer:
         return tuple(call for piece in self.pieces for call in piece.calls)
 
     @property
-    def parts(self) -> list[str | ToolCall]:
-        """Text and calls in their order, no two texts side by side."""
-        found: list[str | ToolCall] = []
+    def reasoning(self) -> str:
+        return ''.join(piece.reasoning for piece in self.pieces)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Reasoning, text and calls in their order, no two texts side by side."""
+        found: list[Part] = []
         for part in (part for piece in self.pieces for part in piece.parts):
             if found and isinstance(part, str) and isinstance(found[-1], str):
                 found[-1] += part

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Piece, ReplyInfo, ToolCall
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Part, Piece, Reasoning, ReplyInfo, ToolCall
 from areal_jax.rollout.http.wire.openai import metadata, read_part
 from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.sse import frame_named
@@ -58,7 +58,7 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
         message = _render_message(call, answer, info)
         found.append({'type': 'message_start', 'message': message | {'usage': _count(answer) | {'output_tokens': 0}}})
     for part in piece.parts:
-        found += _add_text(answer, part) if isinstance(part, str) else [*_close(answer), *_add_call(answer, part)]
+        found += _add_text(answer, part) if isinstance(part, str) else [*_close(answer), *_add_whole(answer, part)]
     if answer.finish is not None:
         end = _render_end(call, answer)
         delta = {'stop_reason': end.pop('stop_reason'), 'stop_sequence': end.pop('stop_sequence')}
@@ -235,9 +235,11 @@ def _count(answer: Answer) -> JsonObject:
     }
 
 
-def _render_block(part: str | ToolCall) -> JsonObject:
+def _render_block(part: Part) -> JsonObject:
     if isinstance(part, str):
         return {'type': 'text', 'text': part}
+    if isinstance(part, Reasoning):
+        return {'type': 'thinking', 'thinking': part.text, 'signature': ''}
     return {'type': 'tool_use', 'id': part.id, 'name': part.name, 'input': json.loads(part.arguments)}
 
 
@@ -252,13 +254,15 @@ def _add_text(answer: Answer, text: str) -> list[JsonObject]:
     return [*found, _delta(answer, {'type': 'text_delta', 'text': text})]
 
 
-def _add_call(answer: Answer, call: ToolCall) -> list[JsonObject]:
+def _add_whole(answer: Answer, part: ToolCall | Reasoning) -> list[JsonObject]:
+    """A part that comes all at once."""
     answer.written.parts += 1
-    return [
-        _start(answer, _render_block(call) | {'input': {}}),
-        _delta(answer, {'type': 'input_json_delta', 'partial_json': call.arguments}),
-        _stop(answer),
-    ]
+    empty: JsonObject = {'input': {}}
+    if isinstance(part, Reasoning):
+        empty, delta = {'thinking': ''}, {'type': 'thinking_delta', 'thinking': part.text}
+    else:
+        delta = {'type': 'input_json_delta', 'partial_json': part.arguments}
+    return [_start(answer, _render_block(part) | empty), _delta(answer, delta), _stop(answer)]
 
 
 def _close(answer: Answer) -> list[JsonObject]:

@@ -167,14 +167,19 @@ def read_hermes(text: str) -> tuple[str, str] | None:
     try:
         members = _read_members(text)
         (name, _), (arguments, written) = members['name'], members['arguments']
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            return None
-        if count_levels(arguments) > MOST_LEVELS:
-            return None
-        (name + written).encode()  # no half of a surrogate pair
-        return name, written
+        return require_call(name, arguments, written)
     except (ValueError, KeyError, RecursionError):
         return None
+
+
+def require_call(name: object, arguments: object, written: str) -> tuple[str, str]:
+    """(name, arguments as they were written); raises ValueError for what no client could read, or send back."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError('no name, or arguments that are no object')
+    if count_levels(arguments) > MOST_LEVELS:
+        raise ValueError('too many levels')
+    (name + written).encode()  # no half of a surrogate pair
+    return name, written
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -182,7 +187,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _SPACES = re.compile(f'[{SPACE}]*')
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+STRICT_JSON = json.JSONDecoder(parse_constant=_refuse)  # no NaN
 
 
 def _read_members(text: str) -> dict[str, tuple[object, str]]:
@@ -191,11 +196,11 @@ def _read_members(text: str) -> dict[str, tuple[object, str]]:
     at = _skip(text, 0, '{')
     closed = text[at : at + 1] == '}'
     while not closed:
-        key, end = _DECODER.raw_decode(text, at)
+        key, end = STRICT_JSON.raw_decode(text, at)
         if not isinstance(key, str) or key in found:
             raise ValueError(f'{key!r} is no name of its own')
         at = _skip(text, end, ':')
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = STRICT_JSON.raw_decode(text, at)
         found[key] = value, text[at:end]
         at = _skip(text, end)
         closed = text[at : at + 1] == '}'

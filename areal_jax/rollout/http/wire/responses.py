@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Piece, ReplyInfo, ToolCall
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Part, Piece, Reasoning, ReplyInfo, ToolCall
 from areal_jax.rollout.http.wire.openai import metadata, read_part
 from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.sse import frame_named
@@ -64,7 +64,7 @@ def render_event(call: Call, answer: Answer, piece: Piece, info: ReplyInfo) -> b
         begun = _render_response(call, answer, info, begins=True)
         found += [{'type': f'response.{word}', 'response': begun} for word in ('created', 'in_progress')]
     for part in piece.parts:
-        found += _add_text(answer, part) if isinstance(part, str) else [*_close(answer), *_add_call(answer, part)]
+        found += _add_text(answer, part) if isinstance(part, str) else [*_close(answer), *_add_whole(answer, part)]
     if answer.finish is not None:
         response = _render_response(call, answer, info)
         found += [*_close(answer), {'type': f'response.{response["status"]}', 'response': response}]
@@ -192,9 +192,14 @@ def _count(answer: Answer) -> JsonObject:
     }
 
 
-def _render_item(answer: Answer, index: int, part: str | ToolCall, begins: bool = False) -> JsonObject:
+def _render_item(answer: Answer, index: int, part: Part, begins: bool = False) -> JsonObject:
     """A part of the answer; with `begins` as it is before its first character."""
     status = 'in_progress' if begins else 'completed'
+    if isinstance(part, Reasoning):
+        return {
+            'type': 'reasoning', 'id': f'rs_{answer.request_id}_{index}', 'summary': [], 'status': status,
+            'content': [] if begins else [{'type': 'reasoning_text', 'text': part.text}],
+        }  # fmt: skip
     if isinstance(part, ToolCall):
         return {
             'type': 'function_call', 'id': f'fc_{part.id}', 'call_id': part.id, 'name': part.name,
@@ -246,15 +251,21 @@ def _close(answer: Answer) -> list[JsonObject]:
     ]
 
 
-def _add_call(answer: Answer, call: ToolCall) -> list[JsonObject]:
+def _add_whole(answer: Answer, part: ToolCall | Reasoning) -> list[JsonObject]:
+    """A part that comes all at once."""
     index, answer.written.parts = answer.written.parts, answer.written.parts + 1
-    begun, done = (_render_item(answer, index, call, begins=begins) for begins in (True, False))
+    begun, done = (_render_item(answer, index, part, begins=begins) for begins in (True, False))
     place = {'output_index': index, 'item_id': done['id']}
-    filled = 'response.function_call_arguments'
+    if isinstance(part, Reasoning):
+        place['content_index'] = 0
+        filled, text, whole = 'response.reasoning_text', part.text, {'text': part.text}
+    else:
+        filled, text = 'response.function_call_arguments', part.arguments
+        whole = {'name': part.name, 'arguments': part.arguments}
     return [
         {'type': 'response.output_item.added', 'output_index': index, 'item': begun},
-        {'type': f'{filled}.delta', **place, 'delta': call.arguments},
-        {'type': f'{filled}.done', **place, 'name': call.name, 'arguments': call.arguments},
+        {'type': f'{filled}.delta', **place, 'delta': text},
+        {'type': f'{filled}.done', **place, **whole},
         {'type': 'response.output_item.done', 'output_index': index, 'item': done},
     ]
 

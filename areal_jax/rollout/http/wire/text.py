@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from areal_jax.rollout.http.wire.exchange import Finish
+from areal_jax.types import concatenate
 
 _UNFINISHED = '\N{REPLACEMENT CHARACTER}'  # what a part of a character decodes to
 _PARTS = 3  # bytes of a character at most, while one is missing
@@ -74,6 +75,33 @@ class AnswerText:
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+def cut_stop(
+    tokens: np.ndarray,
+    finish: Finish,
+    keep_stop: bool,
+    decode: Callable[[np.ndarray], str],
+    encode: Callable[[str], np.ndarray],
+) -> np.ndarray:
+    """The ids of a whole answer without the stop that ended it, and without what its last token has behind a string.
+
+    Where a stop string begins inside of a token, the text before it in this token is encoded again.
+
+    Args:
+      keep_stop: the stop stays.
+    """
+    if isinstance(finish.matched, int) and not keep_stop:
+        return tokens[:-1]
+    if not isinstance(finish.matched, str):
+        return tokens
+    for start in range(len(tokens) - 1, -1, -1):
+        text = decode(tokens[start:])
+        begin = text.find(finish.matched)
+        if begin >= 0 and not text.startswith(_UNFINISHED):
+            kept = text[: begin + (len(finish.matched) if keep_stop else 0)]
+            return concatenate([tokens[:start], *([encode(kept)] if kept else [])], np.int32)
+    return tokens
 
 
 def _whole(text: str) -> int:

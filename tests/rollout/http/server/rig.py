@@ -79,7 +79,7 @@ class ToyServer:
         self.end = self.clock.event('end')
         texts = self.texts = Texts(self.tokenizer)
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
-        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts, required)
+        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts, required, self.make_parser())
         listener = bind('127.0.0.1', 0)
         self.url = describe_url(listener)
         self.http = self.make_front(model, listener, limits or Limits(), api_key)
@@ -89,6 +89,10 @@ class ToyServer:
     def make_backend(self, slots, decode_steps):
         """(backend, first weights)."""
         return SlowBackend(slots, context_tokens=CONTEXT, largest_piece=CONTEXT), (0, 0)
+
+    def make_parser(self):
+        """Of calls in another notation than that of Hermes."""
+        return None
 
     def make_front(self, model, listener, limits, api_key):
         return HttpThread(self.service.inbox, model, listener, limits=limits, api_key=api_key)

@@ -58,10 +58,11 @@ class ScriptedServer(ToyServer):
     """Answers with what `write` says: a text, or a function of messages and tools."""
 
     context, vocabulary = CONTEXT, 128
+    make_tokenizer = ScriptedTokenizer
 
     def __init__(self, write, **options):
         chosen = write if callable(write) else lambda messages, tools: write
-        super().__init__(tokenizer=ScriptedTokenizer(chosen), **options)
+        super().__init__(tokenizer=self.make_tokenizer(chosen), **options)
 
     def make_backend(self, slots, decode_steps):
         return ScriptedBackend(slots, self.tokenizer), (0, 0)

@@ -36,7 +36,7 @@ def test_a_call_is_read_whatever_the_marks_are_in_the_vocabulary(tmp_path, added
     ids = np.array([*tokenizer.encode(f'é {CALL}').ids, tokenizer.token_to_id('<eos>')], np.int32)
     assert len(ids) - 1 == len(f'é {CALL}'.encode()) - sum(len(mark) - 1 for mark in added)
     for size in (1, 3, len(ids)):
-        reader, parts = AnswerReaders(texts).open(call, call.sampling[0]), [*np.split(ids, range(size, len(ids), size))]
+        reader, parts = AnswerReaders(texts).open(call), [*np.split(ids, range(size, len(ids), size))]
         last = Finish('stop', int(ids[-1]))
         readings = [reader.extend(part, last if i == len(parts) - 1 else None) for i, part in enumerate(parts)]
         assert ''.join(reading.text for reading in readings) == 'é'
@@ -47,5 +47,5 @@ def test_the_spelled_mark_of_a_model_that_has_a_token_is_text(tmp_path):
     texts, tokenizer = texts_of(tmp_path, MARKS)
     spelled = [tokenizer.token_to_id(c) for c in CALL.replace('\n', '').replace(' ', '')]
     call = chat.parse({'messages': [{'role': 'user', 'content': 'x'}], 'tools': [TOOL]})
-    reading = AnswerReaders(texts).open(call, call.sampling[0]).extend(np.array(spelled, np.int32), Finish('length'))
+    reading = AnswerReaders(texts).open(call).extend(np.array(spelled, np.int32), Finish('length'))
     assert (reading.text, reading.calls, reading.unparsed) == (CALL.replace('\n', '').replace(' ', ''), (), 0)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.wire.answer_reader import CallReader, mark_tokens
-from areal_jax.rollout.http.wire.exchange import Finish
+from areal_jax.rollout.http.wire.answer_reader import CallReader, ParsedAnswer, Reading, WholeReader, mark_tokens
+from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
 from areal_jax.rollout.http.wire.text import AnswerText
 
@@ -79,3 +79,14 @@ def test_decoding_stays_in_proportion_to_new_tokens():
     for _ in range(100):
         text.extend(np.array([256, *b'eight by', 257], np.int32))
     assert max(lengths) < 100
+
+
+@pytest.mark.parametrize('ends', [[], [1], [2, 2, 5]])
+@pytest.mark.parametrize('only_first', [False, True])
+def test_a_whole_answer_comes_with_its_end(ends, only_first):
+    parse = lambda ids: ParsedAnswer(decode(ids), (('f', '{}'), ('g', '{}')), 'hm', 1)
+    reader = WholeReader(parse, lambda ids, finish: ids[:-1], only_first, lambda: 'c')
+    *before, last = np.split(np.frombuffer(b'I add.', np.uint8).astype(np.int32), ends)
+    assert all(reader.extend(part) == Reading() for part in before)
+    calls = tuple(ToolCall('c', name, '{}', 5) for name in ('f', 'g'))
+    assert reader.extend(last, LENGTH) == Reading('I add', calls[: 2 - only_first], 1, int(only_first), 'hm')

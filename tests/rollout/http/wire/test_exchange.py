@@ -10,9 +10,12 @@ from areal_jax.rollout.http.wire.exchange import (
     CallSampling,
     Message,
     Piece,
+    Reasoning,
     RequestError,
     Span,
+    ToolCall,
     count_usage,
+    join_pieces,
     name_answers,
     tokenize_call,
 )
@@ -40,6 +43,15 @@ def test_an_answer_is_the_sum_of_its_pieces():
     drawn = answer().column(SAMPLING_LOGPROBS)  # where nothing was cut: of the full softmax
     assert drawn.tolist() == [-0.25, -0.5, -2.0, -0.125, -0.75]
     assert (answer().text, answer().n_tokens, answer().tokens.dtype) == ('abcd', 5, np.int32)
+
+
+def test_pieces_that_are_joined_keep_reasoning_and_calls_in_their_places():
+    one = lambda text, **more: Piece(np.array([1], np.int32), np.zeros(1, np.float32), '3', text=text, **more)
+    added = ToolCall('c', 'f', '{}', after=1)
+    given = [one('', reasoning='Hm.'), one('a'), one('bc', calls=(added,))]
+    (joined,) = join_pieces(given)
+    assert joined.parts == [Reasoning('Hm.'), 'ab', ToolCall('c', 'f', '{}', after=2), 'c']
+    assert [part for piece in given for part in piece.parts] == [Reasoning('Hm.'), 'a', 'b', added, 'c']
 
 
 def test_the_prompt_of_several_answers_is_counted_once():

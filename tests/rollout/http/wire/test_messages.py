@@ -1,5 +1,6 @@
 """Anthropic's messages: what is refused by name, blocks, reasons and events."""
 
+import dataclasses
 import json
 
 import pytest
@@ -86,15 +87,21 @@ def test_the_reply_has_blocks_in_their_order_and_counts_cached_tokens_apart():
     }  # fmt: skip
 
 
-def test_a_stream_has_the_documented_events():
+def stream(given):
+    """The events of an answer that grows piece by piece."""
     call, growing, frames = messages.parse(BODY | {'stream': True}), answer([], None), []
-    for index, piece in enumerate(parts()):
+    for index, piece in enumerate(given):
         growing.pieces.append(piece)
         growing.finish = STOP if index else None
         frames.append(messages.render_event(call, growing, piece, INFO))
     lines = b''.join(frames).decode().strip().split('\n\n')
     events = [json.loads(line.split('\n')[1].removeprefix('data: ')) for line in lines]
     assert [line.split('\n')[0] for line in lines] == [f'event: {event["type"]}' for event in events]
+    return events
+
+
+def test_a_stream_has_the_documented_events():
+    events = stream(parts())
     one = ['start', 'delta', 'stop']
     expected = ['message_start', *(f'content_block_{word}' for _ in range(3) for word in one), 'message_delta']
     assert [event['type'] for event in events] == [*expected, 'message_stop']
@@ -103,6 +110,19 @@ def test_a_stream_has_the_documented_events():
     assert events[5]['delta'] == {'type': 'input_json_delta', 'partial_json': '{"a":1}'}  # as it was written
     assert events[-2]['delta'] == {'stop_reason': 'tool_use', 'stop_sequence': None}
     assert (events[0]['message']['usage']['output_tokens'], events[-2]['usage']['output_tokens']) == (0, 5)
+
+
+def test_reasoning_is_a_block_before_the_text():
+    first, second = pieces()
+    given = [dataclasses.replace(first, text=''), dataclasses.replace(second, reasoning='Hm.')]
+    blocks = messages.render(messages.parse(BODY), [answer(given)], INFO)['content']
+    assert blocks == [{'type': 'thinking', 'thinking': 'Hm.', 'signature': ''}, {'type': 'text', 'text': 'cd'}]
+    events = stream(given)
+    assert events[1]['content_block'] == {'type': 'thinking', 'thinking': '', 'signature': ''}
+    assert events[2]['delta'] == {'type': 'thinking_delta', 'thinking': 'Hm.'}
+    assert [event['index'] for event in events if 'index' in event] == [0] * 3 + [1] * 3
+    call = messages.parse(BODY | {'messages': [USER, {'role': 'assistant', 'content': blocks}, USER]})
+    assert [turn.content for turn in call.prompts[0]] == ['hi', 'cd', 'hi']  # what comes back is left out
 
 
 @pytest.mark.parametrize(('status', 'kind'), [

@@ -1,5 +1,6 @@
 """OpenAI's responses: what is refused by name, and the events in their documented order."""
 
+import dataclasses
 import json
 
 import pytest
@@ -125,3 +126,20 @@ def test_a_failure_is_the_last_event():
     growing.written.events = 4
     name, data = responses.render_failure([growing], 'late', 504, '').decode().strip().split('\n')
     assert (name, json.loads(data.removeprefix('data: '))['sequence_number']) == ('event: error', 4)
+
+
+def test_reasoning_is_an_item_before_the_text():
+    first, second = pieces()
+    given = [dataclasses.replace(first, text=''), dataclasses.replace(second, reasoning='Hm.')]
+    reply = responses.render(responses.parse(BODY), [answer(given)], INFO)
+    thought, text = reply['output']
+    assert (thought['type'], thought['content']) == ('reasoning', [{'type': 'reasoning_text', 'text': 'Hm.'}])
+    assert (text['content'][0]['text'], thought['id'], text['id']) == ('cd', 'rs_r_0', 'msg_r_1')
+    events = stream(given)
+    assert events[-1][1]['response'] == reply
+    names = ['output_item.added', 'reasoning_text.delta', 'reasoning_text.done', 'output_item.done']
+    assert [name for name, _ in events[2:6]] == [f'response.{name}' for name in names]
+    assert (events[2][1]['item']['content'], events[3][1]['delta'], events[4][1]['text']) == ([], 'Hm.', 'Hm.')
+    assert [event['output_index'] for _, event in events[2:-1]] == [0] * 4 + [1] * 6
+    call = responses.parse(BODY | {'input': [MESSAGE, thought, text]})
+    assert [turn.content for turn in call.prompts[0]] == ['x', 'cd']  # what comes back is left out

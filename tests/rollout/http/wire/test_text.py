@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.http.wire.exchange import Finish
-from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.rollout.http.wire.text import AnswerText, cut_stop
 from tests.rollout.http.wire.calls import decode_bytes
 
 LENGTH = Finish('length')
@@ -83,3 +83,29 @@ def test_the_text_of_a_stop_token_is_cut():
     assert ''.join(in_pieces(found, [1], Finish('stop', ord('.')))) == 'ab'
     assert ''.join(in_pieces(found, [1], Finish('stop', ord('.')), keep_stop=True)) == 'ab.'
     assert AnswerText(decode_bytes).extend(tokens(''), LENGTH) == ''
+
+
+@pytest.mark.parametrize(('text', 'matched', 'kept', 'with_stop'), [
+    ('abc.', ord('.'), 'abc', 'abc.'), ('abc', None, 'abc', 'abc'),
+    ('a stop, no stop', 'stop', 'a stop, no ', 'a stop, no stop'), ('stop', 'stop', '', 'stop'),
+    ('aé€', '€', 'aé', 'aé€'), ('abc', 'd', 'abc', 'abc'),
+])  # fmt: skip
+def test_the_ids_of_a_whole_answer_are_cut_where_its_text_is(text, matched, kept, with_stop):
+    for keep_stop, expected in ((False, kept), (True, with_stop)):
+        found = cut_stop(tokens(text), Finish('stop', matched), keep_stop, decode_bytes, tokens)
+        assert (decode_bytes(found), found.dtype) == (expected, np.int32)
+
+
+def test_the_text_around_a_stop_string_inside_of_a_token_is_cut_too():
+    words = ['I ', 'add. Bye', '!']
+    decode = lambda ids: ''.join(words[i] if i < 3 else chr(i) for i in ids.tolist())
+    for keep_stop, expected in ((False, 'I add'), (True, 'I add. ')):
+        ids = cut_stop(np.array([0, 1], np.int32), Finish('stop', '. '), keep_stop, decode, tokens)
+        assert decode(ids) == expected
+
+
+def test_half_a_character_before_a_stop_string_is_not_encoded_anew():
+    parts = [b'\xc3', b'\xa9.', b'x']
+    decode = lambda ids: b''.join(parts[i] if i < 3 else bytes([i]) for i in ids.tolist()).decode('utf-8', 'replace')
+    ids = cut_stop(np.array([2, 0, 1], np.int32), Finish('stop', '.'), False, decode, tokens)
+    assert decode(ids) == 'xé'

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 import pytest
 
-from areal_jax.records import describe_record
+from areal_jax.events.records import describe_record
 
 
 class Base(TypedDict):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.columns import SAMPLING_LOGPROBS
-from areal_jax.frictions import Frictions, disturb_answer, disturb_rewards, undisturbed_rewards
+from areal_jax.control.frictions import Frictions, disturb_answer, disturb_rewards, undisturbed_rewards
 from areal_jax.types import NOT_GENERATED, Prompt, Segment, Trajectory, TrajectoryGroup
 
 BOTH = Frictions(seed=3, actor_share=0.25, reward_share=0.4)

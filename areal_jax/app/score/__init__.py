@@ -1,0 +1,1 @@
+"""Given answers to the problems of a task, scored without a model."""

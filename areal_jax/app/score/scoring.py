@@ -1,0 +1,277 @@
+"""Given answers to the problems of a task, scored by the verifier of a run: no engine, no weights, no learner."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from ml_collections import config_dict
+
+from areal_jax import lanes
+from areal_jax.app.model.text_model import describe_text_model
+from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.parts.task_builder import build_verifier, build_whole_task, try_scorer_sandbox
+from areal_jax.app.process.interrupt import StopRequests
+from areal_jax.app.score.given_answers import GivenAnswer, read_answers
+from areal_jax.app.score.problem_index import ProblemIndex
+from areal_jax.app.score.score_file import ScoreFile, make_score
+from areal_jax.app.score.score_tally import ScoreTally
+from areal_jax.config import TrackedConfig, flatten, validate_scoring
+from areal_jax.config.declarations import FIELDS
+from areal_jax.config.ranges import ConfigError
+from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
+from areal_jax.plugins import is_own, source_file
+from areal_jax.protocols import Event
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier
+from areal_jax.tasks.task import Task
+from areal_jax.telemetry.progress import StartProgress
+from areal_jax.types import Verdict
+
+_WORKERS = 'task.verifier_workers'
+# nothing is generated, trained or tracked: packages for that are not needed
+_UNUSED = {
+    **{
+        name: FIELDS[name].default
+        for name in ('rollout.server', 'rollout.workflow', 'agent.notation', 'agent.mcp_servers')
+    },
+    'telemetry.tensorboard': False,
+    'telemetry.plots': False,
+    'telemetry.tracker': 'none',
+}
+# fields of the task on which neither rewards nor labels depend
+_MAY_CHANGE = ('task.verifier', _WORKERS, 'task.held_out_fraction', 'task.over_length', 'task.audit_fraction')
+_MAY_CHANGE_ALL = ('task.filter', 'task.max_')
+MOST_AHEAD = 4096  # scores that wait for the one before them, in memory: an answer may take many attempts
+_SPARE_S = 300.0  # beyond the deadline of an attempt: for the start of a worker
+_OPEN_INLINE = 1  # without workers, answers are scored one after the other
+
+
+class Scoring:
+    """The scoring of one file of answers. The constructor checks all of it; `run` scores what has no score yet.
+
+    Args:
+      config: as an experiment file gives it, overrides applied.
+      answers: JSON lines, see given_answers.py.
+      out: where the scores go; what it holds already is kept, and not scored again.
+      workers: None = task.verifier_workers.
+      overrides: the fields that the command line sets; one that scoring does not use is refused.
+      interrupts: asks to stop when a signal comes; None = signals are left alone.
+
+    Raises UserError for what the user can mend.
+    """
+
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        answers: pathlib.Path,
+        out: pathlib.Path,
+        *,
+        workers: int | None = None,
+        overrides: Collection[str] = (),
+        interrupts: StopRequests | None = None,
+    ):
+        require_places(answers, out)
+        adapted = _adapt(config, workers, overrides)
+        self.answers, self.out, self.tally = answers, out, ScoreTally()
+        self.scored_before, self.seconds = 0, 0.0
+        self._config, self._interrupts = TrackedConfig(adapted, overrides), interrupts
+        self._is_stopping = threading.Event()
+        self._parts = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.push(self)
+            self._progress = StartProgress(self._config.telemetry.progress)
+            self._parts.callback(self._progress.end)
+            self._build()
+            self._check()
+            self._config.require_all_read()
+            undo.pop_all()
+
+    def __enter__(self) -> Scoring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.close()
+
+    def run(self) -> bool:
+        """Scores what is left, in the order of the answers; False after a requested stop."""
+        self._left = self.answers_in_all - self.scored_before
+        if not self._left:
+            return True
+        already = f', {self.scored_before} more are scored already' if self.scored_before else ''
+        self._progress.begin(f'scoring {self._left} answers{already}')
+        began = time.monotonic()
+        self._verifier.start()
+        self._clock.restart()
+        stop = self._clock.event('stop requested')
+        try:
+            with self._deferred(stop):
+                return self._clock.execute(self._supervisor.run(self._program(stop)))
+        finally:
+            self.seconds = time.monotonic() - began
+            self._progress.end()
+
+    # Building.
+
+    def _build(self) -> None:
+        config = self._config
+        self._progress.begin(f'preparing task {config.task.name}')
+        tokenizer = describe_text_model(config).tokenizer
+        task = build_whole_task(config, tokenizer)
+        self._index = ProblemIndex(task, config.run.seed)
+        stall_s = config.task.verifier_deadline_s + _SPARE_S
+        self._clock = RealClock({lanes.REWARD: config.task.verifier_workers}, EventLog(keeps=False), stall_s)
+        self._supervisor = Supervisor(self._clock)
+        sandbox = try_scorer_sandbox(config)
+        self._verifier: ProcessVerifier | InlineVerifier = build_verifier(
+            config, self._clock, task, tokenizer.decode, sandbox=sandbox
+        )
+        self._parts.callback(self._verifier.close)
+        self._scores = ScoreFile(self.out, describe_scorer(config, task, self._index))
+        self._parts.callback(self._scores.close)
+
+    def _check(self) -> None:
+        """Reads all answers, and compares them with the scores that are in the file already."""
+        self._progress.begin(f'checking {self.answers}')
+        answers = read_answers(self.answers, self._index)
+        for score in self._scores.read():
+            self._scores.require_answer(score, next(answers, None), self.answers)
+            self.tally.add(score)
+            self.scored_before += 1
+        self.answers_in_all = self.scored_before + sum(1 for _ in answers)
+
+    # Running.
+
+    def _deferred(self, stop: Event) -> contextlib.AbstractContextManager[None]:
+        if self._interrupts is None:
+            return contextlib.nullcontext()
+
+        def request(number: signal.Signals) -> None:
+            self._is_stopping.set()  # read between two answers that are scored on the loop itself
+            self._clock.post_signal(number, stop)
+
+        return self._interrupts.deferred(request, 'keeping the scores', self._clock.abandon)
+
+    async def _program(self, stop: Event) -> bool:
+        all_ended = self._clock.event('the last score')
+        answers = itertools.islice(read_answers(self.answers, self._index), self.scored_before, None)
+        writer = _OrderedWriter(self._clock.event('room for a score'), self._write)
+        jobs = enumerate(answers)
+
+        is_inline = isinstance(self._verifier, InlineVerifier)
+        running = _OPEN_INLINE if is_inline else self._config.task.verifier_workers
+
+        async def work() -> None:
+            nonlocal running
+            for position, answer in jobs:
+                while not writer.has_room(position):
+                    await self._clock.wait(writer.room)
+                if self._is_stopping.is_set():
+                    return
+                writer.add(position, make_score(answer, await self._verify(answer)))
+            running -= 1
+            if not running:
+                all_ended.set()
+
+        async def watch_stop() -> None:
+            await self._clock.wait(stop)
+            all_ended.set()
+
+        for number in range(running):
+            self._supervisor.start(f'scoring {number}', work())
+        self._supervisor.start('scoring stop', watch_stop())
+        await self._clock.wait(all_ended)
+        return not self._is_stopping.is_set() or not running
+
+    async def _verify(self, answer: GivenAnswer) -> Verdict:
+        prompt = dataclasses.replace(self._index.prompts[answer.place], draw=answer.line)  # which messages name
+        return await self._verifier.verify_text(prompt, answer.text, answer.finish_reason)
+
+    def _write(self, score: JsonObject) -> None:
+        self._scores.append(score)
+        self.tally.add(score)
+        self._progress.count_answers(self.tally.answers - self.scored_before, self._left)
+
+
+class _OrderedWriter:
+    """Hands scores on in the order of their positions; the others wait, a bounded number of them."""
+
+    def __init__(self, room: Event, write: Callable[[JsonObject], None]):
+        self.room = room  # set whenever `has_room` may have changed
+        self._write = write
+        self._next = 0
+        self._waiting: dict[int, JsonObject] = {}
+
+    def has_room(self, position: int) -> bool:
+        """Whether the score of this position may wait for those before it; clears `room` where it may not."""
+        is_near = position - self._next < MOST_AHEAD
+        if not is_near:
+            self.room.clear()
+        return is_near
+
+    def add(self, position: int, score: JsonObject) -> None:
+        self._waiting[position] = score
+        while self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+        self.room.set()
+
+
+def require_places(answers: pathlib.Path, out: pathlib.Path) -> None:
+    """Raises UserError for an --out that cannot be written, or is the file of the answers; makes nothing."""
+    parent = out.absolute().parent
+    if out.exists() and not out.is_file():
+        raise UserError(f'--out={out} is no regular file: name a file for the scores')
+    if not parent.is_dir():
+        raise UserError(f'--out={out} cannot be written: there is no directory {parent}; make it, or name another file')
+    if not os.access(out if out.exists() else parent, os.W_OK):
+        raise UserError(f'--out={out} cannot be written: permission was denied; name a file of your own')
+    if out.exists() and answers.exists() and out.samefile(answers):
+        raise UserError(f'--out={out} is the file of --answers: give the scores a file of their own')
+
+
+def describe_scorer(config: TrackedConfig, task: Task, index: ProblemIndex) -> dict[str, object]:
+    """What decides a reward besides the answer: the fields of the task, its problems, and the file of an own scorer."""
+    fields = {
+        name: value
+        for name, value in flatten({'task': config.as_dict()['task']})
+        if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_ALL)
+    }
+    own = {}
+    if config.task.reward or is_own(config.task.name):
+        file = source_file(config.task.reward or task.scorer, 'task.reward' if config.task.reward else 'task.name')
+        if file is not None:
+            own = {'sha256 of the file of the scorer': hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {**fields, **own, 'sha256 of the problems': index.digest()}
+
+
+def _adapt(config: config_dict.ConfigDict, workers: int | None, overrides: Collection[str]) -> config_dict.ConfigDict:
+    """A valid copy with so many workers. Raises ConfigError."""
+    adapted = config.copy_and_resolve_references()
+    if workers is not None:
+        if _WORKERS in overrides:
+            raise ConfigError(
+                f'--workers and --config.{_WORKERS} are both given, and both say the same thing: remove one'
+            )
+        if adapted.task.verifier == 'inline':
+            raise ConfigError(
+                f"--workers={workers}, but task.verifier='inline' scores without workers: remove the flag, or set "
+                '--config.task.verifier=process'
+            )
+        adapted.task.verifier_workers = workers
+    validate_scoring(adapted)
+    used = adapted.copy_and_resolve_references()
+    used.update_from_flattened_dict(_UNUSED)
+    require_extras(used)
+    return adapted

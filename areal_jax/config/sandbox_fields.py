@@ -1,0 +1,62 @@
+"""Where code that a model wrote runs: the levels of task.sandbox, the tasks that run such code, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from areal_jax.plugins import is_own
+
+AUTO, NONE, LANDLOCK, BUBBLEWRAP = 'auto', 'none', 'landlock', 'bubblewrap'
+LEVELS = (AUTO, LANDLOCK, BUBBLEWRAP, NONE)  # workers/sandbox/levels.py has those that confine
+RUN_MODEL_CODE = ('code',)  # task.name: tasks of this package whose scorers run what a model wrote
+
+Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
+
+
+def runs_model_code(task: Config) -> bool:
+    """Whether the scorer of this package that the section `task` names runs code of a model."""
+    return task.name in RUN_MODEL_CODE and not task.reward
+
+
+def has_own_scorer(task: Config) -> bool:
+    """Whether a function of the user's own scores: nobody but the user knows whether it runs code of a model."""
+    return bool(task.reward) or is_own(task.name)
+
+
+def resolve_sandbox(task: Config) -> str:
+    """The level that the section `task` asks for: LANDLOCK, BUBBLEWRAP or NONE."""
+    if task.sandbox != AUTO:
+        return str(task.sandbox)
+    return LANDLOCK if runs_model_code(task) else NONE
+
+
+def find_sandbox_problems(c: Config) -> Iterator[str]:
+    """A sentence for each rule that a config breaks: the fields, their values and the fix."""
+    task = c.task
+    if task.sandbox in (LANDLOCK, BUBBLEWRAP) and not (runs_model_code(task) or has_own_scorer(task)):
+        yield (
+            f'task.sandbox={task.sandbox!r} is for a scorer that runs code, and that of task.name={task.name!r} runs '
+            f'none; set task.reward, or task.sandbox={AUTO!r}'
+        )
+    if task.verifier != 'inline':
+        return
+    if runs_model_code(task):
+        yield (
+            f"task.verifier='inline' would run code of a model in the process of the run, and task.name={task.name!r} "
+            "runs such code; use task.verifier='process'"
+        )
+    elif task.sandbox in (LANDLOCK, BUBBLEWRAP):
+        yield (
+            f"task.sandbox={task.sandbox!r} confines a worker process, and task.verifier='inline' has none; use "
+            "task.verifier='process'"
+        )
+
+
+def find_sandbox_warnings(c: Config) -> Iterator[str]:
+    """A sentence for code of a model that nothing confines."""
+    if runs_model_code(c.task) and c.task.sandbox == NONE:
+        yield (
+            f'task.sandbox={NONE!r} with task.name={c.task.name!r}: code that the model wrote ran with all rights of '
+            f'the user who started the run, on its files, its network and its processes; use task.sandbox={LANDLOCK!r}'
+        )

