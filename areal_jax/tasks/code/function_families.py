@@ -24,7 +24,7 @@ MOST_PROBLEMS = 120  # of a family
 HELD_OUT_FAMILIES = ('filter_map_sum', 'filter_count', 'flatten', 'first_match', 'join_words')
 _POOL = 80  # arguments from which the tests of a problem are chosen, for visible and for hidden ones
 _ENTRY_POINT = 'f'
-_Key = tuple[InputKind, tuple[str, ...]]  # what a function does: its results for all inputs of a kind
+_Behaviour = tuple[InputKind, tuple[str, ...]]  # results for all arguments that are drawn of a kind
 
 
 def list_problems(seed: int = 0) -> list[JsonObject]:
@@ -48,14 +48,14 @@ def is_held_out(question: str, held_out_fraction: float) -> bool:
 @functools.lru_cache(maxsize=2)
 def _list_texts(seed: int) -> tuple[str, ...]:
     """The problems as JSON: a caller that changes a problem changes its own copy."""
-    known: set[_Key] = set()  # across families
+    known: set[_Behaviour] = set()  # of all families
     families = sorted(list_families().items())
     return tuple(
         json.dumps(problem) for name, variants in families for problem in _list_family(name, variants, seed, known)
     )
 
 
-def _list_family(name: str, variants: Sequence[Variant], seed: int, known: set[_Key]) -> Iterator[JsonObject]:
+def _list_family(name: str, variants: Sequence[Variant], seed: int, known: set[_Behaviour]) -> Iterator[JsonObject]:
     chosen = random.Random(f'{name} {seed}').sample(variants, min(len(variants), MOST_PROBLEMS))
     by_kind: dict[InputKind, list[Variant]] = {}
     for variant in chosen:
@@ -65,7 +65,7 @@ def _list_family(name: str, variants: Sequence[Variant], seed: int, known: set[_
 
 
 def _choose_tests(
-    name: str, kind: InputKind, variants: Sequence[Variant], seed: int, known: set[_Key]
+    name: str, kind: InputKind, variants: Sequence[Variant], seed: int, known: set[_Behaviour]
 ) -> Iterator[JsonObject]:
     """The problems with inputs of one kind, without those that so few visible tests cannot tell apart from others."""
     texts = {repr(one) for one in kind.edges}

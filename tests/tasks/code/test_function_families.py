@@ -2,14 +2,19 @@
 
 import collections
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from areal_jax.tasks.code import family_table, function_families
 from areal_jax.tasks.code.function_families import is_held_out, is_held_out_family, list_problems, load_function
+from areal_jax.tasks.code.function_inputs import Arguments, draw_inputs
 from areal_jax.text.tokenizer import GgufTokenizer
 
 PROBLEMS = list_problems()
+ROOT = pathlib.Path(__file__).parents[3]
 MOST_TOKENS = 64
 
 
@@ -77,12 +82,35 @@ def test_no_other_reference_of_the_family_passes(name):
         assert [other for other, function in enumerate(functions) if passes(function, problem['tests'])] == [index]
 
 
-def test_the_problems_depend_on_the_seed_alone():
-    function_families.list_problems(1)
-    first = list_problems()
-    assert first == PROBLEMS
-    first[0]['tests'].clear()  # a caller has its own copy
-    assert list_problems() == PROBLEMS
+def test_no_two_problems_behave_alike():
+    """Also of different families, on inputs that chose no test."""
+    kinds = {v.question: v.inputs for variants in family_table.list_families().values() for v in variants}
+    drawn: dict[object, list[Arguments]] = {}
+    rows = collections.defaultdict(list)
+    for problem in PROBLEMS:
+        kind = kinds[problem['question']]
+        if kind not in drawn:
+            drawn[kind] = [*kind.edges, *(a for wide in (False, True) for a in draw_inputs(kind, 150, 'x', wide=wide))]
+        function = load_function(problem['solution'])
+        rows[repr([kind.signature, *((a, function(*a)) for a in drawn[kind])])].append(problem['question'])
+    assert [questions for questions in rows.values() if len(questions) > 1] == []
+
+
+def test_another_process_lists_the_same_problems():
+    program = (
+        'import json; from areal_jax.tasks.code import function_families as f; print(json.dumps(f.list_problems()))'
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert json.loads(done.stdout) == PROBLEMS
+
+
+def test_a_caller_has_its_own_copy():
+    before = json.dumps(list_problems())
+    list_problems()[0]['tests'].clear()
+    assert json.dumps(list_problems()) == before
+
+
+def test_another_seed_gives_other_tests_and_other_problems_of_large_families():
     other = list_problems(1)
     assert [p['tests'] for p in other] != [p['tests'] for p in PROBLEMS]
     both = {p['question'] for p in other} & {p['question'] for p in PROBLEMS}
