@@ -112,7 +112,7 @@ def test_it_goes_on_after_kill_9_and_scores_nothing_twice(tmp_path, many):
     assert [line['reward'] for line in read(tmp_path / 's.jsonl')] == [float(n) for n in range(200)]
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_it_with_its_workers_and_it_goes_on(tmp_path, many, number):
     answers, notes, flags = many
     code, output, errors = interrupt(number, answers, tmp_path / 's.jsonl', flags)

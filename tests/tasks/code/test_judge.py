@@ -174,10 +174,11 @@ _STEPS = (
 )  # fmt: skip
 
 
-def test_the_verdict_is_that_of_a_plain_run(judge):
-    """Of 1,000 generated harmless programs, against tests that one of each three meets."""
+@pytest.mark.parametrize('programs', [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_verdict_is_that_of_a_plain_run(judge, programs):
+    """Of generated harmless programs, against tests that every second one meets."""
     rng, counts = random.Random(0), {'ok': 0, 'wrong': 0, 'exception': 0}
-    for _ in range(1000):
+    for _ in range(programs):
 
         def write(rng=rng):
             steps = [rng.choice(_STEPS).format(n=rng.randrange(4)) for _ in range(rng.randrange(1, 5))]
@@ -198,7 +199,7 @@ def test_the_verdict_is_that_of_a_plain_run(judge):
         found = ask(judge, code, problem).label
         assert found == run_plainly(code, tests), code
         counts[found] += 1
-    assert min(counts.values()) > 50, counts
+    assert min(counts.values()) > programs / 20, counts
 
 
 @pytest.mark.parametrize('harm', [signal.SIGKILL, signal.SIGSTOP])

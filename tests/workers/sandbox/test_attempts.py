@@ -111,6 +111,7 @@ def test_what_a_bound_allows_passes(tries, is_user, name, limits):
     assert tries.run(Request(name, is_user, limits=limits)) == {'control': PASSED, 'attempt': PASSED}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_WAYS[0] != 'root', reason='only root is confined with an early Landlock')
 def test_an_early_landlock_lets_files_be_emptied_and_nothing_else(tries):
     """What the levels require of it: confinement.require_support."""
