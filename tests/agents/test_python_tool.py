@@ -103,7 +103,7 @@ def test_a_program_that_fails_is_an_error_with_label_and_reason(code, result):
 )
 def test_an_attempt_to_get_out_is_forbidden_and_its_twin_runs(level, attempt, twin):
     refused, allowed = call(attempt, twin, level=level)
-    assert refused.startswith(('error: forbidden: PermissionError', 'error: exception: ProcessLookupError')), refused
+    assert refused.startswith(('error: forbidden: ', 'error: exception: ProcessLookupError')), refused
     assert allowed == 'True\n'
 
 

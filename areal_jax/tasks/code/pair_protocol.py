@@ -18,7 +18,7 @@ from areal_jax.tasks.code.plain_values import MOST_BYTES
 _LENGTH_BYTES = 4
 _ROOM_BYTES = 2**20  # beside a value
 _REASON_CHARACTERS = 300
-_REFUSED = (errno.EPERM, errno.EACCES)  # by the sandbox
+_REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)  # by the sandbox; bubblewrap has files read-only
 
 
 class LinkEndedError(Exception):
