@@ -9,10 +9,13 @@ from ml_collections import config_dict
 from areal_jax.config.fields import Choice, Field, Integer, Real, Text, Texts
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
+from areal_jax.errors import suggest
 from areal_jax.plugins import is_environment
 
 HERMES = 'hermes'
 PROGRAM = 'program'  # rollout.workflow: programs that talk to a gateway
+PYTHON = 'python'  # agent.tools: runs code of the model
+TOOLS = (PYTHON,)
 
 AGENT_FIELDS: Mapping[str, Field] = {
     'max_turns': Integer(32, COUNT_OR_OFF, 'turns of an episode, those of sub-agents included; 0 = no bound'),
@@ -23,6 +26,7 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'tool_deadline_s': Real(30.0, POSITIVE, 'of a call; then its result is an error that the model reads'),
     'tool_bytes': Integer(65536, COUNT, 'of the result of a tool, in UTF-8; the rest is cut off'),
     'mcp_servers': Texts((), "MCP servers of an agent: 'python server.py' or 'http://host:port/mcp'"),
+    'tools': Texts((), "tools of this package for an own agent: 'python' runs code that the model wrote"),
     'command': Text('', "rollout.workflow='program': the command line of an episode, e.g. 'python agent.py'"),
     'function': Text('', "or an `async def` that long-lived workers run: 'FILE.py:FUNCTION'"),
     'workers': Integer(1, COUNT, 'processes that run agent.function or an environment, each for several episodes'),
@@ -38,6 +42,11 @@ AGENT_FIELDS: Mapping[str, Field] = {
 def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence for each rule that a config breaks: the fields, their values and the fix."""
     agent, deadline_s = c.agent, c.rollout.episode_deadline_s
+    if unknown := [name for name in agent.tools if name not in TOOLS]:
+        yield (
+            f'agent.tools={agent.tools!r}: {unknown[0]!r} is no tool of this package{suggest(unknown[0], TOOLS)}; use '
+            f'some of {", ".join(TOOLS)}, or ()'
+        )
     if c.rollout.workflow != PROGRAM:
         if is_environment(c.task.name) and find_objective(c.loss.objective).generates:
             yield f'task.name={c.task.name!r} needs rollout.workflow={PROGRAM!r}: its environment runs the episodes'

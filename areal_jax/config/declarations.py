@@ -122,12 +122,14 @@ SECTIONS: Mapping[str, Section] = {
         over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
         length=Integer(4, COUNT, 'token_reversal: symbols in a prompt; running_sums: numbers'),
-        time_limit_s=Real(2.0, SECONDS, 'code: CPU seconds of a check, where the problem does not say'),
-        memory_limit_mb=Integer(1024, COUNT, 'code: MiB of address space of an answer, where the problem does not say'),
+        time_limit_s=Real(
+            2.0, SECONDS, 'code: CPU seconds of a check, unless the problem says; agent.tools: of a call'
+        ),
+        memory_limit_mb=Integer(1024, COUNT, 'code, agent.tools: MiB of address space, where the problem does not say'),
         show_tests=Flag(False, 'code: the visible tests stand in the prompt'),
         partial_credit=Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
-        sandbox=Choice(AUTO, LEVELS, "of a scorer that runs code of models; 'auto': by task: docs/code_rewards.md"),
+        sandbox=Choice(AUTO, LEVELS, 'of scorers and tools that run code of models: docs/code_rewards.md'),
         verifier_workers=Integer(1, THREADS, 'worker processes'),
         verifier_deadline_s=Real(20.0, SECONDS, 'seconds for one answer before its worker is killed'),
         verifier_attempts=Integer(2, COUNT, 'tries for one answer before it is dropped'),

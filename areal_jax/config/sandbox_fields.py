@@ -1,10 +1,11 @@
-"""Where code that a model wrote runs: the levels of task.sandbox, the tasks that run such code, and their rules."""
+"""Where code that a model wrote runs: the levels of task.sandbox, the tasks and tools that run it, and their rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+from areal_jax.config.agent_fields import PYTHON
 from areal_jax.plugins import is_own
 
 AUTO, NONE, LANDLOCK, BUBBLEWRAP = 'auto', 'none', 'landlock', 'bubblewrap'
@@ -25,19 +26,37 @@ def has_own_scorer(task: Config) -> bool:
 
 
 def resolve_sandbox(task: Config) -> str:
-    """The level that the section `task` asks for: LANDLOCK, BUBBLEWRAP or NONE."""
+    """The level of the scorer that the section `task` asks for: LANDLOCK, BUBBLEWRAP or NONE."""
+    if not (runs_model_code(task) or has_own_scorer(task)):
+        return NONE  # task.sandbox is that of a tool
     if task.sandbox != AUTO:
         return str(task.sandbox)
     return LANDLOCK if runs_model_code(task) else NONE
 
 
+def runs_tools(c: Config) -> bool:
+    """Whether a tool of agent.tools runs code of a model."""
+    return PYTHON in c.agent.tools
+
+
+def resolve_tool_sandbox(task: Config) -> str:
+    """The level of such a tool: LANDLOCK or BUBBLEWRAP; NONE is refused."""
+    return LANDLOCK if task.sandbox == AUTO else str(task.sandbox)
+
+
 def find_sandbox_problems(c: Config) -> Iterator[str]:
     """A sentence for each rule that a config breaks: the fields, their values and the fix."""
     task = c.task
-    if task.sandbox in (LANDLOCK, BUBBLEWRAP) and not (runs_model_code(task) or has_own_scorer(task)):
+    if runs_tools(c) and task.sandbox == NONE:
+        yield (
+            f'task.sandbox={NONE!r} with agent.tools={c.agent.tools!r}: code that the model wrote would run with all '
+            f'rights of the user who starts the run; use task.sandbox={AUTO!r}'
+        )
+    is_scored = runs_model_code(task) or has_own_scorer(task)
+    if task.sandbox in (LANDLOCK, BUBBLEWRAP) and not (is_scored or runs_tools(c)):
         yield (
             f'task.sandbox={task.sandbox!r} is for a scorer that runs code, and that of task.name={task.name!r} runs '
-            f'none; set task.reward, or task.sandbox={AUTO!r}'
+            f'none; set task.reward or agent.tools, or task.sandbox={AUTO!r}'
         )
     if task.verifier != 'inline':
         return
@@ -46,7 +65,7 @@ def find_sandbox_problems(c: Config) -> Iterator[str]:
             f"task.verifier='inline' would run code of a model in the process of the run, and task.name={task.name!r} "
             "runs such code; use task.verifier='process'"
         )
-    elif task.sandbox in (LANDLOCK, BUBBLEWRAP):
+    elif task.sandbox in (LANDLOCK, BUBBLEWRAP) and is_scored:
         yield (
             f"task.sandbox={task.sandbox!r} confines a worker process, and task.verifier='inline' has none; use "
             "task.verifier='process'"

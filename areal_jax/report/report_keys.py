@@ -362,7 +362,7 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     reward: Ends
     unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
     audit: Audit | None  # None where no answer was compared a second time
-    sandbox: SandboxRecord | None  # in which the scorer ran code; None where no sandbox was asked for
+    sandbox: SandboxRecord | None  # in which a scorer or tools ran code; None where no sandbox was asked for
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     token_age: MeanMax  # of the trained tokens, in versions

@@ -205,6 +205,8 @@ _SETTINGS: Mapping[str, str] = {
     'loss.advantage=no_file.py:f': "there is no file 'no_file.py'",
     'rollout.workflow=two_turns': _CHOICE,
     "agent.mcp_servers=('server',)": "rollout.workflow='single_turn' is no agent, which could call tools",
+    "agent.tools=('python',)": "rollout.workflow='single_turn' is no agent, which could call tools",
+    "agent.tools=('bash',)": "'bash' is no tool of this package; use some of python, or ()",
     'rollout.workflow=json:dumps': "has a parameter 'obj', which nobody gives",
     'model.characters=aab=': "model.characters='aab=' must have each character once",
     'model.characters=xyz': "that are not among 'xyz'",

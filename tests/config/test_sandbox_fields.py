@@ -13,14 +13,17 @@ from areal_jax.config.sandbox_fields import (
     find_sandbox_problems,
     find_sandbox_warnings,
     resolve_sandbox,
+    resolve_tool_sandbox,
     runs_model_code,
+    runs_tools,
 )
 from areal_jax.workers.sandbox.confinement import CONFINING
 
 
-def make(**fields):
+def make(tools=(), **fields):
     config = default_config()
     config.update_from_flattened_dict({f'task.{name}': value for name, value in fields.items()})
+    config.agent.tools = tools
     return config
 
 
@@ -54,7 +57,7 @@ def test_auto_confines_what_runs_code_of_a_model(fields, level):
         (
             {'sandbox': 'landlock'},
             "task.sandbox='landlock' is for a scorer that runs code, and that of task.name='token_reversal' runs none; "
-            "set task.reward, or task.sandbox='auto'",
+            "set task.reward or agent.tools, or task.sandbox='auto'",
         ),
         (
             {'name': 'code', 'verifier': 'inline'},
@@ -66,6 +69,11 @@ def test_auto_confines_what_runs_code_of_a_model(fields, level):
             "task.sandbox='bubblewrap' confines a worker process, and task.verifier='inline' has none; use "
             "task.verifier='process'",
         ),
+        (
+            {'sandbox': 'none', 'tools': ('python',)},
+            "task.sandbox='none' with agent.tools=('python',): code that the model wrote would run with all rights of "
+            "the user who starts the run; use task.sandbox='auto'",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_fix(fields, said):
@@ -74,6 +82,25 @@ def test_what_contradicts_itself_is_refused_with_the_fix(fields, said):
     with pytest.raises(ConfigError) as raised:
         validate(config)
     assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
+    ('fields', 'scorer', 'tool'),
+    [
+        ({}, 'none', 'landlock'),
+        ({'sandbox': 'bubblewrap'}, 'none', 'bubblewrap'),
+        ({'sandbox': 'bubblewrap', 'verifier': 'inline'}, 'none', 'bubblewrap'),
+        ({'reward': 'my.py:score'}, 'none', 'landlock'),
+        ({'reward': 'my.py:score', 'sandbox': 'bubblewrap'}, 'bubblewrap', 'bubblewrap'),
+        ({'name': 'code'}, 'landlock', 'landlock'),
+    ],
+)
+def test_a_tool_that_runs_code_is_confined_whatever_the_scorer_is(fields, scorer, tool):
+    config = make(('python',), **fields)
+    assert (resolve_sandbox(config.task), resolve_tool_sandbox(config.task)) == (scorer, tool)
+    assert list(find_sandbox_problems(config)) == []
+    assert runs_tools(config)
+    assert not runs_tools(make(**fields))
 
 
 def test_a_level_that_is_none_is_refused():

@@ -1,6 +1,6 @@
 """Builds the workflow of agents: rollout.workflow='FILE.py:FUNCTION' with an `async def`, or 'program'.
 
-The function gets what it has parameters for: chat, call_tool, mcp, problem, prompt, tokenizer, encode, decode.
+The function gets what it has parameters for: chat, call_tool, tools, mcp, problem, prompt, tokenizer, encode, decode.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,18 +20,22 @@ import numpy as np
 from areal_jax import lanes
 from areal_jax.agents.agent_workflow import Agent, AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue
+from areal_jax.agents.offered_tools import OfferedTools
 from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_function import check_function
 from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
+from areal_jax.agents.python_tool import PythonTool
 from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.app.parts.notation_parser import build_parser
 from areal_jax.config import TrackedConfig
-from areal_jax.config.agent_fields import PROGRAM
+from areal_jax.config.agent_fields import PROGRAM, PYTHON
+from areal_jax.config.sandbox_fields import resolve_tool_sandbox
 from areal_jax.control.episode import Episode
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_environment
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
@@ -47,7 +51,7 @@ def load_agent(
     Raises UserError for a parameter that nobody gives.
     """
     fixed = {'tokenizer': tokenizer, 'encode': tokenizer.encode, 'decode': tokenizer.decode}
-    offered = ('chat', 'call_tool', 'mcp', 'problem', 'prompt', *fixed)
+    offered = ('chat', 'call_tool', 'tools', 'mcp', 'problem', 'prompt', *fixed)
     named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     if unknown := [name for name in named if name not in offered]:
         raise UserError(
@@ -57,11 +61,14 @@ def load_agent(
     chat_format, told = _build_format(config, tokenizer), _Told(spec)
 
     open_mcp = _load_mcp(config, spec, asked='mcp' in named)
+    tools = _load_tools(config, spec, named)
+    definitions = tuple(tool.definition for tool in tools.values())
+    runs = {name: tool.run for name, tool in tools.items()}
 
     async def agent(prompt: Prompt, dialogue: Dialogue) -> None:
         values = {
-            'chat': dialogue.chat, 'call_tool': dialogue.call_tool, 'prompt': prompt, 'problem': dict(prompt.problem),
-            **fixed,
+            'chat': dialogue.chat, 'call_tool': OfferedTools(dialogue, runs).call_tool, 'tools': definitions,
+            'prompt': prompt, 'problem': dict(prompt.problem), **fixed,
         }  # fmt: skip
         with open_mcp(dialogue) as mcp:
             values['mcp'] = mcp
@@ -159,6 +166,22 @@ def _load_mcp(
     from areal_jax.agents.mcp_tools import McpTools  # imports the package mcp, which other runs need not have
 
     return lambda dialogue: contextlib.closing(McpTools(servers, dialogue, deadline_s))
+
+
+def _load_tools(config: TrackedConfig, spec: str, named: Sequence[str]) -> dict[str, PythonTool]:
+    """The tools of agent.tools by name, which start nothing before they are called.
+
+    Raises UserError where the agent asks for them and there are none, or cannot call them.
+    """
+    names, settings = config.agent.tools, config.agent
+    if 'tools' in named and not names:
+        raise UserError(f"rollout.workflow={spec} has a parameter tools: name them in agent.tools, ('python',)")
+    if names and 'call_tool' not in named:
+        raise UserError(f'agent.tools={names!r}: the agent rollout.workflow={spec} has no parameter call_tool')
+    if not names:
+        return {}
+    limits = ProgramLimits(config.task.time_limit_s, config.task.memory_limit_mb, settings.tool_bytes)
+    return {PYTHON: PythonTool(resolve_tool_sandbox(config.task), limits, settings.tool_deadline_s)}
 
 
 def _read_budgets(config: TrackedConfig) -> Budgets:

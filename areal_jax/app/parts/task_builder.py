@@ -14,8 +14,16 @@ import numpy as np
 
 from areal_jax import lanes
 from areal_jax.config import TrackedConfig
+from areal_jax.config.agent_fields import PYTHON
 from areal_jax.config.objectives import PAIRS, find_objective
-from areal_jax.config.sandbox_fields import NONE, has_own_scorer, resolve_sandbox, runs_model_code
+from areal_jax.config.sandbox_fields import (
+    NONE,
+    has_own_scorer,
+    resolve_sandbox,
+    resolve_tool_sandbox,
+    runs_model_code,
+    runs_tools,
+)
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, load_function
 from areal_jax.protocols import PromptStream
@@ -86,12 +94,17 @@ def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
 
 
 def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox) -> SandboxRecord | None:
-    """Tries the sandbox of the task's scorer out, once before a run; None where it has none and needs none.
+    """Tries the sandbox of the task's scorer and of agent.tools out, once before a run; None where nothing needs one.
 
     Raises UserError for a level that does not work on this machine.
     """
     level = resolve_sandbox(config.task)
-    if level != NONE:
+    if runs_tools(config):  # where both are confined they have one level
+        record = try_out(resolve_tool_sandbox(config.task))
+        if record is not None:
+            scorers = ['the scorer'] if level != NONE else []
+            record = {**record, 'runners': [*scorers, f'the tool {PYTHON}']}
+    elif level != NONE:
         record = try_out(level)
     elif runs_model_code(config.task):
         record = describe_unconfined()
@@ -133,7 +146,7 @@ def build_verifier(
     is_first = start_worker is WorkerProcess and lane == lanes.REWARD
     references = _list_references(config, task) if is_first else []
     if sandbox is not None and start_worker is WorkerProcess:
-        start_worker = functools.partial(WorkerProcess, sandbox=sandbox['level'])
+        start_worker = functools.partial(WorkerProcess, sandbox=resolve_sandbox(config.task))  # a tool may have another
     scorer = absolute_spec(reward or task.scorer)
     with_episode = takes_episode(_load_scorer(scorer, task, reward) if own else task.score)
     return ProcessVerifier(

@@ -46,11 +46,12 @@ def load_workflow(config: TrackedConfig, tokenizer: Tokenizer) -> Callable[[Cloc
     build = load_function(spec, _FIELD) if is_own(spec) else SingleTurn
     if inspect.iscoroutinefunction(build):
         return load_agent(config, tokenizer, build, spec)
-    if config.agent.mcp_servers:
-        raise UserError(
-            f'agent.mcp_servers={config.agent.mcp_servers!r}: {_FIELD}={spec!r} is no agent, which could call tools; '
-            'name an `async def`, FILE.py:FUNCTION'
-        )
+    for field, names in (('mcp_servers', config.agent.mcp_servers), ('tools', config.agent.tools)):
+        if names:
+            raise UserError(
+                f'agent.{field}={names!r}: {_FIELD}={spec!r} is no agent, which could call tools; name an `async def`, '
+                'FILE.py:FUNCTION'
+            )
     if spec == PROGRAM:
         return load_programs(config, tokenizer)
     if not is_own(spec):

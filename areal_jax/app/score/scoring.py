@@ -44,7 +44,7 @@ _WORKERS = 'task.verifier_workers'
 _UNUSED = {
     **{
         name: FIELDS[name].default
-        for name in ('rollout.server', 'rollout.workflow', 'agent.notation', 'agent.mcp_servers')
+        for name in ('rollout.server', 'rollout.workflow', 'agent.notation', 'agent.mcp_servers', 'agent.tools')
     },
     'telemetry.tensorboard': False,
     'telemetry.plots': False,

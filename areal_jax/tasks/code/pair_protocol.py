@@ -23,7 +23,7 @@ _LENGTH_BYTES = 4
 _READ_BYTES = 2**16
 _ROOM_BYTES = 2**20  # beside a value
 _REASON_CHARACTERS = 300
-_REFUSED = (errno.EPERM, errno.EACCES)  # by the sandbox
+_REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)  # by the sandbox; bubblewrap has files read-only
 
 
 class LinkEndedError(Exception):

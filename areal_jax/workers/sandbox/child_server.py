@@ -77,6 +77,7 @@ class _Server:
             data, descriptors, *_ = socket.recv_fds(self._control, MESSAGE_BYTES, MOST_DESCRIPTORS)
             try:
                 if not data:
+                    self._end()  # what they have forked does not end with them
                     return
                 message = json.loads(data)
                 reply = self._end() if 'end' in message else self._start(message['children'], descriptors)

@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from areal_jax.workers.sandbox.bubblewrap import NAMESPACES, has_own_processes, wrap_command
 from areal_jax.workers.sandbox.confinement import (
@@ -44,6 +44,7 @@ class SandboxRecord(TypedDict):
     own_processes: bool  # it sees no process of others: bubblewrap, where /proc can be mounted
     refused: list[str]  # what was attempted in vain
     allowed: list[str]  # what must work, and did
+    runners: NotRequired[list[str]]  # what runs the code that it confines; absent = the scorer alone
 
 
 def try_sandbox(level: str) -> SandboxRecord:
@@ -60,12 +61,14 @@ def try_sandbox(level: str) -> SandboxRecord:
 
 
 def describe_sandbox(record: SandboxRecord) -> str:
-    """What confines the code that a scorer runs, and what the self-test tried: a sentence, or two."""
+    """What confines the code that a scorer or a tool runs, and what the self-test tried: a sentence, or two."""
     if record['level'] not in CONFINING:
         return 'Nothing confines the code that the scorer runs.'
+    runners = record.get('runners', ['the scorer'])
+    run = f'{" and ".join(runners)} {"runs" if len(runners) == 1 else "run"}'
     shared = record['level'] == BUBBLEWRAP and not record['own_processes']
     return (
-        f'The sandbox {record["level"]!r} confines the code that the scorer runs (Landlock ABI '
+        f'The sandbox {record["level"]!r} confines the code that {run} (Landlock ABI '
         f'{record["landlock_abi"]}, uid {record["user"]}{", /proc of the machine" if shared else ""}). At the start it '
         f'could not {", ".join(record["refused"])}; it could {", ".join(record["allowed"])}.'
     )

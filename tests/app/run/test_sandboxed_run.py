@@ -42,6 +42,11 @@ def test_a_report_tells_the_level_the_abi_and_the_self_test(tmp_path):
     assert report['sandbox'] == RECORD
     assert describe_sandbox(RECORD) == TOLD
     assert TOLD in render_page(report, [])
+    for runners, words in (
+        (['the tool python'], 'the code that the tool python runs (Landlock'),
+        (['the scorer', 'the tool python'], 'the code that the scorer and the tool python run (Landlock'),
+    ):
+        assert words in describe_sandbox({**RECORD, 'runners': runners})
     assert build_report(two_updates(), two_metrics(), two_facts())['sandbox'] is None
 
 
@@ -102,6 +107,8 @@ def test_the_self_test_is_made_where_a_scorer_runs_code(capsys):
     assert ask(task__reward='my.py:score') == ([], None)
     assert ask(task__reward='my.py:score', task__sandbox='bubblewrap') == (['bubblewrap'], 'bubblewrap')
     assert ask(task__name='code') == (['landlock'], 'landlock')
+    assert ask(agent__tools=('python',)) == (['landlock'], 'landlock')
+    assert ask(agent__tools=('python',), task__sandbox='bubblewrap') == (['bubblewrap'], 'bubblewrap')
     capsys.readouterr()
     assert ask(task__name='code', task__sandbox='none') == ([], 'none')
     assert capsys.readouterr().out == f'{describe_sandbox(describe_unconfined())}\n'

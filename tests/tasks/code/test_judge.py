@@ -150,6 +150,7 @@ def test_a_program_reads_and_prints(judge):
         ('import os\nos._exit(0)', 'exception'), ('import os\nos.close(1)\nwhile 1: pass', 'killed'),
         ('while True: pass', 'time_limit'), ('while True: print("x" * 9999)', 'wrong'), ('print(', 'syntax'),
         (f'{WRITE}write(b\'["ok", ""]\')\nos._exit(0)', 'wrong'),
+        (f'{WRITE}write(b\'["visible_only", ""]\')\nos._exit(0)', 'exception'),  # that label has a reward
     ):  # fmt: skip
         assert ask(judge, code, problem).label == label, code
     assert ask(judge, 'print(2)\nprint(4)\n', problem, is_partial=True).share == 0.5

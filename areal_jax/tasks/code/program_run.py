@@ -1,0 +1,165 @@
+"""Runs one program that a model wrote, in a confined child of a server: what it printed, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.tasks.code.answer_program import Failure
+from areal_jax.workers.sandbox.confined_children import (
+    Child,
+    ConfinedChildren,
+    Ended,
+    ServerLostError,
+    hand_text,
+    is_runnable,
+    read_cpu_s,
+)
+
+PROGRAM = 'areal_jax.tasks.code.answer_program'  # the module of the child
+# what programs import most: a fork has them already
+PRELOADED = (
+    'bisect', 'collections', 'copy', 'dataclasses', 'datetime', 'functools', 'hashlib', 'heapq', 'itertools', 'math',
+    'operator', 'random', 're', 'string', 'threading', 'typing',
+)  # fmt: skip
+LABELS = ('wrong', 'syntax', 'exception', 'memory_limit', 'forbidden')  # that the child may give itself
+_WALL = 3.0  # seconds for a CPU second of the limit; then a sleeping program is late
+_STARVED_WALL = 30.0  # and then the machine is too busy to judge one that would run
+_SHORTEST_S = 0.002  # between two looks at a clock
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramLimits:
+    """What a program may use.
+
+    Args:
+      time_s: of CPU time; one that sleeps is ended at three times that.
+      memory_mb: MiB of address space.
+      output_bytes: that are read; one that prints more is ended there.
+    """
+
+    time_s: float
+    memory_mb: int
+    output_bytes: int
+
+    def for_child(self) -> dict[str, int]:
+        """As fields of confinement.Confinement."""
+        # the kernel's limit is whole seconds, and ends what the clock here does not see: processes of the program
+        return {'memory_bytes': int(self.memory_mb * 2**20), 'cpu_s': math.ceil(self.time_s) + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramEnd:
+    """What came of a program.
+
+    Args:
+      output: what it printed; longer than the limit where that ended it, and 'ok' is the label then.
+      label: 'ok', or why it failed (labels.CODE).
+      cpu_s: of its process.
+    """
+
+    output: bytes
+    label: str
+    reason: str
+    cpu_s: float
+
+
+def run_program(children: ConfinedChildren, code: str, given: bytes, limits: ProgramLimits) -> ProgramEnd:
+    """Runs the program with `given` as its standard input.
+
+    Args:
+      children: a server that has imported PROGRAM, with no child at work.
+
+    Raises ServerLostError, which says nothing about the program.
+    """
+    with contextlib.ExitStack() as opened:
+        program = hand_json(opened, {'code': code})
+        stdin = hand_text(given)
+        opened.callback(os.close, stdin)
+        (output, printed), (told, tells) = os.pipe(), os.pipe()
+        for descriptor in (output, told):
+            opened.callback(os.close, descriptor)
+        try:
+            pids = children.start([
+                Child(f'{PROGRAM}:run_answer', (program, tells, stdin, printed), limits.for_child(), 2, 3)
+            ])  # fmt: skip
+        finally:
+            for descriptor in (printed, tells):
+                os.close(descriptor)
+        text, late = read_until_end(output, pids, limits.time_s, limits.output_bytes)
+        (ended,) = children.end()
+        said = os.read(told, 2**16)
+    label, reason = _find_end(len(text) > limits.output_bytes, said, late, ended, limits.time_s)
+    return ProgramEnd(text, label, reason, ended.cpu_s)
+
+
+def hand_json(opened: contextlib.ExitStack, given: Mapping[str, Any]) -> int:
+    """A descriptor from which a child reads this; `opened` closes it."""
+    descriptor = hand_text(json.dumps(given).encode())
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def read_until_end(reader: int, pids: Sequence[int], limit_s: float, most_bytes: int) -> tuple[bytes, bool]:
+    """What is written until all writers have closed the pipe, and whether the time was over before.
+
+    It is over where a child has used `limit_s` of CPU time, or sleeps at _WALL times that. Raises ServerLostError where
+    the machine did not let it run.
+    """
+    parts: list[bytes] = []
+    size = 0
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    start_s = time.monotonic()
+    while True:
+        used_s = max(map(read_cpu_s, pids))
+        passed_s = time.monotonic() - start_s
+        if used_s >= limit_s or size > most_bytes:
+            return b''.join(parts), used_s >= limit_s
+        if passed_s >= _WALL * limit_s:
+            if not any(map(is_runnable, pids)):
+                return b''.join(parts), True
+            if passed_s >= _STARVED_WALL * limit_s:
+                raise ServerLostError(f'a program got {used_s:.2f} s of a processor in {passed_s:.0f} s')
+        wait_s = min(limit_s - used_s, max(_WALL * limit_s - passed_s, 0.05))
+        if not poll.poll(max(wait_s, _SHORTEST_S) * 1000):
+            continue
+        part = os.read(reader, 2**16)
+        if not part:
+            return b''.join(parts), False
+        parts.append(part)
+        size += len(part)
+
+
+def describe_gone(program: Ended, time_s: float) -> Failure:
+    """Why the process of a program was gone before it had said how it ended."""
+    if program.cpu_s >= time_s:
+        return 'time_limit', f'{program.cpu_s:.1f} s of a processor'
+    if not os.WIFSIGNALED(program.status):
+        return 'exception', f'its process ended with exit code {os.waitstatus_to_exitcode(program.status)}'
+    number = os.WTERMSIG(program.status)
+    if number == signal.SIGSYS:
+        return 'forbidden', 'a system call of another architecture'
+    return 'killed', f'by {signal.Signals(number).name}'
+
+
+def _find_end(is_long: bool, said: bytes, late: bool, ended: Ended, time_s: float) -> Failure:
+    if late:
+        return 'time_limit', f'more than {time_s:g} s'
+    if is_long:
+        return 'ok', ''
+    try:
+        label, reason = json.loads(said)
+    except (ValueError, TypeError, RecursionError):
+        return describe_gone(ended, time_s)
+    if label == 'ok':
+        return 'ok', ''
+    return (label if label in LABELS else 'exception'), str(reason)
