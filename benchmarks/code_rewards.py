@@ -1,4 +1,4 @@
-"""Rewards by running code: what the sandbox refuses, what the judge says, what a check costs, and what many leave behind.
+"""Rewards by running code: what the sandbox refuses, what the judge says, what a check costs, and what is left behind.
 
     python -m benchmarks.code_rewards --json=FILE
 

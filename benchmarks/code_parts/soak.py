@@ -33,7 +33,7 @@ class Case:
 
 
 class Draw:
-    """Cases at random: a third is hostile, of which some run into the deadline; the others are right, wrong or a twin."""
+    """Cases at random: a third is hostile, of which some run into the deadline; others are right, wrong or a twin."""
 
     def __init__(self, problems: Sequence[Problem], seed: int, most_late: int):
         self._problems, self._random, self._late_left = problems, random.Random(seed), most_late
