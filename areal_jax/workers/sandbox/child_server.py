@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
@@ -37,20 +38,33 @@ from areal_jax.workers.sandbox.confinement import (
     choose_confinement,
     confine,
     count_own,
+    ignore_file_limit,
     prepare,
     set_limits,
 )
 from areal_jax.workers.sandbox.fork_hooks import keep_hooks
+from areal_jax.workers.sandbox.landlock import close_range
 
 del sys.path[0]
 
 MOST_DESCRIPTORS, MESSAGE_BYTES = 64, 2**16  # of one message
 CONFINED = 'ok'  # the word of a child
+_LARGEST_DESCRIPTOR = 2**31 - 1
 _USERS_APART = 10_000  # between the users that two children of root become
 _KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
 _PAUSE_S = 0.0002
 _COUNT_S = 1.0  # between two counts of the user's threads, for which all of /proc is read
 _Message = dict  # of JSON
+
+
+@dataclasses.dataclass
+class _Order:
+    """What a child is to be: made before the first fork, since whatever a fork does copies pages."""
+
+    function: Callable[..., object]
+    handed: list[int]  # descriptors, which the function gets
+    streams: list[int | None]  # stdin and stdout; None = the null device
+    confinement: Confinement
 
 
 @dataclasses.dataclass
@@ -70,6 +84,7 @@ class _Server:
         self._control, self._confinement, self._prepared = control, confinement, prepared
         self._children: list[_Child] = []
         self._own_processes, self._counted_s = 0, -_COUNT_S
+        self._null = os.open(os.devnull, os.O_RDWR)
 
     def serve(self) -> None:
         """Until the other side closes the socket."""
@@ -87,21 +102,28 @@ class _Server:
             self._control.send(json.dumps(reply).encode())
 
     def _start(self, children: Sequence[_Message], descriptors: list[int]) -> _Message:
-        first = 0
         self._count_own()
         if len(descriptors) < sum(child['descriptors'] for child in children):
             return {'fault': 'no child process: its descriptors were lost'}  # this process has no room for them
         try:
-            for number, child in enumerate(children):
-                own = descriptors[first : first + child['descriptors']]
-                self._children.append(self._fork(child, own, number))
-                first += len(own)
+            for order in list(self._read_orders(children, descriptors)):
+                self._children.append(self._fork(order))
         except OSError as error:
             self._end()
             return {'fault': f'no child process: {error.strerror}'}
         return {'pids': [child.pid for child in self._children]}
 
-    def _fork(self, child: _Message, descriptors: Sequence[int], number: int) -> _Child:
+    def _read_orders(self, children: Sequence[_Message], descriptors: Sequence[int]) -> Iterator[_Order]:
+        given = iter(descriptors)
+        for number, child in enumerate(children):
+            user = None if self._confinement.uid is None else self._confinement.uid + _USERS_APART * number
+            module, _, name = child['function'].partition(':')
+            handed = dict(enumerate(itertools.islice(given, child['descriptors'])))
+            streams = [None if child[stream] is None else handed.pop(child[stream]) for stream in ('input', 'output')]
+            confinement = dataclasses.replace(self._confinement, **child['limits'], uid=user)
+            yield _Order(getattr(sys.modules[module], name), list(handed.values()), streams, confinement)
+
+    def _fork(self, order: _Order) -> _Child:
         reader, writer = os.pipe()
         try:
             pid = os.fork()
@@ -114,10 +136,9 @@ class _Server:
             return _Child(pid, reader)
         code = 1
         try:
-            handed = _hand_over(child, descriptors, writer, self._prepared)
-            if self._confine(child['limits'], writer, number):
-                module, _, name = child['function'].partition(':')
-                getattr(sys.modules[module], name)(*handed)
+            self._hand_over(order, writer)
+            if self._confine(order.confinement, writer):
+                order.function(*order.handed)
             code = 0
         finally:
             os._exit(code)
@@ -126,17 +147,23 @@ class _Server:
         """The run may have more threads by now; they count in the limit of a child of the same user."""
         if self._confinement.uid is None and time.monotonic() - self._counted_s > _COUNT_S:
             self._own_processes, self._counted_s = count_own(), time.monotonic()
+            if self._prepared:
+                self._prepared = dataclasses.replace(self._prepared, own_processes=self._own_processes)
 
-    def _confine(self, limits: _Message, told: int, number: int) -> bool:
+    def _hand_over(self, order: _Order, writer: int) -> None:
+        """Closes all but the streams of the child and its own descriptors."""
+        os.setsid()
+        for stream, descriptor in enumerate((*order.streams, None)):
+            os.dup2(self._null if descriptor is None else descriptor, stream)
+        close_others([writer, *order.handed] + ([self._prepared.ruleset] if self._prepared else []))
+
+    def _confine(self, confinement: Confinement, told: int) -> bool:
         """Confines this process, and says on `told` whether it is."""
-        uid = self._confinement.uid
-        user = None if uid is None else uid + _USERS_APART * number
         try:
-            confinement = dataclasses.replace(self._confinement, **limits, uid=user)
             if self._prepared is None:
                 set_limits(confinement, self._own_processes)
             else:
-                confine(confinement, dataclasses.replace(self._prepared, own_processes=self._own_processes))
+                confine(confinement, self._prepared)
             die_with_parent()  # a change of user takes it back
             word = CONFINED
         except (SandboxError, OSError) as error:
@@ -186,20 +213,19 @@ def _reap(children: dict[int, _Child]) -> bool:
         return False
 
 
-def _hand_over(child: _Message, descriptors: Sequence[int], writer: int, prepared: Preparation | None) -> list[int]:
-    """Closes all but the streams of the child and its own descriptors; returns those that the function gets."""
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR)
-    given = dict(enumerate(descriptors))
-    for stream, index in ((0, child.get('input')), (1, child.get('output')), (2, None)):
-        os.dup2(null if index is None else given.pop(index), stream)
-    handed = list(given.values())
-    kept = {writer, *handed} | ({prepared.ruleset} if prepared else set())
-    for descriptor in map(int, os.listdir('/proc/self/fd')):
-        if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):  # that of the listing itself
-                os.close(descriptor)
-    return handed
+def close_others(kept: Sequence[int]) -> None:
+    """Closes all descriptors of this process but the standard streams and these."""
+    first = 3
+    try:
+        for descriptor in [*sorted(kept), _LARGEST_DESCRIPTOR]:
+            if first < descriptor:
+                close_range(first, descriptor - 1)
+            first = descriptor + 1
+    except OSError:  # the kernel has no such call, or a filter refuses it
+        for descriptor in map(int, os.listdir('/proc/self/fd')):
+            if descriptor > 2 and descriptor not in kept:
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    os.close(descriptor)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -215,6 +241,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         confinement = choose_confinement(memory_bytes=0, level=level if level in CONFINING else LANDLOCK)
         prepared = prepare(confinement) if level in CONFINING else None
+        ignore_file_limit()
     except SandboxError as error:
         control.send(json.dumps({'fault': str(error)}).encode())
         return

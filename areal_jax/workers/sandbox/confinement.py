@@ -25,7 +25,7 @@ _TRUNCATE_ABI, _SIGNALS_ABI = 3, 6
 _RUN = ('/usr', '/lib', '/lib64', '/bin')
 _READ = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom')
 _NULL = '/dev/null'
-_FIRST_KILLED = '1000'  # oom_score_adj
+_FIRST_KILLED = b'1000'  # oom_score_adj
 _USERS_OF_MACHINE = 'user:[4026531837]'  # linux/proc_ns.h; RLIMIT_NPROC counts in each namespace by itself
 _ROOT_BECOMES, _MANY = 60_001, 4_000  # users that nothing else has
 
@@ -79,6 +79,8 @@ class Preparation:
     Args:
       ruleset: a descriptor of Landlock's rules.
       own_processes: of this user at the time, beside which a child may have its own; 0 for root.
+
+    A signal of it is ignored from then on, by its forks too: that of a write beyond the limit.
     """
 
     ruleset: int
@@ -89,6 +91,7 @@ def prepare(confinement: Confinement) -> Preparation:
     """For the children that a process forks; without a folder to work in. Raises SandboxError."""
     abi = require_support(confinement)
     seccomp.assemble()
+    ignore_file_limit()
     try:
         ruleset = landlock.build_ruleset(_list_rules(confinement), abi)
     except OSError as error:
@@ -109,8 +112,9 @@ def confine(confinement: Confinement, prepared: Preparation | None = None) -> No
     try:
         os.chdir(confinement.work or '/')
         os.umask(0o077)
-        with open('/proc/self/oom_score_adj', 'w') as file:
-            file.write(_FIRST_KILLED)
+        file = os.open('/proc/self/oom_score_adj', os.O_WRONLY)
+        os.write(file, _FIRST_KILLED)
+        os.close(file)
         set_limits(confinement, prepared.own_processes)
         if confinement.uid is not None:
             os.setgroups([])
@@ -153,10 +157,15 @@ def require_support(confinement: Confinement) -> int:
     return abi
 
 
+def ignore_file_limit() -> None:
+    """A write beyond the limit of a file raises OSError, in this process and in its forks."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
 def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
     """The limits alone, which stop accidents and no attempt; those of `own_processes` are allowed beside.
 
-    Raises OSError.
+    For a process that ignores the signal (`ignore_file_limit`). Raises OSError.
     """
     limits = {
         resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: confinement.file_bytes,
@@ -167,7 +176,6 @@ def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
         limits[resource.RLIMIT_AS] = confinement.memory_bytes
     if confinement.cpu_s:
         limits[resource.RLIMIT_CPU] = confinement.cpu_s
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit raises OSError
     for kind, bound in limits.items():
         _, hard = resource.getrlimit(kind)
         least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
