@@ -29,7 +29,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_jax.errors import UserError
+from benchmarks.code_parts.attempts import measure_attempts
 from benchmarks.code_parts.learning import measure_hidden, measure_learning
+from benchmarks.code_parts.soak import measure_soak
 from benchmarks.code_parts.speed import measure_speed
 from benchmarks.code_parts.verdicts import measure_hacks, measure_human_eval
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
@@ -65,6 +67,11 @@ PARTS = {
         "the 164 canonical solutions, one worker, against human-eval's executor: seconds of the checks of ours / "
         'theirs, whole process tree, imports and start of the judge left out on both sides',
         'CPU <= 0.6; wall <= 1.0', measure_speed,
+    ),
+    'soak': Part(
+        '10,000 checks by one judge, a third hostile, at most 300 of them into the deadline of 0.5 s: false labels; '
+        'memory, descriptors and processes of judge and server, entries of /tmp and /dev/shm after the first 1,000',
+        '0 false labels; memory grows by less than 2 %, the others as they were', measure_soak,
     ),
     'learning': Part(
         'SmolLM2 on generated functions: a supervised start on other problems, then at most 40 updates and 30 minutes '
