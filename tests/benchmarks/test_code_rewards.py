@@ -15,7 +15,7 @@ PROBLEM = {'entry_point': 'f', 'prompt': 'def f(x):\n', 'answer': '    return x\
 
 
 def test_the_parts_are_in_the_order_of_the_table():
-    assert list(code_rewards.PARTS) == ['attempts', 'human_eval', 'hacks', 'speed', 'soak']
+    assert list(code_rewards.PARTS) == ['attempts', 'human_eval', 'hacks', 'speed', 'soak', 'learning', 'hidden']
 
 
 @pytest.mark.parametrize(
