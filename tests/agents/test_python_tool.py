@@ -18,7 +18,7 @@ from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.workers.descendants import list_descendants
 from areal_jax.workers.sandbox.bubblewrap import wrap_command
 from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, CONFINING, LANDLOCK, SandboxError, find_abi
-from tests.tasks.process_table import all_end
+from tests.tasks.process_table import all_end, is_alive
 from tests.workers.sandbox.try_attempts import find_open_interpreter
 
 pytestmark = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no Landlock')
@@ -48,9 +48,8 @@ def call(*codes, level=LANDLOCK, meanwhile=None, deadline_s=20.0):
 
 def run_as_clock(ask):
     """On a loop that cancels its tasks at its end, as the I/O loop of a clock does; no process is left."""
-    before = {process.pid for process in list_descendants(os.getpid())}
     found = asyncio.run(ask())
-    assert all_end([p.pid for p in list_descendants(os.getpid()) if p.pid not in before])
+    assert all_end([process.pid for process in list_descendants(os.getpid())])
     return found
 
 
@@ -156,14 +155,37 @@ def test_a_server_that_is_killed_meanwhile_says_nothing_of_the_program():
     assert str(fault).startswith("agent.tools: the sandbox of the tool 'python' failed: the server of children has ")
 
 
+async def start_forks(tool):
+    """(a call whose program has forked and sleeps, the pids of all processes of the tool)."""
+    task = asyncio.create_task(tool.run({'code': FORK + 'time.sleep(99)'}))
+    below = []
+    while len(below) < 6:  # worker, server, program and what it has forked
+        await asyncio.sleep(0.02)
+        below = [process.pid for process in list_descendants(os.getpid())]
+    return task, below
+
+
 def test_a_call_that_is_late_leaves_no_process_and_the_next_one_gets_its_own_reply():
     async def be_late(tool, found):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await tool.run({'code': FORK + 'time.sleep(99)\nprint("late")'})
+        task, below = await start_forks(tool)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(5):
+            while any(map(is_alive, below)):
+                await asyncio.sleep(0.02)
         found.append('late')
 
     assert call('print(1)', 'print(2)', meanwhile=be_late) == ['1\n', 'late', '2\n']
+
+
+def test_the_end_of_the_run_leaves_no_process():
+    async def ask():
+        task, below = await start_forks(PythonTool(LANDLOCK, LIMITS, 20.0))
+        assert not task.done()
+        return below
+
+    assert all_end(run_as_clock(ask))
 
 
 def test_a_sandbox_that_does_not_start_is_a_fault(monkeypatch):
