@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
@@ -153,4 +154,39 @@ def test_each_call_that_is_refused_is_in_the_filter_once():
     numbers = [number for numbers in seccomp.REFUSED.values() for number in numbers]
     assert len(numbers) == len(set(numbers))
     compared = [value for code, _, _, value in seccomp.build() if code == 0x15]
-    assert compared == [0xC000003E, 435, 56, 53, 1, 5, 302, 0, *numbers]
+    assert compared == [0xC000003E, 435, 56, 53, 1, 5, 302, 0, *sorted(numbers)]
+
+
+def run_filter(architecture, number, first=0, second=0):
+    """What the kernel does with the instructions for a system call."""
+    words, loaded, place = {0: number, 4: architecture, 16: first, 24: second}, 0, 0
+    instructions = list(seccomp.build())
+    while True:
+        code, yes, no, value = instructions[place]
+        place += 1
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            loaded = words[value]
+        elif code == 0x54:
+            loaded &= value
+        else:
+            holds = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[code]
+            place += yes if holds else no
+
+
+def test_the_filter_refuses_the_calls_of_the_list_and_no_other():
+    refused = {number for numbers in seccomp.REFUSED.values() for number in numbers}
+    for number in range(600):
+        expected = 0x7FFF0000
+        if number in refused:
+            expected = 0x00050000 | errno.EPERM
+        elif number == 435:  # clone3
+            expected = 0x00050000 | errno.ENOSYS
+        elif number == 53:  # a socketpair of a kind that is none
+            expected = 0x00050000 | errno.EPERM
+        assert run_filter(0xC000003E, number) == expected, number
+    assert run_filter(0xC000003E, 53, second=1) == run_filter(0xC000003E, 56) == 0x7FFF0000
+    assert run_filter(0xC000003E, 53, second=2) == run_filter(0xC000003E, 56, first=0x10000000) == 0x00050001
+    assert run_filter(0xC000003E, 302, first=1) == run_filter(0xC000003E, 0x40000000) == 0x00050001
+    assert run_filter(0x40000003, 0) == 0x80000000

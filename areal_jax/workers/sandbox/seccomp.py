@@ -6,7 +6,7 @@ import ctypes
 import errno
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from areal_jax.workers.sandbox.landlock import load_libc
 
@@ -19,6 +19,8 @@ _STREAM, _SEQPACKET, _KINDS = 1, 5, 0xF  # of sockets; a datagram of a pair reac
 _SET_SECCOMP, _FILTER = 22, 2
 _LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_FEW, _FARTHEST = 3, 255  # comparisons one after the other; instructions that a jump can skip
+_Fields = tuple[int, int, int, int]
 _NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; the last two are of arguments
 
 REFUSED = {
@@ -62,7 +64,7 @@ def assemble() -> _Program:
     return _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
 
 
-def build() -> Iterator[tuple[int, int, int, int]]:
+def build() -> Iterator[_Fields]:
     """The instructions: code, jumps where it holds and where not, value."""
     refuse, allow = (_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
     yield _LOAD, 0, 0, _ARCH
@@ -91,8 +93,14 @@ def build() -> Iterator[tuple[int, int, int, int]]:
     yield _IF_EQUAL, 0, 1, 0  # its own limits
     yield allow
     yield refuse
-    for numbers in REFUSED.values():
-        for number in numbers:
-            yield _IF_EQUAL, 0, 1, number
-            yield refuse
-    yield allow
+    yield from _search(sorted(number for numbers in REFUSED.values() for number in numbers), refuse, allow)
+
+
+def _search(numbers: Sequence[int], refuse: _Fields, allow: _Fields) -> list[_Fields]:
+    """By halves: the kernel runs a new filter for each number that there is."""
+    if len(numbers) <= _FEW:
+        return [one for number in numbers for one in ((_IF_EQUAL, 0, 1, number), refuse)] + [allow]
+    lower, upper = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    below = _search(lower, refuse, allow)
+    assert len(below) <= _FARTHEST
+    return [(_IF_AT_LEAST, len(below), 0, upper[0]), *below, *_search(upper, refuse, allow)]

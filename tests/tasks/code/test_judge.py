@@ -243,6 +243,28 @@ def test_a_wall_clock_that_jumps_changes_nothing(judge, monkeypatch):
     assert ask(judge, SORTED['solution']).label == 'ok'
 
 
+def test_draws_at_random_differ_from_check_to_check(judge):
+    draws = set()
+    for _ in range(2):
+        found = ask(judge, 'import random\ndef f(x): raise ValueError(random.random())')
+        draws.add(found.reason)
+        by_test = make_problem(
+            question='?', entry_point='f', tests=['import random\nraise ValueError(random.random())']
+        )
+        draws.add(ask(judge, 'def f(x): return x', by_test).reason)
+    assert len(draws) == 4
+
+
+def test_threads_and_forks_of_an_answer_work(judge):
+    code = (
+        'import os, threading\ndef f(xs):\n    out = []\n'
+        '    thread = threading.Thread(target=out.extend, args=(sorted(xs),))\n    thread.start()\n    thread.join()\n'
+        '    pid = os.fork()\n    if not pid: os._exit(threading.active_count() != 1)\n'
+        '    return out if os.waitpid(pid, 0)[1] == 0 else None\n'
+    )
+    assert ask(judge, code).label == 'ok'
+
+
 def test_nothing_is_left_behind(judge):
     fork = 'for _ in range(3):\n        if os.fork() == 0: time.sleep(99)'
     code = f'import os, time\ndef f(xs):\n    {fork}\n    return sorted(xs)\n'
