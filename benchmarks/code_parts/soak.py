@@ -71,7 +71,7 @@ class Left:
     rss_kb: dict[str, int]
     descriptors: dict[str, int]
     processes: int  # below the judge's
-    files: dict[str, int]  # entries by folder
+    files: dict[str, frozenset[str]]  # entries by folder
 
 
 def look(judge: Judge) -> Left:
@@ -80,7 +80,7 @@ def look(judge: Judge) -> Left:
         {name: _read_rss_kb(pid) for name, pid in pids.items()},
         {name: len(os.listdir(f'/proc/{pid}/fd')) for name, pid in pids.items()},
         sum(1 for _ in _list_below(os.getpid())),
-        {folder: len(os.listdir(folder)) for folder in _FOLDERS},
+        {folder: frozenset(os.listdir(folder)) for folder in _FOLDERS},
     )
 
 
@@ -106,8 +106,9 @@ def measure_soak(options: Any) -> dict[str, Any]:
     is_flat = all(share < MOST_GROWTH for share in grown.values()) and all(same.values())
     met = counts['checks'] == checks and counts['late'] <= MOST_LATE and not false and (is_flat or options.small)
     value = {**counts, 'false_labels': len(false), 'rss_growth': grown, 'unchanged': same}
-    ends = [dataclasses.asdict(samples[index]) for index in (0, -1)] if samples else []
-    return {'value': value, 'met': met, 'wrong': false[:20], 'first_and_last': ends}
+    ends = [_describe(samples[index]) for index in (0, -1)] if samples else []
+    kept = list_kept(samples) if samples else {}
+    return {'value': value, 'met': met, 'wrong': false[:20], 'kept': kept, 'first_and_last': ends}
 
 
 def compare(samples: Sequence[Left]) -> tuple[dict[str, float], dict[str, bool]]:
@@ -119,9 +120,21 @@ def compare(samples: Sequence[Left]) -> tuple[dict[str, float], dict[str, bool]]
     same = {
         name: all(getattr(one, name) == getattr(first, name) for one in last) for name in ('descriptors', 'processes')
     }
-    # other programs write there too: what stays is what there is more of in every one of the last looks
-    kept = {folder: min(one.files[folder] for one in last) <= count for folder, count in first.files.items()}
-    return grown, same | kept
+    return grown, same | {folder: not names for folder, names in list_kept(samples).items()}
+
+
+def list_kept(samples: Sequence[Left]) -> dict[str, list[str]]:
+    """By folder what is there in each of the last looks, and was not in the first; any program may have left it."""
+    first, last = samples[0], samples[-max(1, len(samples) // 10) :]
+    return {
+        folder: sorted(frozenset.intersection(*(one.files[folder] for one in last)) - names)
+        for folder, names in first.files.items()
+    }
+
+
+def _describe(left: Left) -> dict[str, Any]:
+    counts = {folder: len(names) for folder, names in left.files.items()}
+    return {**dataclasses.asdict(dataclasses.replace(left, files={})), 'files': counts}
 
 
 def _read_rss_kb(pid: int) -> int:

@@ -48,17 +48,23 @@ def test_ratios_are_ours_over_theirs_turn_by_turn():
     assert speed.list_ratios(runs, 'cpu_s') == [0.5, 0.75]
 
 
-def left(rss_kb=1000, descriptors=5, processes=1, files=3):
+def left(rss_kb=1000, descriptors=5, processes=1, files='ab'):
     both = {'judge': rss_kb, 'server': rss_kb}
-    return soak.Left(both, {'judge': descriptors}, processes, {'/tmp': files})
+    return soak.Left(both, {'judge': descriptors}, processes, {'/tmp': frozenset(files)})
 
 
 def test_a_soak_is_flat_where_nothing_is_left():
     grown, same = soak.compare([left()] * 18 + [left(rss_kb=1010), left()])
     assert (grown, all(same.values())) == ({'judge': pytest.approx(0.01), 'server': pytest.approx(0.01)}, True)
-    for name, more in {'descriptors': 6, 'processes': 2, '/tmp': 4}.items():
+    for name, more in {'descriptors': 6, 'processes': 2, '/tmp': 'abc'}.items():
         _, same = soak.compare([left(), left(**{name.replace('/tmp', 'files'): more})])
         assert [key for key, holds in same.items() if not holds] == [name]
+
+
+def test_files_that_come_and_go_are_not_left():
+    samples = [left()] + [left(files=['a', f'of another program {number}']) for number in range(20)]
+    assert soak.list_kept(samples) == {'/tmp': []}
+    assert soak.list_kept([left(files='a'), left(files='ab')]) == {'/tmp': ['b']}
 
 
 def test_a_third_is_hostile_and_few_run_into_the_deadline():
