@@ -19,14 +19,16 @@ SEEDS = (0, 1)
 LEAST_GAIN, LONGEST_MINUTES, MOST_UPDATES = 0.15, 30.0, 40
 START = (0.2, 0.6)  # held-out pass@1 of the start
 _PLANTED_START = (
-    '--config=configs/sft_code.py', '--config.run.steps=6', '--config.task.name=jsonl', '--config.task.datasets=()',
+    '--config=configs/sft_code.py', '--config.run.steps=8', '--config.task.name=jsonl', '--config.task.datasets=()',
     '--config.task.system_prompt=', '--config.task.held_out_fraction=0.1', '--config.learner.row_tokens=640',
+    '--config.optimizer.warmup_steps=2',
 )  # fmt: skip
 _PLANTED = (
     '--config=configs/code.py', f'--config.task.datasets={planted.FAMILIES!r}', '--config.task.show_tests=True',
     '--config.rollout.max_new_tokens=64', '--config.rollout.context_tokens=320', '--config.rollout.block_tokens=320',
     '--config.rollout.prefill_buckets=(512,)', '--config.learner.row_tokens=1024',
-    '--config.learner.row_loss_tokens=512', '--config.evaluation.problems=48',
+    '--config.learner.row_loss_tokens=512', '--config.evaluation.problems=32',
+    '--config.run.steps=12',
 )  # fmt: skip
 
 

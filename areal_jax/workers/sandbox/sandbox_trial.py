@@ -167,8 +167,10 @@ def _read_environment_of_parent() -> None:
 
 
 def _write_temporary_file() -> None:
-    with open(f'/tmp/areal-sandbox-{os.getpid()}', 'wb') as file:
+    path = f'/tmp/areal-sandbox-{os.getpid()}'
+    with open(path, 'wb') as file:
         file.write(b'x')
+    os.remove(path)
 
 
 def _fork_many() -> None:

@@ -9,6 +9,7 @@ import pathlib
 import random
 import resource
 import signal
+import tempfile
 import threading
 import time
 
@@ -127,6 +128,32 @@ def test_a_test_that_catches_everything_gets_no_answer_through(judge):
     assert ask(judge, 'def f(: pass', swallow).label == 'syntax'
     assert ask(judge, 'import os\ndef f(): os._exit(0)', swallow).label == 'exception'
     assert ask(judge, 'def f(): return 1', swallow).label == 'ok'
+
+
+@pytest.mark.parametrize(
+    ('test', 'label'),
+    [
+        ('import os\nfor _ in range(1024): os.write(1, b"x" * 2**20)\nassert f(1) == 1', 'ok'),  # a GB
+        ('pass', 'ok'),  # it asks nothing
+        ('f(1)', 'ok'),
+        ('while True: pass', 'time_limit'),
+        ('f(1) == open("/etc/passwd")', 'wrong'),
+    ],
+)
+def test_tests_that_flood_ask_nothing_or_never_end(judge, test, label):
+    problem = make_problem(question='?', entry_point='f', tests=[test])
+    assert ask(judge, 'def f(x):\n    return x\n', problem).label == label
+    assert ask(judge, SORTED['solution']).label == 'ok'
+
+
+def test_a_full_disk_is_not_noticed(judge, monkeypatch):
+    """What is handed over lies in memory, and nothing is written."""
+    monkeypatch.setenv('TMPDIR', '/dev/full')
+    before = set(os.listdir(tempfile.gettempdir()))
+    assert ask(judge, SORTED['solution']).label == 'ok'
+    code = 'def f(xs):\n    open("/tmp/areal-code", "w")\n    return sorted(xs)\n'
+    assert ask(judge, code).label == 'forbidden'
+    assert 'areal-code' not in set(os.listdir(tempfile.gettempdir())) - before
 
 
 def test_changed_arguments_come_back(judge):
