@@ -282,4 +282,4 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     package = pathlib.Path(areal_jax.__file__).parent
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'sampling_logprobs' in p.read_text().lower()}
     used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/truncation.py'}
-    assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py', 'frictions.py'}
+    assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py', 'control/frictions.py'}

@@ -96,6 +96,7 @@ def test_no_two_problems_behave_alike():
     assert [questions for questions in rows.values() if len(questions) > 1] == []
 
 
+@pytest.mark.slow
 def test_another_process_lists_the_same_problems():
     program = (
         'import json; from areal_jax.tasks.code import function_families as f; print(json.dumps(f.list_problems()))'
@@ -110,6 +111,7 @@ def test_a_caller_has_its_own_copy():
     assert json.dumps(list_problems()) == before
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_tests_and_other_problems_of_large_families():
     other = list_problems(1)
     assert [p['tests'] for p in other] != [p['tests'] for p in PROBLEMS]
