@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from areal_jax.tasks.code.pair_protocol import (
     LinkEndedError,
-    describe,
     label_error,
     read_given,
     receive_frame,
     send_frame,
 )
 from areal_jax.tasks.code.plain_values import NotPlainError, decode, encode
+from areal_jax.tasks.scoring.score_call import describe_error
 
 if TYPE_CHECKING:
     from areal_jax.files import JsonObject
@@ -90,15 +90,15 @@ def _execute(code: str, name: str) -> dict[str, object]:
     try:
         compiled = compile(code, '<answer>', 'exec')
     except BaseException as error:
-        raise _FailedError('syntax', describe(error)) from error
+        raise _FailedError('syntax', describe_error(error)) from error
     try:
         exec(compiled, vars(module))
     except SystemExit as error:
         if name == '__main__' and error.code in (None, 0):
             return vars(module)
-        raise _FailedError('exception', describe(error)) from error
+        raise _FailedError('exception', describe_error(error)) from error
     except BaseException as error:
-        raise _FailedError(label_error(error), describe(error)) from error
+        raise _FailedError(label_error(error), describe_error(error)) from error
     return vars(module)
 
 
@@ -109,7 +109,7 @@ def _call(function: object, failure: Failure | None, request: JsonObject) -> Jso
     try:
         result = function(*args, **keywords)  # type: ignore[operator, misc, arg-type]
     except BaseException as error:
-        reply: JsonObject = {'raised': [_builtin_name(error), describe(error), label_error(error)]}
+        reply: JsonObject = {'raised': [_builtin_name(error), describe_error(error), label_error(error)]}
     else:
         try:
             reply = {'result': encode(result)}

@@ -18,12 +18,12 @@ from areal_jax.tasks.code.answer_program import Failure, serve_answer
 from areal_jax.tasks.code.pair_protocol import (
     FrameError,
     LinkEndedError,
-    describe,
     read_given,
     receive_frame,
     send_frame,
 )
 from areal_jax.tasks.code.plain_values import NotPlainError, decode, encode
+from areal_jax.tasks.scoring.score_call import describe_error
 
 if TYPE_CHECKING:
     from areal_jax.files import JsonObject
@@ -204,7 +204,7 @@ def _run_test(test: _Test, answer: _StandIn) -> Failure:
     except BaseException as error:
         if answer.raised and error is answer.raised[0]:
             return answer.raised[1], str(error)
-        passed, reason = False, describe(error)
+        passed, reason = False, describe_error(error)
     if answer.failure:
         return answer.failure
     if answer.raised and isinstance(answer.raised[0], _UnusableError):

@@ -38,7 +38,7 @@ class Judgement:
     """What an answer comes to.
 
     Args:
-      label: 'ok', or that of the first test that fails (types.SCORED_LABELS).
+      label: 'ok', or that of the first test that fails (labels.CODE).
       share: of the tests that pass; without partial credit the first failure ends them.
       cpu_s: of both children.
     """

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _LENGTH_BYTES = 4
 _READ_BYTES = 2**16
 _ROOM_BYTES = 2**20  # beside a value
-_REASON_CHARACTERS = 300
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)  # by the sandbox; bubblewrap has files read-only
 
 
@@ -89,11 +88,3 @@ def label_error(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _REFUSED:
         return 'forbidden'
     return 'exception'
-
-
-def describe(error: BaseException) -> str:
-    """Type and text of an exception of the tested code, cut."""
-    try:
-        return f'{type(error).__name__}: {str(error)[:_REASON_CHARACTERS]}'
-    except BaseException:  # its __str__ is tested code too
-        return 'an exception without a text'
