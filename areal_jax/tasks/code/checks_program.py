@@ -203,7 +203,7 @@ def _run_test(test: _Test, answer: _StandIn) -> Failure:
         reason = 'another result'
     except BaseException as error:
         if answer.raised and error is answer.raised[0]:
-            return answer.raised[1], str(error)
+            return answer.raised[1], str(error.args[0])  # the text of a KeyError is a repr of it
         passed, reason = False, describe_error(error)
     if answer.failure:
         return answer.failure
