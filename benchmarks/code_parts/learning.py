@@ -24,11 +24,9 @@ _PLANTED_START = (
     '--config.optimizer.warmup_steps=2',
 )  # fmt: skip
 _PLANTED = (
-    '--config=configs/code.py', f'--config.task.datasets={planted.FAMILIES!r}', '--config.task.show_tests=True',
-    '--config.rollout.max_new_tokens=64', '--config.rollout.context_tokens=320', '--config.rollout.block_tokens=320',
-    '--config.rollout.prefill_buckets=(512,)', '--config.learner.row_tokens=1024',
-    '--config.learner.row_loss_tokens=512', '--config.evaluation.problems=32',
-    '--config.run.steps=12',
+    '--config=configs/code.py', '--config.task.datasets=()', '--config.task.show_tests=True',
+    '--config.rollout.context_tokens=208', '--config.rollout.block_tokens=208', '--config.learner.row_tokens=640',
+    '--config.evaluation.problems=48', '--config.run.steps=12',
 )  # fmt: skip
 
 
@@ -64,10 +62,10 @@ def measure_hidden(options: Any) -> dict[str, Any]:
     shares = {}
     for seed in SEEDS:
         shares[f'seed{seed}'] = _read_shares(options.workdir / f'seed{seed}')
-    demonstrations = options.workdir / 'planted.jsonl'
-    demonstrations.write_text('\n'.join(map(json.dumps, planted.list_demonstrations())) + '\n')
+    problems, demonstrations = planted.write_files(options.workdir / 'planted_files')
     start = _train(options, 'planted_start', *_PLANTED_START, f'--config.task.path={demonstrations}')
-    shares['planted'] = _read_shares(_train(options, 'planted', *_PLANTED, f'--config.model.path={start}'))
+    words = (f'--config.model.path={start}', f'--config.task.path={problems}')
+    shares['planted'] = _read_shares(_train(options, 'planted', *_PLANTED, *words))
     first, last = shares['planted'][0], shares['planted'][-1]
     reported = all(share is not None for row in shares.values() for share in row)
     return {
