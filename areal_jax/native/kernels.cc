@@ -16,6 +16,7 @@
 #include "byte_kernels.h"
 #include "changes.h"
 #include "digest.h"
+#include "expert_kernels.h"
 #include "layer.h"
 #include "products.h"
 #include "ranking.h"
@@ -417,3 +418,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_project, areal_jax::ByteProject, ar
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_finish, areal_jax::ByteFinish, areal_jax::BindFinish());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_step, areal_jax::ByteStep, areal_jax::BindStep());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_products, areal_jax::MultiplyExperts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_mix, areal_jax::MixExperts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_gradient, areal_jax::DifferentiateExperts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Integers>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Arg<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>()
+                                  .Ret<areal_jax::Floats>());

@@ -1,0 +1,265 @@
+"""Products of a mixture of experts: what the chosen experts make of each token, summed with the token's weights.
+
+    y[t] = sum over j of weights[t, j] * (silu(x[t] gate[e]) * (x[t] up[e])) down[e],   e = experts[t, j]
+
+Three functions compute it, for processors with and without a compiler and for accelerators; `choose_mixer` says which
+is used. None drops a choice. The sum runs in the order of j, so that a token's output does not depend on its company.
+
+T tokens, k choices of each, N = T k, E experts, d model width, F width of an expert; B rows of a block. All take
+
+    x [T, d]; experts int32 [T, k], distinct in a token, E = none: such a choice adds nothing and touches no expert;
+    weights float32 [T, k]; gate and up [E, d, F]; down [E, F, d], in the dtype of x
+
+and return y [T, d] in the dtype of x. They are differentiable in all but `experts`; an expert that nobody chose has a
+gradient of exactly 0, and so have x and weights where a token chose none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from areal_jax.native import compiled_library as library
+
+BLOCK_ROWS = 32  # the order of sums in XLA's products may depend on it, so it is the same for all batches
+_ROUNDED = 32  # kRounded of native/experts.h
+Mixer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+_Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+_Gradients = tuple[jax.Array, None, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@jax.custom_vjp
+def mix_native(
+    x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """y by the kernels of native/expert_kernels.h, in float32 on one CPU device; library.register has been called."""
+    return _mix_native(x, experts, weights, gate, up, down)[0]
+
+
+def _mix_native(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    x, experts, weights, gate, up, down = inputs
+    rounded = -(-gate.shape[2] // _ROUNDED) * _ROUNDED
+    products = jax.ffi.ffi_call(library.EXPERT_PRODUCTS, _floats(experts.size, 2 * rounded))(x, experts, gate, up)
+    # two calls: where the layer is computed again for its gradient, the second one has no use and is left out
+    outputs = [_floats(*x.shape), _floats(experts.size, rounded)]
+    y, _ = jax.ffi.ffi_call(library.EXPERT_MIX, outputs)(products, experts, weights, down)
+    return y, (*inputs, products)
+
+
+def _mix_native_back(kept: tuple[jax.Array, ...], dy: jax.Array) -> _Gradients:
+    x, experts, weights, gate, up, down, products = kept
+    shapes = [leaf.shape for leaf in (x, weights, gate, up, down, products)]
+    outputs = [*(_floats(*shape) for shape in shapes), _floats(len(products), products.shape[1] // 2)]
+    call = jax.ffi.ffi_call(library.EXPERT_GRADIENT, outputs, input_output_aliases={6: 5})
+    dx, d_weights, d_gate, d_up, d_down, *_ = call(x, experts, weights, gate, up, down, products, dy)
+    return dx, None, d_weights, d_gate, d_up, d_down
+
+
+mix_native.defvjp(_mix_native, _mix_native_back)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class _Blocks(NamedTuple):
+    """Choices sorted by expert, the rows of each expert padded to whole blocks: rows [M B]."""
+
+    used: jax.Array  # int32 [E], experts, first those that have rows
+    count: jax.Array  # int32, experts that have rows
+    ends: jax.Array  # int32 [E + 1], the first block of each expert
+    token: jax.Array  # int32 [M B], T = padding
+    weight: jax.Array  # float32 [M B], 0 in padding
+    row: jax.Array  # int32 [T, k], the row of each choice; M B = none
+
+
+@jax.custom_vjp
+def mix_blocks(
+    x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """y in plain JAX, for every platform and dtype: products of BLOCK_ROWS rows and the expert that they chose."""
+    return _mix_blocks(x, experts, weights, gate, up, down)[0]
+
+
+def _mix_blocks(*inputs: jax.Array) -> tuple[jax.Array, _Inputs]:
+    x, experts, weights, *matrices = inputs
+    blocks = _cut_blocks(experts, weights, len(matrices[0]))
+
+    def run_expert(i: jax.Array, parts: jax.Array) -> jax.Array:
+        expert = blocks.used[i]
+        gate, up, down = (_take(matrix, expert) for matrix in matrices)
+
+        def run_block(block: jax.Array, parts: jax.Array) -> jax.Array:
+            rows = _take_rows(x, blocks, block)
+            _, _, inner = _activate(rows @ gate, rows @ up)
+            return _put_block(parts, block, inner.astype(x.dtype) @ down)
+
+        return lax.fori_loop(blocks.ends[expert], blocks.ends[expert + 1], run_block, parts)
+
+    parts = jnp.zeros((len(blocks.token), x.shape[1]), x.dtype)
+    parts = lax.fori_loop(0, blocks.count, run_expert, parts)
+    return _sum_choices(parts, blocks.row, weights), (x, experts, weights, *matrices)
+
+
+def _mix_blocks_back(kept: _Inputs, dy: jax.Array) -> _Gradients:
+    x, experts, weights, *matrices = kept
+    blocks = _cut_blocks(experts, weights, len(matrices[0]))
+
+    def run_expert(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        expert = blocks.used[i]
+        own = [_take(matrix, expert) for matrix in matrices]
+
+        def run_block(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            parts, d_weight, *sums = found
+            weight = lax.dynamic_slice_in_dim(blocks.weight, block * BLOCK_ROWS, BLOCK_ROWS)
+            rows, d_rows = _take_rows(x, blocks, block), _take_rows(dy, blocks, block)
+            part, d_own, products = _differentiate(rows, d_rows, weight, *own)
+            sums = [total + product for total, product in zip(sums, products, strict=True)]
+            return _put_block(parts, block, part), _put_block(d_weight, block, d_own), *sums
+
+        begin, end = blocks.ends[expert], blocks.ends[expert + 1]
+        none = [jnp.zeros(matrix.shape, jnp.float32) for matrix in own]
+        parts, d_weight, *sums = lax.fori_loop(begin, end, run_block, (*found[:2], *none))
+        written = [
+            lax.dynamic_update_index_in_dim(total, one.astype(total.dtype), expert, 0)
+            for total, one in zip(found[2:], sums, strict=True)
+        ]
+        return parts, d_weight, *written
+
+    rows = len(blocks.token)
+    start = (jnp.zeros((rows, x.shape[1]), x.dtype), jnp.zeros(rows), *(jnp.zeros_like(w) for w in matrices))
+    parts, d_weight, *d_matrices = lax.fori_loop(0, blocks.count, run_expert, start)
+    dx = _sum_choices(parts, blocks.row, jnp.ones_like(weights))
+    d_gate, d_up, d_down = d_matrices
+    return dx, None, _take_filled(d_weight, blocks.row), d_gate, d_up, d_down
+
+
+mix_blocks.defvjp(_mix_blocks, _mix_blocks_back)
+
+
+def _differentiate(
+    rows: jax.Array, d_rows: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """(gradient of the rows [B, d], of their weights [B], of the three matrices in float32) of a block."""
+    dtype = rows.dtype
+    h, u = (rows @ matrix for matrix in (gate, up))
+    sigmoid, silu, inner = _activate(h, u)
+    back = (d_rows @ down.T).astype(jnp.float32)
+    weighted = weight[:, None] * back
+    d_h = (weighted * u * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
+    d_u = (weighted * silu).astype(dtype)
+    outer = lambda a, b: jnp.einsum('ba,bo->ao', a, b, preferred_element_type=jnp.float32)
+    products = [outer(rows, d_h), outer(rows, d_u), outer((weight[:, None] * inner).astype(dtype), d_rows)]
+    return d_h @ gate.T + d_u @ up.T, (back * inner).sum(axis=1), products
+
+
+def _activate(h: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sigmoid(h), silu(h), silu(h) * u) in float32."""
+    h, u = h.astype(jnp.float32), u.astype(jnp.float32)
+    sigmoid = jax.nn.sigmoid(h)
+    return sigmoid, h * sigmoid, h * sigmoid * u
+
+
+def _cut_blocks(experts: jax.Array, weights: jax.Array, n_experts: int) -> _Blocks:
+    chosen = _without_others(experts, n_experts)
+    order, first, sizes = _sort_choices(chosen, n_experts)
+    most = (chosen.size + (BLOCK_ROWS - 1) * min(n_experts, chosen.size)) // BLOCK_ROWS  # blocks
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-sizes // BLOCK_ROWS), dtype=jnp.int32)])
+    expert = chosen[order]
+    own = ends[expert] * BLOCK_ROWS + jnp.arange(chosen.size, dtype=jnp.int32) - first[expert]
+    row = jnp.where(expert < n_experts, own, most * BLOCK_ROWS)
+    choice = jnp.full(most * BLOCK_ROWS, chosen.size, jnp.int32).at[row].set(order, mode='drop')
+    return _Blocks(
+        used=jnp.argsort(sizes == 0, stable=True),
+        count=(sizes > 0).sum(dtype=jnp.int32),
+        ends=ends,
+        token=choice // experts.shape[1],
+        weight=_take_filled(weights.reshape(-1), choice),
+        row=jnp.zeros(chosen.size, jnp.int32).at[order].set(row).reshape(experts.shape),
+    )
+
+
+def _without_others(experts: jax.Array, n_experts: int) -> jax.Array:
+    """int32 [N], E for all that is not an expert."""
+    flat = experts.reshape(-1)
+    return jnp.where((flat >= 0) & (flat < n_experts), flat, n_experts)
+
+
+def _sort_choices(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(choices sorted by expert [N], the first of each expert [E + 1], how many each has [E])."""
+    order = jnp.argsort(chosen, stable=True)
+    first = jnp.searchsorted(chosen[order], jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return order, first, first[1:] - first[:-1]
+
+
+def _sum_choices(parts: jax.Array, row: jax.Array, weights: jax.Array) -> jax.Array:
+    """sum over j of weights[t, j] * parts[row[t, j]], in order, in float32; rows behind the last one are zeros."""
+    total = jnp.zeros((len(row), parts.shape[1]), jnp.float32)
+    for j in range(row.shape[1]):
+        total += weights[:, j, None] * _take_filled(parts, row[:, j])
+    return total.astype(parts.dtype)
+
+
+def _take_filled(array: jax.Array, index: jax.Array) -> jax.Array:
+    return array.at[index].get(mode='fill', fill_value=0)
+
+
+def _take(matrix: jax.Array, expert: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(matrix, expert, keepdims=False)
+
+
+def _take_rows(x: jax.Array, blocks: _Blocks, block: jax.Array) -> jax.Array:
+    return _take_filled(x, lax.dynamic_slice_in_dim(blocks.token, block * BLOCK_ROWS, BLOCK_ROWS))
+
+
+def _put_block(rows: jax.Array, block: jax.Array, values: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(rows, values, block * BLOCK_ROWS, 0)
+
+
+def mix_ragged(
+    x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """y by jax.lax.ragged_dot, for accelerators: on CPUs it multiplies every row with every expert."""
+    chosen = _without_others(experts, len(gate))
+    order, first, sizes = _sort_choices(chosen, len(gate))
+    is_used = (jnp.arange(chosen.size) < first[-1])[:, None]
+    # what a kernel leaves in rows that have no group is not promised
+    multiply = lambda rows, matrix: jnp.where(is_used, lax.ragged_dot(rows, matrix, sizes), 0)
+    rows = jnp.where(is_used, x[order // experts.shape[1]], 0)
+    _, _, inner = _activate(multiply(rows, gate), multiply(rows, up))
+    parts = multiply(inner.astype(x.dtype), down)
+    row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    return _sum_choices(parts, row.reshape(experts.shape), weights)
+
+
+class _Way(NamedTuple):
+    """A mixer and where it is used."""
+
+    mix: Mixer
+    on_cpu: bool
+    dtype: str = ''  # '' = any
+    devices: int = 0  # at most; 0 = any number
+    compiled: bool = False  # needs the library of kernels
+
+
+WAYS = {  # the first one that can be used is chosen
+    'native': _Way(mix_native, on_cpu=True, dtype='float32', devices=1, compiled=True),
+    'blocks': _Way(mix_blocks, on_cpu=True),
+    'ragged': _Way(mix_ragged, on_cpu=False),
+}
+
+
+def choose_mixer(device_platform: str, dtype: jax.typing.DTypeLike, devices: int) -> Mixer:
+    """The fastest mixer for arrays of a dtype on so many devices of a platform; on accelerators, check it first."""
+    return next(
+        way.mix
+        for way in WAYS.values()
+        if way.on_cpu == (device_platform == 'cpu')
+        and way.dtype in ('', jnp.dtype(dtype).name)
+        and devices <= (way.devices or devices)
+        and (not way.compiled or library.is_available())
+    )
