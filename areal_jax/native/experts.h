@@ -183,7 +183,7 @@ inline void StoreLanes(Lanes sums, float* out, int64_t columns, bool add, bool s
 // kRows rows times a panel [depth, kPair]. Entry (r, i) of the first operand is rows[r][first + i], or with kOuter
 // rows[i][first + r]. Each number is the sum over i in order, whatever kRows.
 template <int kRows, bool kOuter>
-inline void MultiplyTile(const float* const* rows, int64_t first, const float* panel, int64_t depth, const Ahead& ahead,
+__attribute__((noinline)) void MultiplyTile(const float* const* rows, int64_t first, const float* panel, int64_t depth, const Ahead& ahead,
                          const Tile& tile) {
   Lanes sums[kRows][2] = {};
   if (!kOuter && tile.add) {
