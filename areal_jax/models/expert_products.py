@@ -28,7 +28,6 @@ from areal_jax.native import compiled_library as library
 BLOCK_ROWS = 32  # the order of sums in XLA's products may depend on it, so it is the same for all batches
 _ROUNDED = 32  # kRounded of native/experts.h
 Mixer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-_Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 _Gradients = tuple[jax.Array, None, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -70,7 +69,7 @@ class _Blocks(NamedTuple):
     """Choices sorted by expert, the rows of each expert padded to whole blocks: rows [M B]."""
 
     used: jax.Array  # int32 [E], experts, first those that have rows
-    count: jax.Array  # int32, experts that have rows
+    n_used: jax.Array  # int32, how many these are
     ends: jax.Array  # int32 [E + 1], the first block of each expert
     token: jax.Array  # int32 [M B], T = padding
     weight: jax.Array  # float32 [M B], 0 in padding
@@ -85,8 +84,9 @@ def mix_blocks(
     return _mix_blocks(x, experts, weights, gate, up, down)[0]
 
 
-def _mix_blocks(*inputs: jax.Array) -> tuple[jax.Array, _Inputs]:
-    x, experts, weights, *matrices = inputs
+def _mix_blocks(
+    x: jax.Array, experts: jax.Array, weights: jax.Array, *matrices: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     blocks = _cut_blocks(experts, weights, len(matrices[0]))
 
     def run_expert(i: jax.Array, parts: jax.Array) -> jax.Array:
@@ -96,16 +96,18 @@ def _mix_blocks(*inputs: jax.Array) -> tuple[jax.Array, _Inputs]:
         def run_block(block: jax.Array, parts: jax.Array) -> jax.Array:
             rows = _take_rows(x, blocks, block)
             _, _, inner = _activate(rows @ gate, rows @ up)
-            return _put_block(parts, block, inner.astype(x.dtype) @ down)
+            product = jnp.matmul(inner.astype(x.dtype), down, preferred_element_type=jnp.float32)
+            weighted = _take_block(blocks.weight, block)[:, None] * product
+            return _put_block(parts, block, weighted.astype(x.dtype))
 
         return lax.fori_loop(blocks.ends[expert], blocks.ends[expert + 1], run_block, parts)
 
     parts = jnp.zeros((len(blocks.token), x.shape[1]), x.dtype)
-    parts = lax.fori_loop(0, blocks.count, run_expert, parts)
-    return _sum_choices(parts, blocks.row, weights), (x, experts, weights, *matrices)
+    parts = lax.fori_loop(0, blocks.n_used, run_expert, parts)
+    return _sum_choices(parts, blocks.row), (x, experts, weights, *matrices)
 
 
-def _mix_blocks_back(kept: _Inputs, dy: jax.Array) -> _Gradients:
+def _mix_blocks_back(kept: tuple[jax.Array, ...], dy: jax.Array) -> _Gradients:
     x, experts, weights, *matrices = kept
     blocks = _cut_blocks(experts, weights, len(matrices[0]))
 
@@ -115,7 +117,7 @@ def _mix_blocks_back(kept: _Inputs, dy: jax.Array) -> _Gradients:
 
         def run_block(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             parts, d_weight, *sums = found
-            weight = lax.dynamic_slice_in_dim(blocks.weight, block * BLOCK_ROWS, BLOCK_ROWS)
+            weight = _take_block(blocks.weight, block)
             rows, d_rows = _take_rows(x, blocks, block), _take_rows(dy, blocks, block)
             part, d_own, products = _differentiate(rows, d_rows, weight, *own)
             sums = [total + product for total, product in zip(sums, products, strict=True)]
@@ -132,8 +134,8 @@ def _mix_blocks_back(kept: _Inputs, dy: jax.Array) -> _Gradients:
 
     rows = len(blocks.token)
     start = (jnp.zeros((rows, x.shape[1]), x.dtype), jnp.zeros(rows), *(jnp.zeros_like(w) for w in matrices))
-    parts, d_weight, *d_matrices = lax.fori_loop(0, blocks.count, run_expert, start)
-    dx = _sum_choices(parts, blocks.row, jnp.ones_like(weights))
+    parts, d_weight, *d_matrices = lax.fori_loop(0, blocks.n_used, run_expert, start)
+    dx = _sum_choices(parts, blocks.row)
     d_gate, d_up, d_down = d_matrices
     return dx, None, _take_filled(d_weight, blocks.row), d_gate, d_up, d_down
 
@@ -175,7 +177,7 @@ def _cut_blocks(experts: jax.Array, weights: jax.Array, n_experts: int) -> _Bloc
     choice = jnp.full(most * BLOCK_ROWS, chosen.size, jnp.int32).at[row].set(order, mode='drop')
     return _Blocks(
         used=jnp.argsort(sizes == 0, stable=True),
-        count=(sizes > 0).sum(dtype=jnp.int32),
+        n_used=(sizes > 0).sum(dtype=jnp.int32),
         ends=ends,
         token=choice // experts.shape[1],
         weight=_take_filled(weights.reshape(-1), choice),
@@ -196,16 +198,19 @@ def _sort_choices(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Arr
     return order, first, first[1:] - first[:-1]
 
 
-def _sum_choices(parts: jax.Array, row: jax.Array, weights: jax.Array) -> jax.Array:
-    """sum over j of weights[t, j] * parts[row[t, j]], in order, in float32; rows behind the last one are zeros."""
+def _sum_choices(parts: jax.Array, row: jax.Array) -> jax.Array:
+    """sum over j of parts[row[t, j]], in order, in float32; rows behind the last one are zeros.
+
+    The parts are weighted already: a product here would be fused with its sum or not, as the number of tokens has it.
+    """
     total = jnp.zeros((len(row), parts.shape[1]), jnp.float32)
     for j in range(row.shape[1]):
-        total += weights[:, j, None] * _take_filled(parts, row[:, j])
+        total += _take_filled(parts, row[:, j])
     return total.astype(parts.dtype)
 
 
 def _take_filled(array: jax.Array, index: jax.Array) -> jax.Array:
-    return array.at[index].get(mode='fill', fill_value=0)
+    return jnp.take(array, index, axis=0, mode='fill', fill_value=0)
 
 
 def _take(matrix: jax.Array, expert: jax.Array) -> jax.Array:
@@ -213,7 +218,11 @@ def _take(matrix: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _take_rows(x: jax.Array, blocks: _Blocks, block: jax.Array) -> jax.Array:
-    return _take_filled(x, lax.dynamic_slice_in_dim(blocks.token, block * BLOCK_ROWS, BLOCK_ROWS))
+    return _take_filled(x, _take_block(blocks.token, block))
+
+
+def _take_block(rows: jax.Array, block: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(rows, block * BLOCK_ROWS, BLOCK_ROWS)
 
 
 def _put_block(rows: jax.Array, block: jax.Array, values: jax.Array) -> jax.Array:
@@ -231,9 +240,9 @@ def mix_ragged(
     multiply = lambda rows, matrix: jnp.where(is_used, lax.ragged_dot(rows, matrix, sizes), 0)
     rows = jnp.where(is_used, x[order // experts.shape[1]], 0)
     _, _, inner = _activate(multiply(rows, gate), multiply(rows, up))
-    parts = multiply(inner.astype(x.dtype), down)
+    parts = weights.reshape(-1)[order, None] * multiply(inner.astype(x.dtype), down)
     row = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-    return _sum_choices(parts, row.reshape(experts.shape), weights)
+    return _sum_choices(parts.astype(x.dtype), row.reshape(experts.shape))
 
 
 class _Way(NamedTuple):

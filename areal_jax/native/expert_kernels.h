@@ -3,8 +3,8 @@
 //   h = x gate, u = x up, inner = silu(h) * u, y[t] = sum over j of weights[t, j] * (inner of choice j) down
 //
 // T tokens, k choices of each, E experts, d model width, F width of an expert, F' = F rounded up to kRounded. N = T k
-// rows, of which those are used that have an expert, see experts.h. A row of products is [h of kLanes features, u of
-// these, h of the next kLanes, ..]: [N, 2 F'].
+// rows, of which those are used that have an expert, see experts.h. A row of products [2 F'] is h [F'] and u [F'], zeros
+// behind F.
 
 #ifndef AREAL_JAX_NATIVE_EXPERT_KERNELS_H_
 #define AREAL_JAX_NATIVE_EXPERT_KERNELS_H_
@@ -24,10 +24,6 @@ namespace areal_jax {
 
 constexpr int64_t kMixedNumbers = 1 << 22;  // of all rows that wait to be summed by token: bounds the kept memory
 constexpr int64_t kUnitRows = 16;  // rows or tokens that a thread takes at a time
-
-struct ExpertSizes {
-  int64_t d, width, rounded;  // d, F, F'
-};
 
 inline const Choices& KeepChoices(Phases& phases, Integers experts, int64_t count) {
   const auto shape = experts.dimensions();
@@ -53,7 +49,7 @@ inline void AddRows(Phases& phases, int64_t count, const Run& run) {
 }
 
 // out[t] = the sum over j, in order, of row (t, j) of a product, times weights[t, j] where there are weights.
-// multiply(expert, first column, first row, rows, to, stride) computes kPair columns of the rows.
+// multiply(expert, first column, first row, rows, outputs) computes kPair columns of the rows.
 template <typename Multiply>
 inline void AddMix(Phases& phases, const Choices& choices, const float* weights, int64_t d, float* out,
                    const Multiply& multiply) {
@@ -63,7 +59,8 @@ inline void AddMix(Phases& phases, const Choices& choices, const float* weights,
   for (int64_t first = 0; first < d; first += stride) {
     const int64_t width = std::min(stride, d - first);
     AddExperts(phases, choices, width, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
-      multiply(expert, first + column, begin, count, parts + begin * stride + column, stride);
+      float* to = parts + begin * stride + column;
+      multiply(expert, first + column, begin, count, Outputs{{to, to + kLanes}, stride});
     });
     AddRows(phases, choices.tokens, [=, &choices](int64_t t) {
       for (int64_t c = 0; c < width; c += kLanes) {
@@ -86,31 +83,23 @@ inline float Sigmoid(float x) {
 
 // silu(h) * u of a row of products.
 inline void Activate(const float* products, int64_t rounded, float* inner) {
-  for (int64_t f = 0; f < rounded; f += kLanes, products += kPair) {
+  const float *h = products, *u = products + rounded;
 #pragma omp simd
-    for (int64_t i = 0; i < kLanes; ++i) {
-      inner[f + i] = products[i] * Sigmoid(products[i]) * products[kLanes + i];
-    }
-  }
+  for (int64_t f = 0; f < rounded; ++f) inner[f] = h[f] * Sigmoid(h[f]) * u[f];
 }
 
-// The gradient of a row's h and u. `inner` holds the gradient of silu(h) * u before it is weighted, and holds the
-// weighted silu(h) * u afterwards. Returns the gradient of the weight. `products` may be `gradient`.
-inline float ActivateBack(const float* products, float weight, int64_t rounded, float* gradient, float* inner) {
-  float sums[kLanes] = {};
-  for (int64_t f = 0; f < rounded; f += kLanes, products += kPair, gradient += kPair) {
-#pragma omp simd
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const float h = products[i], u = products[kLanes + i], sigmoid = Sigmoid(h), silu = h * sigmoid;
-      const float back = inner[f + i];
-      sums[i] += back * (silu * u);
-      gradient[i] = weight * back * u * (sigmoid + silu * (1.0f - sigmoid));
-      gradient[kLanes + i] = weight * back * silu;
-      inner[f + i] = weight * (silu * u);
-    }
+// The gradient of a row's h and u, in place. `inner` holds the gradient of silu(h) * u before it is weighted, and holds
+// the weighted silu(h) * u afterwards. Returns the gradient of the weight.
+inline float ActivateBack(float* products, float weight, int64_t rounded, float* inner) {
+  float *hs = products, *us = products + rounded, total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t f = 0; f < rounded; ++f) {
+    const float h = hs[f], u = us[f], back = inner[f], sigmoid = Sigmoid(h), silu = h * sigmoid;
+    total += back * (silu * u);
+    hs[f] = weight * back * u * (sigmoid + silu * (1.0f - sigmoid));
+    us[f] = weight * back * silu;
+    inner[f] = weight * (silu * u);
   }
-  float total = 0;
-  for (int64_t i = 0; i < kLanes; ++i) total += sums[i];
   return total;
 }
 
@@ -118,21 +107,18 @@ inline float ActivateBack(const float* products, float weight, int64_t rounded, 
 inline ffi::Future MultiplyExperts(ffi::ThreadPool pool, Floats x, Integers experts, Floats gate, Floats up,
                                    ffi::Result<Floats> products) {
   const auto shape = gate.dimensions();
-  const int64_t d = shape[1], width = shape[2], stride = products->dimensions()[1];
+  const int64_t d = shape[1], width = shape[2], wide = products->dimensions()[1];
+  const float *gates = gate.typed_data(), *ups = up.typed_data();
+  float* out = products->typed_data();
   Phases phases;
   const Choices& choices = KeepChoices(phases, experts, shape[0]);
   const RowsOf rows{x.typed_data(), d, choices.token.data()};
-  AddExperts(phases, choices, stride / 2, kLanes,
-             [=, gate = gate.typed_data(), up = up.typed_data(), out = products->typed_data()](
-                 int64_t expert, int64_t column, int64_t begin, int64_t count) {
-               const auto pack = [=](int64_t first, int64_t depth, float* panel) {
-                 const int64_t from = (expert * d + first) * width;
-                 const Columns columns(column, width);
-                 PackRows([=](int64_t i) { return gate + from + i * width; }, columns, depth, panel);
-                 PackRows([=](int64_t i) { return up + from + i * width; }, columns, depth, panel + kLanes);
-               };
-               MultiplyChosen(rows, begin, count, d, pack, out + begin * stride + 2 * column, stride);
-             });
+  AddExperts(phases, choices, wide / 2, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+    const int64_t matrix = expert * d * width;
+    float* to = out + begin * wide + column;
+    MultiplyChosen(rows, begin, count, d, Straight(gates + matrix, width, column), Straight(ups + matrix, width, column),
+                   kLanes, {{to, to + wide / 2}, wide});
+  });
   return phases.Run(pool);
 }
 
@@ -141,100 +127,96 @@ inline ffi::Future MixExperts(ffi::ThreadPool pool, Floats products, Integers ex
                               ffi::Result<Floats> y, ffi::Result<Floats> inner) {
   const auto shape = down.dimensions();
   const int64_t width = shape[1], d = shape[2], rounded = inner->dimensions()[1];
+  const float *from = products.typed_data(), *downs = down.typed_data();
+  float* activated = inner->typed_data();
   Phases phases;
   const Choices& choices = KeepChoices(phases, experts, shape[0]);
-  AddRows(phases, choices.Rows(), [=, from = products.typed_data(), to = inner->typed_data()](int64_t r) {
-    Activate(from + r * 2 * rounded, rounded, to + r * rounded);
+  AddRows(phases, choices.Rows(), [=](int64_t r) {
+    Activate(from + r * 2 * rounded, rounded, activated + r * rounded);
   });
-  const RowsOf rows{inner->typed_data(), rounded, nullptr};
+  const RowsOf rows{activated, rounded, nullptr};
   AddMix(phases, choices, weights.typed_data(), d, y->typed_data(),
-         [=, down = down.typed_data()](int64_t expert, int64_t column, int64_t begin, int64_t count, float* to,
-                                       int64_t stride) {
-           const auto pack = [=](int64_t first, int64_t depth, float* panel) {
-             const auto row = [=](int64_t i) { return down + (expert * width + first + i) * d; };
-             PackRows(row, Columns(column, d), depth, panel);
-             PackRows(row, Columns(column + kLanes, d), depth, panel + kLanes);
-           };
-           MultiplyChosen(rows, begin, count, width, pack, to, stride);
+         [=](int64_t expert, int64_t column, int64_t begin, int64_t count, const Outputs& to) {
+           const float* matrix = downs + expert * width * d;
+           MultiplyChosen(rows, begin, count, width, Straight(matrix, d, column), Straight(matrix, d, column + kLanes),
+                          kPair, to);
          });
   return phases.Run(pool);
 }
 
-// The gradient of MixExperts(MultiplyExperts(..)) for dy [T, d]: dx, d_weights, d_gate, d_up and d_down. Memory for the
-// gradient of the products, which may be the products themselves, and for [N, F'] numbers.
+// What the phases of the gradient share: matrices [E, d, F] or [E, F, d], products and their gradient [N, 2 F'], the
+// gradient of silu(h) * u and later its weighted value, `inner` [N, F'].
+struct Backward {
+  int64_t d, width, rounded;
+  const float *gate, *up, *down;
+  float *products, *inner;
+  RowsOf x, dy;
+
+  int64_t Matrix(int64_t expert) const { return expert * d * width; }
+  RowsOf Inner() const { return {inner, rounded, nullptr}; }
+  RowsOf Half(bool of_up) const { return {products + (of_up ? rounded : 0), 2 * rounded, nullptr}; }
+};
+
+// inner = dy down'.
+inline void AddInnerGradient(Phases& phases, const Choices& choices, const Backward& b) {
+  AddExperts(phases, choices, b.rounded, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+    const float* matrix = b.down + b.Matrix(expert);
+    float* to = b.inner + begin * b.rounded + column;
+    MultiplyChosen(b.dy, begin, count, b.d, Turned(matrix, b.d, b.width, column),
+                   Turned(matrix, b.d, b.width, column + kLanes), kPair, {{to, to + kLanes}, b.rounded});
+  });
+}
+
+inline void AddMatrixGradients(Phases& phases, const Choices& choices, const Backward& b, float* gate, float* up,
+                               float* down) {
+  AddExperts(phases, choices, b.width, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+    const int64_t to = b.Matrix(expert) + column, columns = CountColumns(column, b.width);
+    MultiplyOuter(b.x, b.Half(false), begin, count, b.d, {column, b.rounded + column}, {columns, columns},
+                  {{gate + to, up + to}, b.width});
+  });
+  AddExperts(phases, choices, b.d, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+    float* to = down + b.Matrix(expert) + column;
+    MultiplyOuter(b.Inner(), b.dy, begin, count, b.width, {column, column + kLanes},
+                  {CountColumns(column, b.d), CountColumns(column + kLanes, b.d)}, {{to, to + kLanes}, b.d});
+  });
+}
+
+inline void AddInputGradient(Phases& phases, const Choices& choices, const Backward& b, float* dx) {
+  AddMix(phases, choices, nullptr, b.d, dx,
+         [=](int64_t expert, int64_t column, int64_t begin, int64_t count, const Outputs& to) {
+           for (bool of_up : {false, true}) {
+             const float* matrix = (of_up ? b.up : b.gate) + b.Matrix(expert);
+             MultiplyChosen(b.Half(of_up), begin, count, b.width, Turned(matrix, b.width, b.d, column),
+                            Turned(matrix, b.width, b.d, column + kLanes), kPair, to, of_up);
+           }
+         });
+}
+
+// The gradient of MixExperts(MultiplyExperts(..)) for dy [T, d]: dx, d_weights, d_gate, d_up and d_down. The products are
+// overwritten; memory for [N, F'] numbers.
 inline ffi::Future DifferentiateExperts(ffi::ThreadPool pool, Floats x, Integers experts, Floats weights, Floats gate,
                                         Floats up, Floats down, Floats products, Floats dy, ffi::Result<Floats> dx,
                                         ffi::Result<Floats> d_weights, ffi::Result<Floats> d_gate,
                                         ffi::Result<Floats> d_up, ffi::Result<Floats> d_down,
-                                        ffi::Result<Floats> d_products, ffi::Result<Floats> inner) {
-  const auto shape = gate.dimensions();
-  const int64_t d = shape[1], width = shape[2], rounded = inner->dimensions()[1], wide = 2 * rounded;
+                                        ffi::Result<Floats> overwritten, ffi::Result<Floats> inner) {
+  if (overwritten->typed_data() != products.typed_data()) {
+    return Fail("areal_jax_expert_gradient: the products are not overwritten in place");
+  }
   Phases phases;
-  const Choices& choices = KeepChoices(phases, experts, shape[0]);
-  float *back = inner->typed_data(), *d_product = d_products->typed_data(), *d_weight = d_weights->typed_data();
-  const RowsOf dy_rows{dy.typed_data(), d, choices.token.data()}, x_rows{x.typed_data(), d, choices.token.data()};
-  const float *gates = gate.typed_data(), *ups = up.typed_data(), *downs = down.typed_data();
-
-  AddExperts(phases, choices, rounded, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
-    const float* matrix = downs + expert * width * d;
-    const auto pack = [=](int64_t first, int64_t depth, float* panel) {
-      PackTurned(matrix, d, Columns(column, width), first, depth, panel);
-      PackTurned(matrix, d, Columns(column + kLanes, width), first, depth, panel + kLanes);
-    };
-    MultiplyChosen(dy_rows, begin, count, d, pack, back + begin * rounded + column, rounded);
-  });
+  const Choices& choices = KeepChoices(phases, experts, gate.dimensions()[0]);
+  const int64_t d = gate.dimensions()[1], width = gate.dimensions()[2], rounded = inner->dimensions()[1];
+  const int32_t* token = choices.token.data();
+  const Backward b{d, width, rounded, gate.typed_data(), up.typed_data(), down.typed_data(), products.typed_data(),
+                   inner->typed_data(), {x.typed_data(), d, token}, {dy.typed_data(), d, token}};
+  float* d_weight = d_weights->typed_data();
   std::fill(d_weight, d_weight + choices.row.size(), 0.0f);
-  AddRows(phases, choices.Rows(),
-          [=, &choices, from = products.typed_data(), weight = weights.typed_data()](int64_t r) {
-            const int64_t choice = choices.choice[r];
-            d_weight[choice] =
-                ActivateBack(from + r * wide, weight[choice], rounded, d_product + r * wide, back + r * rounded);
-          });
-  AddExperts(phases, choices, width, kLanes,
-             [=, to_gate = d_gate->typed_data(), to_up = d_up->typed_data()](int64_t expert, int64_t column,
-                                                                             int64_t begin, int64_t count) {
-               const auto pack = [=](int64_t first, int64_t depth, float* panel) {
-                 const float* from = d_product + (begin + first) * wide + 2 * column;
-                 for (int64_t i = 0; i < depth; ++i) std::memcpy(panel + i * kPair, from + i * wide, 2 * sizeof(Lanes));
-               };
-               const int64_t to = expert * d * width + column, columns = Columns(column, width).count;
-               MultiplyOuter(x_rows, begin, count, d, pack,
-                             {{to_gate + to, to_up + to}, {columns, columns}, width, false});
-             });
-  const RowsOf inner_rows{back, rounded, nullptr};
-  AddExperts(phases, choices, d, kPair,
-             [=, to_down = d_down->typed_data()](int64_t expert, int64_t column, int64_t begin, int64_t count) {
-               const Columns left(column, d), right(column + kLanes, d);
-               const auto pack = [=](int64_t first, int64_t depth, float* panel) {
-                 const auto row = [=](int64_t i) { return dy_rows.At(begin + first + i); };
-                 PackRows(row, left, depth, panel);
-                 PackRows(row, right, depth, panel + kLanes);
-               };
-               float* to = to_down + expert * width * d + column;
-               MultiplyOuter(inner_rows, begin, count, width, pack,
-                             {{to, to + kLanes}, {left.count, right.count}, d, false});
-             });
-  const RowsOf product_rows{d_product, wide, nullptr};
-  AddMix(phases, choices, nullptr, d, dx->typed_data(),
-         [=](int64_t expert, int64_t column, int64_t begin, int64_t count, float* to, int64_t stride) {
-           const auto pack = [=](int64_t first, int64_t depth, float* panel) {
-             // features of h and u alternate as in the rows: kLanes of gate, kLanes of up
-             for (int64_t i = 0; i < depth; i += kPair) {
-               const int64_t feature = (first + i) / 2, there = Columns(feature, width).count;
-               for (int64_t half : {0, 1}) {
-                 const int64_t sides[] = {0, kLanes};
-                 for (int64_t side : sides) {
-                   const Columns columns(column + side, d);
-                   float* at = panel + (i + half * kLanes) * kPair + side;
-                   const float* from = (half ? ups : gates) + (expert * d + columns.first) * width + feature;
-                   TurnTile(from, width, columns.count, there, at);
-                   for (int64_t f = there; f < kLanes; ++f) std::fill(at + f * kPair, at + f * kPair + kLanes, 0.0f);
-                 }
-               }
-             }
-           };
-           MultiplyChosen(product_rows, begin, count, wide, pack, to, stride);
-         });
+  AddInnerGradient(phases, choices, b);
+  AddRows(phases, choices.Rows(), [=, &choices, weight = weights.typed_data()](int64_t r) {
+    const int64_t c = choices.choice[r];
+    d_weight[c] = ActivateBack(b.products + 2 * r * rounded, weight[c], rounded, b.inner + r * rounded);
+  });
+  AddMatrixGradients(phases, choices, b, d_gate->typed_data(), d_up->typed_data(), d_down->typed_data());
+  AddInputGradient(phases, choices, b, dx->typed_data());
   return phases.Run(pool);
 }
 

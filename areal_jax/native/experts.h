@@ -67,30 +67,55 @@ struct RowsOf {
   const float* At(int64_t r) const { return data + (token ? token[r] : r) * stride; }
 };
 
-// Columns [first, first + kLanes) of a matrix, some of which may lie behind its last one.
-struct Columns {
-  int64_t first, count;
+// Half of the panels of a matrix: kLanes columns of [in, out] of which `count` exist, or the rows of its transpose where
+// only that is stored. Rows of what is stored are `stride` apart.
+struct Side {
+  const float* from;  // the first number of the first column
+  int64_t stride, count;
+  bool turned;
 
-  Columns(int64_t first, int64_t width) : first(first), count(std::clamp<int64_t>(width - first, 0, kLanes)) {}
+  const float* At(int64_t first) const { return from + first * (turned ? 1 : stride); }
 };
 
-// Where a tile goes: rows `stride` apart of two groups of columns, set or added to.
+inline int64_t CountColumns(int64_t first, int64_t width) { return std::clamp<int64_t>(width - first, 0, kLanes); }
+
+inline Side Straight(const float* matrix, int64_t out, int64_t column) {
+  return {matrix + column, out, CountColumns(column, out), false};
+}
+inline Side Turned(const float* matrix, int64_t in, int64_t out, int64_t column) {
+  return {matrix + column * in, in, CountColumns(column, out), true};
+}
+
+// Lines of the panel that is needed next, which go to L1 or L2 while a tile is computed: one of each side for every
+// summand. Memory is a strided stream here, which the hardware does not fetch ahead.
+struct Ahead {
+  const float* at[2];
+  int64_t stride, first, lines;
+  bool turned;
+
+  void Fetch(int64_t i) const {
+    constexpr int64_t kLine = 64 / sizeof(float), kLines = kDepth / kLine;
+    const int64_t line = first + i;
+    const int64_t offset = turned ? line / kLines * stride + line % kLines * kLine : line * stride;
+    __builtin_prefetch(at[0] + offset, 0, 3);
+    __builtin_prefetch(at[1] + offset, 0, 3);
+  }
+};
+
+// Where a tile goes: rows `stride` apart of two groups of columns, set or added to. With `streamed` what is set goes past
+// the caches, which need not read these lines before they are written.
 struct Tile {
   float* out[2];
   int64_t columns[2], stride;
-  bool add;
+  bool add, streamed;
 };
 
-// Columns of `depth` rows into one half of a panel [depth, kPair], zeros behind the last one.
-template <typename Row>
-inline void PackRows(const Row& row, const Columns& columns, int64_t depth, float* panel) {
-  for (int64_t i = 0; i < depth; ++i, panel += kPair) {
-    if (columns.count == kLanes) {
-      std::memcpy(panel, row(i) + columns.first, sizeof(Lanes));
-    } else {
-      std::fill(panel, panel + kLanes, 0.0f);
-      if (columns.count) std::memcpy(panel, row(i) + columns.first, columns.count * sizeof(float));
-    }
+inline void PackRow(const float* row, int64_t columns, float* panel) {
+  if (columns == kLanes) {
+    std::memcpy(panel, row, sizeof(Lanes));
+  } else {
+    std::fill(panel, panel + kLanes, 0.0f);
+    if (columns) std::memcpy(panel, row, columns * sizeof(float));
   }
 }
 
@@ -131,41 +156,48 @@ inline void TurnTile(const float* rows, int64_t stride, int64_t count, int64_t d
 #endif
 }
 
-// Rows `columns` of a matrix [.., stride], from `first` on, as columns of one half of a panel of `depth` rows.
-inline void PackTurned(const float* matrix, int64_t stride, const Columns& columns, int64_t first, int64_t depth,
-                       float* panel) {
-  const float* from = matrix + columns.first * stride + first;
-  for (int64_t i = 0; i < depth; i += kLanes) {
-    TurnTile(from + i, stride, columns.count, std::min(kLanes, depth - i), panel + i * kPair);
+// Rows [first, first + depth) of a side into one half of a panel [depth, kPair], zeros behind the last column.
+inline void PackSide(const Side& side, int64_t first, int64_t depth, float* panel) {
+  const float* from = side.At(first);
+  if (side.turned) {
+    for (int64_t i = 0; i < depth; i += kLanes) {
+      TurnTile(from + i, side.stride, side.count, std::min(kLanes, depth - i), panel + i * kPair);
+    }
+  } else {
+    for (int64_t i = 0; i < depth; ++i) PackRow(from + i * side.stride, side.count, panel + i * kPair);
   }
 }
 
-inline void StoreTile(Lanes sums, float* out, int64_t columns, bool add) {
+inline void StoreLanes(Lanes sums, float* out, int64_t columns, bool add, bool streamed) {
   if (columns == kLanes) {
     if (add) sums += Load<Lanes>(out);
+#ifdef __AVX512F__
+    if (streamed) return _mm512_stream_ps(out, reinterpret_cast<__m512>(sums));
+#endif
     std::memcpy(out, &sums, sizeof sums);
   } else {
     for (int64_t c = 0; c < columns; ++c) out[c] = add ? out[c] + sums[c] : sums[c];
   }
 }
 
-// kRows rows times a panel [depth, kPair]. Entry (r, i) of the first operand is rows[r][first + i], or with kTurned
+// kRows rows times a panel [depth, kPair]. Entry (r, i) of the first operand is rows[r][first + i], or with kOuter
 // rows[i][first + r]. Each number is the sum over i in order, whatever kRows.
-template <int kRows, bool kTurned>
-inline void MultiplyTile(const float* const* rows, int64_t first, const float* panel, int64_t depth,
+template <int kRows, bool kOuter>
+__attribute__((noinline)) void MultiplyTile(const float* const* rows, int64_t first, const float* panel, int64_t depth, const Ahead& ahead,
                          const Tile& tile) {
   Lanes sums[kRows][2] = {};
-  if (!kTurned && tile.add) {
+  if (!kOuter && tile.add) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       sums[r][0] = Load<Lanes>(tile.out[0] + r * tile.stride), sums[r][1] = Load<Lanes>(tile.out[1] + r * tile.stride);
     }
   }
   for (int64_t i = 0; i < depth; ++i) {
+    if (!kOuter && i < ahead.lines) ahead.Fetch(i);
     const Lanes left = Load<Lanes>(panel + i * kPair), right = Load<Lanes>(panel + i * kPair + kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Lanes entry = (kTurned ? rows[i][first + r] : rows[r][first + i]) - Lanes{};  // in every place
+      const Lanes entry = (kOuter ? rows[i][first + r] : rows[r][first + i]) - Lanes{};  // in every place
       sums[r][0] = MultiplyAdd(entry, left, sums[r][0]);
       sums[r][1] = MultiplyAdd(entry, right, sums[r][1]);
     }
@@ -174,65 +206,87 @@ inline void MultiplyTile(const float* const* rows, int64_t first, const float* p
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
     for (int side : {0, 1}) {
-      StoreTile(sums[r][side], tile.out[side] + r * tile.stride, tile.columns[side], kTurned && tile.add);
+      StoreLanes(sums[r][side], tile.out[side] + r * tile.stride, tile.columns[side], kOuter && tile.add,
+                 kOuter && tile.streamed);
     }
   }
 }
 
-template <bool kTurned, int kRows = kTileRows>
+template <bool kOuter, int kRows = kTileRows>
 inline void MultiplyTile(int64_t height, const float* const* rows, int64_t first, const float* panel, int64_t depth,
-                         const Tile& tile) {
+                         const Ahead& ahead, const Tile& tile) {
   if constexpr (kRows > 1) {
-    if (height < kRows) return MultiplyTile<kTurned, kRows - 1>(height, rows, first, panel, depth, tile);
+    if (height < kRows) return MultiplyTile<kOuter, kRows - 1>(height, rows, first, panel, depth, ahead, tile);
   }
-  MultiplyTile<kRows, kTurned>(rows, first, panel, depth, tile);
+  MultiplyTile<kRows, kOuter>(rows, first, panel, depth, ahead, tile);
 }
 
-// Calls run(first, height) for tiles of nearly the same height: a low tile is as many loads for fewer products.
+// Calls run(tile, tiles, first, height) for tiles of nearly the same height: a low one has as many loads of the panel
+// for fewer products.
 template <typename Run>
 inline void CutRows(int64_t count, const Run& run) {
-  for (int64_t first = 0, tiles = (count + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
-    const int64_t height = (count - first + tiles - 1) / tiles;
-    run(first, height);
+  const int64_t tiles = (count + kTileRows - 1) / kTileRows;
+  for (int64_t tile = 0, first = 0; tile < tiles; ++tile) {
+    const int64_t height = (count - first + tiles - tile - 1) / (tiles - tile);
+    run(tile, tiles, first, height);
     first += height;
   }
 }
 
-// out [count, kPair], rows `stride` apart = rows from `begin` on [count, in] times the matrix [in, kPair] of which
-// pack(first, depth, panel) makes rows.
-template <typename Pack>
-inline void MultiplyChosen(const RowsOf& rows, int64_t begin, int64_t count, int64_t in, const Pack& pack, float* out,
-                           int64_t stride) {
+// Two groups of kLanes columns of a product, rows `stride` apart.
+struct Outputs {
+  float* out[2];
+  int64_t stride;
+};
+
+// Rows from `begin` on [count, in] times both sides of a matrix, set or added to. The sides are those of one column and
+// of another; `next` columns on are those of the product that this thread computes next.
+inline void MultiplyChosen(const RowsOf& rows, int64_t begin, int64_t count, int64_t in, const Side& left,
+                           const Side& right, int64_t next, const Outputs& to, bool add = false) {
   alignas(64) float panel[kDepth * kPair];
   for (int64_t first = 0; first < in && count > 0; first += kDepth) {
     const int64_t depth = std::min(kDepth, in - first);
-    pack(first, depth, panel);
-    CutRows(count, [&](int64_t r, int64_t height) {
+    PackSide(left, first, depth, panel), PackSide(right, first, depth, panel + kLanes);
+    const bool is_last = first + kDepth >= in;
+    const int64_t ahead = is_last ? next * (left.turned ? left.stride : 1) : left.At(first + kDepth) - left.from;
+    CutRows(count, [&](int64_t tile, int64_t tiles, int64_t r, int64_t height) {
       const float* some[kTileRows];
       for (int64_t i = 0; i < height; ++i) some[i] = rows.At(begin + r + i);
-      float* to = out + r * stride;
-      MultiplyTile<false>(height, some, first, panel, depth, {{to, to + kLanes}, {kLanes, kLanes}, stride, first > 0});
+      const int64_t line = kDepth * tile / tiles, lines = kDepth * (tile + 1) / tiles - line;
+      MultiplyTile<false>(height, some, first, panel, depth,
+                          {{left.from + ahead, right.from + ahead}, left.stride, line, lines, left.turned},
+                          {{to.out[0] + r * to.stride, to.out[1] + r * to.stride},
+                           {kLanes, kLanes}, to.stride, add || first > 0, false});
     });
   }
 }
 
-// The transpose of left [count, height] times right: out [height, ..] at two groups of columns. Zeros where count is 0.
-template <typename Pack>
-inline void MultiplyOuter(const RowsOf& left, int64_t begin, int64_t count, int64_t height, const Pack& pack,
-                          Tile out) {
+// left' [height, count] times columns column[0] and column[1] of right [count, ..], both of rows from `begin` on, of
+// which `columns` are set. Zeros where count is 0.
+inline void MultiplyOuter(const RowsOf& left, const RowsOf& right, int64_t begin, int64_t count, int64_t height,
+                          const int64_t (&column)[2], const int64_t (&columns)[2], const Outputs& to) {
   alignas(64) float panel[kDepth * kPair];
   const float* some[kDepth];
+  const auto is_aligned = [](const float* at) { return reinterpret_cast<uintptr_t>(at) % sizeof(Lanes) == 0; };
+  const bool streamed =
+      count <= kDepth && to.stride % kLanes == 0 && is_aligned(to.out[0]) && is_aligned(to.out[1]);
   for (int64_t first = 0; first == 0 || first < count; first += kDepth) {
     const int64_t depth = std::min(kDepth, count - first);
-    for (int64_t i = 0; i < depth; ++i) some[i] = left.At(begin + first + i);
-    pack(first, depth, panel);
-    out.add = first > 0;
-    CutRows(height, [&](int64_t r, int64_t rows) {
-      Tile tile = out;
-      for (int side : {0, 1}) tile.out[side] += r * out.stride;
-      MultiplyTile<true>(rows, some, r, panel, depth, tile);
+    for (int64_t i = 0; i < depth; ++i) {
+      some[i] = left.At(begin + first + i);
+      for (int side : {0, 1}) {
+        PackRow(right.At(begin + first + i) + column[side], columns[side], panel + i * kPair + side * kLanes);
+      }
+    }
+    CutRows(height, [&](int64_t, int64_t, int64_t r, int64_t rows) {
+      MultiplyTile<true>(rows, some, r, panel, depth, {},
+                         {{to.out[0] + r * to.stride, to.out[1] + r * to.stride},
+                          {columns[0], columns[1]}, to.stride, first > 0, streamed});
     });
   }
+#ifdef __AVX512F__
+  if (streamed) _mm_sfence();  // such stores are not ordered by what tells other threads that the work is done
+#endif
 }
 
 }  // namespace areal_jax

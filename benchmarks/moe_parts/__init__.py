@@ -1,0 +1,1 @@
+"""The parts of benchmarks/moe.py: each measures lines of its table."""

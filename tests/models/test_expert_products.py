@@ -1,0 +1,240 @@
+"""Three products of experts against their formula in float64, and that a token's numbers are its own, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models import expert_check
+from areal_jax.models.expert_products import choose_mixer, mix_blocks, mix_native, mix_ragged
+from areal_jax.native import compiled_library as library
+
+HAS_KERNELS = library.is_available()
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason='this machine has no C++ compiler')
+MIXERS = [
+    pytest.param(mix_native, id='native', marks=needs_kernels),
+    pytest.param(mix_blocks, id='blocks'),
+    pytest.param(mix_ragged, id='ragged'),
+]
+OWN = MIXERS[:2]  # which promise more than ragged_dot does
+
+
+class Case(NamedTuple):
+    experts: int
+    choices: int
+    d: int
+    width: int
+    tokens: int
+    chosen: str = 'random'  # 'one' = all tokens choose expert 1; 'few' = experts of odd number have no token
+    none: float = 0.0  # share of choices that are none
+
+
+CASES = [
+    Case(4, 2, 24, 20, 7),  # neither d nor F is a multiple of a vector
+    Case(8, 4, 32, 48, 1),
+    Case(3, 1, 16, 8, 600, 'one'),  # more rows than are summed at once
+    Case(6, 2, 130, 36, 40, 'few', 0.3),
+    Case(5, 3, 40, 260, 600, none=0.1),  # several panels deep, and several times as many rows as a tile has
+    Case(2, 2, 8, 4, 5, none=1.0),
+]
+NAMES = ('y', 'dx', 'd_weights', 'd_gate', 'd_up', 'd_down')
+
+
+def make_inputs(case, seed=0):
+    """(x, experts, weights, gate, up, down, dy), as numpy arrays."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: (rng.normal(size=shape) / np.sqrt(shape[-2])).astype(np.float32)
+    numbers = {'random': np.arange(case.experts), 'one': np.array([1]), 'few': np.arange(0, case.experts, 2)}
+    experts = np.stack([rng.permutation(numbers[case.chosen])[: case.choices] for _ in range(case.tokens)])
+    experts = np.where(rng.random(experts.shape) < case.none, case.experts, experts).astype(np.int32)
+    weights = rng.uniform(0.1, 1.0, experts.shape).astype(np.float32)
+    into, out_of = (case.experts, case.d, case.width), (case.experts, case.width, case.d)
+    x, dy = normal(case.tokens, case.d), normal(case.tokens, case.d)
+    return x, experts, weights, normal(*into), normal(*into), normal(*out_of), dy
+
+
+def compute(x, experts, weights, gate, up, down, dy):
+    """y and its gradients from the formula, one choice after the other, in float64."""
+    x, weights, gate, up, down, dy = (np.asarray(leaf, np.float64) for leaf in (x, weights, gate, up, down, dy))
+    y, dx, d_weights, d_gate, d_up, d_down = map(np.zeros_like, (x, x, weights, gate, up, down))
+    for t, j in np.argwhere(experts < len(gate)):
+        e, w = experts[t, j], weights[t, j]
+        h, u = x[t] @ gate[e], x[t] @ up[e]
+        sigmoid = 1 / (1 + np.exp(-h))
+        inner = h * sigmoid * u
+        y[t] += w * (inner @ down[e])
+        back = down[e] @ dy[t]
+        d_weights[t, j] = back @ inner
+        d_h, d_u = w * back * u * sigmoid * (1 + h * (1 - sigmoid)), w * back * h * sigmoid
+        dx[t] += gate[e] @ d_h + up[e] @ d_u
+        d_gate[e] += np.outer(x[t], d_h)
+        d_up[e] += np.outer(x[t], d_u)
+        d_down[e] += np.outer(w * inner, dy[t])
+    return y, dx, d_weights, d_gate, d_up, d_down
+
+
+def differentiate(mix):
+    def run(x, experts, weights, gate, up, down, dy):
+        y, pull = jax.vjp(lambda x, *rest: mix(x, experts, *rest), x, weights, gate, up, down)
+        return y, *pull(dy)
+
+    return jax.jit(run)
+
+
+def assert_near(found, expected, of_range):
+    for name, value, reference in zip(NAMES, found, expected, strict=True):
+        value = np.asarray(value, np.float64)
+        assert value.shape == reference.shape, name
+        np.testing.assert_allclose(value, reference, atol=of_range * np.abs(reference).max(), rtol=0, err_msg=name)
+
+
+def assert_same_bits(found, expected):
+    for value, reference in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(value).view(np.int32), np.asarray(reference).view(np.int32))
+
+
+@pytest.mark.parametrize('case', CASES, ids=str)
+@pytest.mark.parametrize('mix', MIXERS)
+def test_value_and_gradients_are_those_of_the_formula(mix, case):
+    inputs = make_inputs(case)
+    assert_near(differentiate(mix)(*inputs), compute(*inputs), of_range=3e-6)
+
+
+@pytest.mark.parametrize('mix', MIXERS[1:])
+def test_numbers_of_16_bits(mix):
+    inputs = make_inputs(Case(4, 2, 24, 20, 50, none=0.1))
+    rounded = [jnp.asarray(leaf, jnp.bfloat16) if leaf.dtype == np.float32 else leaf for leaf in inputs]
+    rounded[2] = inputs[2]
+    found = differentiate(mix)(*rounded)
+    assert [leaf.dtype for leaf in found] == [jnp.float32 if name == 'd_weights' else jnp.bfloat16 for name in NAMES]
+    assert_near(found, compute(*rounded), of_range=2e-2)  # 8 bits of 2 to 3 products
+
+
+@pytest.mark.parametrize('mix', MIXERS)
+def test_what_nobody_chose_has_a_gradient_of_exactly_zero(mix):
+    case = Case(6, 2, 24, 20, 40, 'few', 0.4)
+    x, experts, weights, *rest = make_inputs(case)
+    experts[3] = case.experts  # token 3 has no expert at all
+    y, dx, d_weights, *d_matrices = differentiate(mix)(x, experts, weights, *rest)
+    for gradient in d_matrices:
+        assert not np.asarray(gradient)[1::2].any()
+        assert np.asarray(gradient)[::2].any(axis=(1, 2)).all()
+    assert not np.asarray(y)[3].any()
+    assert not np.asarray(dx)[3].any()
+    np.testing.assert_array_equal(np.asarray(d_weights) == 0, experts == case.experts)
+
+
+@pytest.mark.parametrize('mix', OWN)
+def test_a_token_has_the_same_bits_in_any_company(mix):
+    """By itself, among few and among many: its expert then has 1 row, some, and more than are summed at once."""
+    x, experts, weights, *matrices, _ = make_inputs(Case(4, 3, 72, 136, 600))
+    run = jax.jit(mix)
+    everyone = run(x, experts, weights, *matrices)
+    for part in (slice(5, 6), slice(2, 9), slice(100, 141), slice(77, 400)):
+        assert_same_bits([run(x[part], experts[part], weights[part], *matrices)], [everyone[part]])
+
+
+@pytest.mark.parametrize('mix', OWN)
+def test_the_number_of_an_expert_does_not_matter(mix):
+    x, experts, weights, *matrices, _ = make_inputs(Case(6, 4, 40, 24, 90, none=0.1))
+    order = np.random.default_rng(1).permutation(6)  # new expert i is old expert order[i]
+    new = np.append(np.argsort(order), 6).astype(np.int32)
+    moved = [matrix[order] for matrix in matrices]
+    assert_same_bits([jax.jit(mix)(x, new[experts], weights, *moved)], [jax.jit(mix)(x, experts, weights, *matrices)])
+
+
+@pytest.mark.parametrize('mix', OWN)
+def test_layers_in_a_scan_that_are_computed_again(mix):
+    """Three layers with remat in lax.scan have the gradients of three calls; remat alone those of none, bit for bit."""
+    x, experts, weights, *_ = make_inputs(Case(4, 2, 24, 20, 30))
+    layers = [make_inputs(Case(4, 2, 24, 20, 30), seed)[3:6] for seed in range(3)]
+    stacked = [jnp.stack(leaves) for leaves in zip(*layers, strict=True)]
+    block = lambda x, layer: x + mix(x, experts, weights, *layer)
+
+    def scanned(x, stacked):
+        return (jax.lax.scan(lambda x, layer: (jax.checkpoint(block)(x, layer), None), x, stacked)[0] ** 2).sum()
+
+    def unrolled(x, stacked, block=block):
+        for i in range(3):
+            x = block(x, [leaf[i] for leaf in stacked])
+        return (x**2).sum()
+
+    leaves = lambda loss: jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(x, stacked))
+    plain = leaves(unrolled)
+    assert_same_bits(leaves(lambda x, stacked: unrolled(x, stacked, jax.checkpoint(block))), plain)
+    for found, expected in zip(leaves(scanned), plain, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
+
+
+@needs_kernels
+def test_a_layer_that_is_computed_again_multiplies_no_second_time_with_down():
+    inputs = make_inputs(CASES[0])
+    loss = lambda x: (jax.checkpoint(lambda x: mix_native(x, *inputs[1:6]))(x) * inputs[6]).sum()
+    text = jax.jit(jax.grad(loss)).lower(inputs[0]).compile().as_text()
+    assert text.count(f'"{library.EXPERT_PRODUCTS}"') == text.count(f'"{library.EXPERT_GRADIENT}"') == 1
+    assert text.count(f'"{library.EXPERT_MIX}"') == 0
+
+
+@needs_kernels
+def test_threads_do_not_change_bits():
+    """Processes whose pool of threads has 1 and 2 threads."""
+    digests = {threads: _digest_in_process(threads) for threads in (1, 2)}
+    assert digests[1] == digests[2] == digest()
+
+
+def digest():
+    found = differentiate(mix_native)(*make_inputs(CASES[4]))
+    return hashlib.sha256(b''.join(np.asarray(leaf).tobytes() for leaf in found)).hexdigest()
+
+
+def _digest_in_process(threads):
+    program = 'from tests.models.test_expert_products import digest; print(digest())'
+    environment = os.environ | {'NPROC': str(threads), 'XLA_FLAGS': ''}
+    return subprocess.run(
+        [sys.executable, '-c', program], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_fastest_mixer_that_can_be_used_is_chosen(monkeypatch):
+    expected = mix_native if HAS_KERNELS else mix_blocks
+    assert choose_mixer('cpu', jnp.float32, 1) is expected
+    assert choose_mixer('cpu', jnp.float32, 2) is choose_mixer('cpu', jnp.bfloat16, 1) is mix_blocks
+    assert choose_mixer('gpu', jnp.float32, 1) is choose_mixer('tpu', jnp.bfloat16, 8) is mix_ragged
+    monkeypatch.setattr(library, 'is_available', lambda: False)
+    assert choose_mixer('cpu', jnp.float32, 1) is mix_blocks
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_check_passes_what_is_right(dtype):
+    assert expert_check.choose_checked_mixer('gpu', dtype, 1) == (mix_ragged, '')
+    assert expert_check.choose_checked_mixer('cpu', dtype, 2) == (mix_blocks, '')
+
+
+def _fails(*_):
+    raise NotImplementedError('no such kernel')
+
+
+@pytest.mark.parametrize(
+    ('mix', 'said'),
+    [
+        (_fails, 'do not run here: no such kernel'),
+        (lambda x, experts, *rest: mix_ragged(x, experts.at[:, 0].set(0), *rest), 'output is off by'),
+        (lambda x, experts, weights, *rest: mix_ragged(x, experts, weights, *rest) + 1e-9 * rest[0][4].sum(), 'unused'),
+        (lambda x, experts, weights, *rest: mix_ragged(x, experts, jax.lax.stop_gradient(weights), *rest), 'weights'),
+    ],
+    ids=['raises', 'foreign expert', 'gradient of an unused expert', 'no gradient of weights'],
+)
+def test_the_check_rejects_what_is_wrong(monkeypatch, mix, said):
+    monkeypatch.setattr(expert_check, 'choose_mixer', lambda *_: mix)
+    chosen, fault = expert_check.choose_checked_mixer('gpu', 'float32', 1)
+    assert chosen is mix_blocks
+    assert said in fault
+    assert 'plain JAX is used' in fault
