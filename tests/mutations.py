@@ -1062,7 +1062,7 @@ MUTATIONS = [
     Mutation(
         'decay stacked norms as matrices',
         'areal_jax.learning.optimizer.directions:decay_matrices',
-        'is_matrix = param.ndim - is_stacked(name) == 2',
+        'is_matrix = param.ndim - is_stacked(name) >= 2',
         'is_matrix = param.ndim >= 2',
         'tests/learning/optimizer/test_optimizer.py',
     ),

@@ -19,6 +19,7 @@ from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.model_fields import find_model_problems
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
 from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
@@ -276,7 +277,6 @@ def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     """The rules of task and model alone."""
-    model = c.model
     if c.task.name == 'jsonl' and not c.task.path:
         yield "task.name='jsonl' needs task.path: a file of JSON lines with question and answer (sft: or messages)"
     if c.task.name == 'jsonl' and c.task.answer == 'math' and c.task.verifier == 'inline':
@@ -291,36 +291,7 @@ def find_task_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'task.filter_low={c.task.filter_low} above task.filter_high={c.task.filter_high} drops every group; lower '
             'task.filter_low or raise task.filter_high'
         )
-    if model.source == 'gguf' and not model.path:
-        yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
-    if model.source == 'hf' and not model.path:
-        yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
-    if model.source == 'run' and not model.path:
-        yield "model.source='run' needs model.path: the --workdir of another run"
-    if model.source == 'random' and model.chat_template:
-        yield f"model.chat_template={model.chat_template!r} is of no use with model.source='random': remove it"
-    if model.source == 'random' and len(set(model.characters)) != len(model.characters):
-        yield f'model.characters={model.characters!r} must have each character once'
-    if model.source == 'random' and model.n_heads % model.n_kv_heads:
-        yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
-    if model.source == 'random' and model.head_dim % 2:
-        yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
-    if model.source == 'random' and model.outputs == 'symbols':
-        yield from _symbol_problems(c)
-    if model.source == 'random' and model.family == 'plain' and c.lora.rank and 'gate' in c.lora.targets:
-        yield f"lora.targets={tuple(c.lora.targets)} names 'gate', which model.family='plain' does not have: remove it"
-
-
-def _symbol_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A head whose rows are the symbols of token_reversal."""
-    for path, value, fix in (
-        ('model.family', c.model.family, 'plain'),
-        ('model.characters', c.model.characters, ''),
-        ('task.name', c.task.name, 'token_reversal'),
-        ('rollout.ignore_eos', c.rollout.ignore_eos, True),
-    ):
-        if value != fix:
-            yield f"model.outputs='symbols' leaves no other token to answer with: use {path}={fix!r}, not {value!r}"
+    yield from find_model_problems(c)
 
 
 def _file_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -31,6 +31,7 @@ from areal_jax.config.fields import (
 from areal_jax.config.friction_fields import FRICTION_FIELDS
 from areal_jax.config.kinds import CHANNELS, SERVERS
 from areal_jax.config.loss_fields import LOSS_FIELDS
+from areal_jax.config.model_fields import MODEL_FIELDS
 from areal_jax.config.ranges import (
     BYTES,
     COUNT,
@@ -65,28 +66,7 @@ SECTIONS: Mapping[str, Section] = {
         export_every=Integer(0, COUNT_OR_OFF, 'runs in roles: the checkpoints of these updates go to WORKDIR/exports'),
         export_dtype=Choice('float32', DTYPES, 'of exported weights'),
     ),
-    'model': Section(
-        'The model; fields marked random are read with model.source=random only',
-        source=Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
-        path=Text('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
-        chat_template=Text('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
-        characters=Text('', "random: one token each; '' = those of the task token_reversal"),
-        family=Choice(
-            'llama',
-            ('llama', 'qwen2', 'qwen3', 'plain'),
-            'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k; plain = learned positions, ReLU, no final norm',
-        ),
-        outputs=Choice('all', ('all', 'symbols'), 'plain: tokens of an answer; symbols = token_reversal'),
-        n_layers=Integer(2, COUNT, 'random: layers of the decoder'),
-        d_model=Integer(64, COUNT, 'random: width of the residual stream'),
-        d_ff=Integer(128, COUNT, 'random: width of the MLP'),
-        n_heads=Integer(4, COUNT, 'random: query heads'),
-        n_kv_heads=Integer(2, COUNT, 'random: key-value heads, a divisor of n_heads'),
-        head_dim=Integer(16, COUNT, 'random: width of a head, an even number'),
-        rope_theta=Real(10000.0, POSITIVE, 'random: base of the rotary angles'),
-        init_scale=Real(1.0, POSITIVE, 'random: multiplies the standard deviation of every matrix'),
-        embedding_scale=Real(1.0, POSITIVE, 'random: multiplies that of embedding and positions as well'),
-    ),
+    'model': Section('The model; fields marked random are read with model.source=random only', **MODEL_FIELDS),
     'task': Section(
         'Prompts and rewards',
         name=Text(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
@@ -40,7 +41,14 @@ class HfTensor:
     path: str  # of the leaf in list form, 'layers/0/attention/query/weight'
     stacked_path: str  # of the leaf in stacked form, 'layers/attention/query/weight'
     shape: tuple[int, ...]  # of the tensor in the file
-    transposed: bool  # whether the tensor is the transpose of the leaf
+    transposed: bool  # whether the tensor is the transpose of the leaf, or of the part of its expert
+    layer: int | None = None  # None = it is in no layer
+    expert: int | None = None  # the tensor is so deep in the first axis of the leaf in list form; None = it is the leaf
+
+    def take_from(self, leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        """The tensor's values from its leaf in list form; those of numpy are views."""
+        values = leaf if self.expert is None else leaf[self.expert]
+        return values.T if self.transposed else values
 
 
 def to_hf_names(params: Params, config: ModelConfig) -> dict[str, np.ndarray | jax.Array]:
@@ -49,21 +57,30 @@ def to_hf_names(params: Params, config: ModelConfig) -> dict[str, np.ndarray | j
     `params` are in list form. Raises WeightsError for adapters that are not merged.
     """
     require_merged(params)
-    return {tensor.name: _transpose(leaf_at(params, tensor.path), tensor) for tensor in hf_tensors(config)}
+    return {tensor.name: tensor.take_from(leaf_at(params, tensor.path)) for tensor in hf_tensors(config)}
 
 
 def from_hf_names(tensors: Mapping[str, np.ndarray | jax.Array], config: ModelConfig) -> Params:
-    """The inverse of `to_hf_names`, bit for bit, as a nested dict; matrices of numpy are transposed views.
+    """The inverse of `to_hf_names`, bit for bit, as a nested dict.
+
+    Matrices of numpy are transposed views, but experts are copied: a leaf holds those of a layer.
 
     Raises WeightsError that names missing, surplus or wrongly shaped tensors.
     """
     require_tensors(tensors, config)
-    return nest((tensor.path, _transpose(tensors[tensor.name], tensor)) for tensor in hf_tensors(config))
+    parts: dict[str, list[np.ndarray | jax.Array]] = {}
+    experts = set()
+    for tensor in hf_tensors(config):
+        values = tensors[tensor.name]
+        parts.setdefault(tensor.path, []).append(values.T if tensor.transposed else values)
+        if tensor.expert is not None:
+            experts.add(tensor.path)
+    return nest((path, _join(values) if path in experts else values[0]) for path, values in parts.items())
 
 
-def _transpose(values: np.ndarray | jax.Array, tensor: HfTensor) -> np.ndarray | jax.Array:
-    """[in, out] <-> [out, in]."""
-    return values.T if tensor.transposed else values
+def _join(experts: list[np.ndarray | jax.Array]) -> np.ndarray | jax.Array:
+    """[E, in, out] of matrices [in, out]."""
+    return (np if isinstance(experts[0], np.ndarray) else jnp).stack(experts)
 
 
 @functools.lru_cache(maxsize=4)  # publication to files lists them for every version
@@ -77,16 +94,22 @@ def _list_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     in_layers = [spec for spec in specs if spec.in_layers]
     for spec in specs:
         if not spec.in_layers:
-            yield _tensor(spec, 0)
+            yield from _tensors(spec, None)
         elif spec is in_layers[0]:  # all layers take the place of the first row of a layer
-            yield from (_tensor(row, layer) for layer in range(config.n_layers) for row in in_layers)
+            for layer in range(config.n_layers):
+                yield from (tensor for row in in_layers if layer in row.layers for tensor in _tensors(row, layer))
 
 
-def _tensor(spec: WeightSpec, layer: int) -> HfTensor:
+def _tensors(spec: WeightSpec, layer: int | None) -> Iterator[HfTensor]:
+    """Of a leaf: one, or one an expert."""
     assert spec.hf_name is not None
-    shape = spec.shape[::-1] if spec.transposed else spec.shape
-    path, name = at_layer(spec.path, layer), at_layer(spec.hf_name, layer)
-    return HfTensor(name, path, spec.stacked_path, shape, spec.transposed)
+    path, name = (text if layer is None else at_layer(text, layer) for text in (spec.path, spec.hf_name))
+    experts = range(spec.shape[0]) if '*' in name else [None]
+    shape = spec.shape[1:] if '*' in name else spec.shape
+    for expert in experts:
+        own = name if expert is None else name.replace('*', str(expert))
+        shaped = shape[::-1] if spec.transposed else shape
+        yield HfTensor(own, path, spec.stacked_path, shaped, spec.transposed, layer, expert)
 
 
 def require_merged(params: Params) -> None:

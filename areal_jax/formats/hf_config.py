@@ -15,12 +15,11 @@ from typing import Any
 
 from areal_jax import files
 from areal_jax.errors import UserError
-from areal_jax.models.families import FAMILIES
-from areal_jax.models.shape import Llama3Scaling, ModelConfig
+from areal_jax.models.families import EXPERT_COUNTS, FAMILIES
+from areal_jax.models.shape import Experts, Llama3Scaling, ModelConfig
 
 CONFIG = 'config.json'
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
-_WINDOW = 4096  # sliding_window where the file has none and the family has windows
 _NO_WINDOW_LAYERS = 28  # max_window_layers of the Qwen families
 
 
@@ -52,9 +51,10 @@ _ONLY: dict[str, object] = {
     'no_rope_layers': None,
     'clip_qkv': None,
     'is_causal': True,
-    'num_experts': 0,
-    'num_local_experts': 0,
     'n_routed_experts': 0,
+    'n_shared_experts': 0,
+    'shared_expert_intermediate_size': 0,
+    'router_jitter_noise': 0.0,
 }
 _SIZE_END = 2**31  # sizes are int32
 _LAYERS_END = 2**10  # more than any model has; an absurd number would run for hours
@@ -74,7 +74,8 @@ def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
     architectures = fields.get('architectures') or [FAMILIES[family].architecture]
     if architectures != [FAMILIES[family].architecture]:
         raise fields.unsupported('architectures', architectures, f'[{FAMILIES[family].architecture!r}]')
-    for name, only in _ONLY.items():
+    without_experts = {} if FAMILIES[family].experts else dict.fromkeys(EXPERT_COUNTS, 0)
+    for name, only in {**_ONLY, **without_experts}.items():
         if fields.get(name, only) != only:
             raise fields.unsupported(name, fields.get(name), repr(only))
     try:
@@ -179,7 +180,8 @@ def _model_config(fields: _Fields, family: str) -> ModelConfig:
             'head_dim'
         )
     n_kv_heads = n_heads if fields.is_null('num_key_value_heads') else defaults.n_kv_heads or n_heads
-    rope_theta, rope_scaling = _rotary(fields)
+    rope_theta, rope_scaling = _rotary(fields, defaults.rope_theta)
+    experts = _experts(fields, family, n_layers)
     window, first_window_layer = _window(fields, family, n_layers)
     attention_bias = defaults.attention_bias == 'field' and fields.flag('attention_bias')
     return ModelConfig(
@@ -189,29 +191,67 @@ def _model_config(fields: _Fields, family: str) -> ModelConfig:
         n_heads=n_heads,
         n_kv_heads=fields.integer('num_key_value_heads', n_kv_heads),
         head_dim=fields.integer('head_dim', defaults.head_dim or d_model // n_heads),
-        d_ff=fields.integer('intermediate_size'),
+        d_ff=_d_ff(fields, family),
         rope_theta=rope_theta,
-        rms_eps=fields.number('rms_norm_eps', 1e-6),
+        rms_eps=fields.number('rms_norm_eps', defaults.rms_eps),
         tie_embeddings=fields.flag('tie_word_embeddings'),
         context_tokens=fields.integer('max_position_embeddings', defaults.context_tokens),
         family=family,
         qkv_bias=defaults.attention_bias == 'qkv' or attention_bias,
         output_bias=attention_bias,
         qk_norm=defaults.qk_norm,
+        whole_qk_norm=defaults.whole_qk_norm,
         rope_scaling=rope_scaling,
         sliding_window=window,
         first_window_layer=first_window_layer,
+        experts=experts,
     )
 
 
-def _rotary(fields: _Fields) -> tuple[float, Llama3Scaling | None]:
+def _experts(fields: _Fields, family: str, n_layers: int) -> Experts | None:
+    if (names := FAMILIES[family].experts) is None:
+        return None
+    given = {name: fields.get(name) for name in EXPERT_COUNTS if fields.get(name) is not None}
+    if len(set(given.values())) > 1:
+        both = ' and '.join(f'{name}={value!r}' for name, value in given.items())
+        raise HfError(f'{fields.path}: {both} are two numbers of experts: remove the wrong one')
+    count = fields.integer(next(iter(given), names.count[0]), names.count[1])
+    per_token = fields.integer('num_experts_per_tok', names.per_token)
+    if per_token > count:
+        raise HfError(f'{fields.path}: num_experts_per_tok={per_token} is more than the {count} experts')
+    normalised = fields.flag('norm_topk_prob') if names.normalised is None else names.normalised
+    dense = _dense_layers(fields, n_layers) if names.has_dense_layers else ()
+    return Experts(count, per_token, fields.integer(*names.d_expert), normalised, dense)
+
+
+def _dense_layers(fields: _Fields, n_layers: int) -> tuple[int, ...]:
+    """Those of mlp_only_layers, and all but each `decoder_sparse_step`-th."""
+    listed = fields.get('mlp_only_layers', [])
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < n_layers for layer in listed):
+        raise HfError(
+            f'{fields.path}: mlp_only_layers={listed!r} must be a list of layers, whose numbers are 0 to {n_layers - 1}'
+        )
+    step = fields.integer('decoder_sparse_step', 1)
+    dense = tuple(layer for layer in range(n_layers) if layer in listed or (layer + 1) % step)
+    if len(dense) == n_layers:
+        raise HfError(f'{fields.path}: mlp_only_layers and decoder_sparse_step={step} leave no layer with experts')
+    return dense
+
+
+def _d_ff(fields: _Fields, family: str) -> int:
+    experts = FAMILIES[family].experts
+    default = experts.d_ff or experts.d_expert[1] if experts else None
+    return fields.integer('intermediate_size', default)
+
+
+def _rotary(fields: _Fields, default_theta: float) -> tuple[float, Llama3Scaling | None]:
     """(theta, scaling); as in transformers, rope_scaling comes before rope_parameters and either before rope_theta."""
     name = 'rope_scaling' if fields.get('rope_scaling') else 'rope_parameters'
     rope = fields.get(name, {})
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise fields.unsupported(name, rope, 'one object for all layers')
     inner = _Fields(fields.path, {f'{name}.{key}': value for key, value in rope.items()})
-    theta = inner.number(f'{name}.rope_theta', fields.number('rope_theta', 10000.0))
+    theta = inner.number(f'{name}.rope_theta', fields.number('rope_theta', default_theta))
     if inner.get(partial := f'{name}.partial_rotary_factor', 1.0) != 1.0:
         raise fields.unsupported(partial, inner.get(partial), '1.0')
     kind = rope.get('rope_type', rope.get('type', 'default'))
@@ -231,17 +271,18 @@ def _rotary(fields: _Fields) -> tuple[float, Llama3Scaling | None]:
 
 def _window(fields: _Fields, family: str, n_layers: int) -> tuple[int | None, int]:
     """(the window in tokens or None, the first layer that has it)."""
-    size, first, windows = None, 0, FAMILIES[family].windows
+    size, first, windows, default = None, 0, FAMILIES[family].windows, FAMILIES[family].window
     if windows == 'none':
         if (value := fields.get('sliding_window')) is not None:
             raise fields.unsupported(
                 'sliding_window', value, f'null, since transformers ignores it in a {family} model'
             )
     elif windows == 'all':
-        size = None if fields.is_null('sliding_window') else fields.integer('sliding_window', _WINDOW)
-    elif fields.flag('use_sliding_window') and not fields.is_null('sliding_window'):
-        size = fields.integer('sliding_window', _WINDOW)
-        first = fields.integer('max_window_layers', _NO_WINDOW_LAYERS, least=0)
+        size = _window_size(fields, default)
+    elif fields.flag('use_sliding_window'):
+        size = _window_size(fields, default)
+        if windows == 'some' and size is not None:
+            first = fields.integer('max_window_layers', _NO_WINDOW_LAYERS, least=0)
     if (types := fields.get('layer_types')) is not None:
         listed = _first_window_layer(fields, types, n_layers)
         if size is not None and windows == 'some':  # for other families transformers ignores the list
@@ -249,6 +290,12 @@ def _window(fields: _Fields, family: str, n_layers: int) -> tuple[int | None, in
         elif listed != (n_layers if size is None else 0):
             raise fields.unsupported('layer_types', types, f'what a {family} model with sliding_window={size} computes')
     return (None, 0) if size is None or first >= n_layers else (size, first)
+
+
+def _window_size(fields: _Fields, default: int | None) -> int | None:
+    if fields.is_null('sliding_window') or fields.get('sliding_window', default) is None:
+        return None
+    return fields.integer('sliding_window', default)
 
 
 def _first_window_layer(fields: _Fields, types: object, n_layers: int) -> int:
@@ -267,25 +314,49 @@ def _family_fields(config: ModelConfig) -> dict[str, object]:
         fields['attention_bias'] = config.qkv_bias
     if family.windows != 'none':
         fields['sliding_window'] = config.sliding_window
+    if family.windows in ('flag', 'some'):
+        fields['use_sliding_window'] = config.sliding_window is not None
     if family.windows == 'some':
         windowed = config.sliding_window is not None
-        fields['use_sliding_window'] = windowed
         fields['max_window_layers'] = config.first_window_layer if windowed else config.n_layers
+    return fields | _expert_fields(config)
+
+
+def _expert_fields(config: ModelConfig) -> dict[str, object]:
+    names, experts = FAMILIES[config.family].experts, config.experts
+    if names is None or experts is None:
+        return {}
+    fields: dict[str, object] = {
+        names.count[0]: experts.count,
+        'num_experts_per_tok': experts.per_token,
+        names.d_expert[0]: experts.d_expert,
+        'output_router_logits': False,
+        'router_aux_loss_coef': 0.0,  # of supervised training in transformers; the weights do not say what they had
+    }
+    if names.normalised is None:
+        fields['norm_topk_prob'] = experts.normalised
+    if names.has_dense_layers:
+        fields |= {'mlp_only_layers': list(experts.dense_layers), 'decoder_sparse_step': 1}
     return fields
 
 
 def _require_expressible(config: ModelConfig) -> None:
     """Raises HfError for a config that the family's config.json has no field for."""
     family = FAMILIES[config.family]
-    expected: dict[str, object] = {'qk_norm': family.qk_norm, 'plain': False}
+    expected: dict[str, object] = {'qk_norm': family.qk_norm, 'whole_qk_norm': family.whole_qk_norm, 'plain': False}
     if family.attention_bias == 'field':
         expected['output_bias'] = config.qkv_bias
     else:
         expected |= {'qkv_bias': family.attention_bias == 'qkv', 'output_bias': False}
     if family.windows == 'none':
         expected['sliding_window'] = None
-    if family.windows == 'all' and config.sliding_window is not None:
+    if family.windows in ('all', 'flag') and config.sliding_window is not None:
         expected['first_window_layer'] = 0
+    if config.experts is not None and family.experts is not None:
+        if family.experts.normalised is not None and config.experts.normalised != family.experts.normalised:
+            raise HfError(f'normalised={config.experts.normalised} cannot be written for family={config.family!r}')
+        if config.experts.dense_layers and not family.experts.has_dense_layers:
+            raise HfError(f'dense layers {config.experts.dense_layers} cannot be written for family={config.family!r}')
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise HfError(

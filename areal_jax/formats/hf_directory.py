@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.files import Announce, announce_nothing
+from areal_jax.formats.fused_experts import split_fused
 from areal_jax.formats.hf import HfTensor, WeightsError, from_hf_names, hf_tensors, require_tensors
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
@@ -134,6 +135,7 @@ def _require_model(
     kept = {name: tensor for name, tensor in stored.items() if not name.endswith(_ROTARY_BUFFER)}
     head = kept.pop(_HEAD, None) if config.tie_embeddings else None
     try:
+        kept = split_fused(kept, config)
         require_tensors(kept, config)
     except WeightsError as error:
         raise HfError(f'{directory}: {error}') from error
@@ -164,16 +166,15 @@ def _place_all(
     done, total = 0, sum(tensor.nbytes for tensor in stored.values())
     for path, tensors in _leaves(config, layers).items():
         sources = [stored[tensor.name] for tensor in tensors]
-        first = tensors[0]
-        shape = first.shape[::-1] if first.transposed else first.shape
-        stacked = layers == 'stacked' and first.path != first.stacked_path
+        first, last = tensors[0], tensors[-1]
+        places = [_place_in(tensor, layers) for tensor in tensors]
+        whole = first.shape[::-1] if first.transposed else first.shape
         leaf = _place(
-            (len(tensors), *shape) if stacked else shape,
+            (*(number + 1 for number in _place_in(last, layers)), *whole),
             leaf_at(shardings, path) if isinstance(shardings, Mapping) else shardings,
             np.dtype(jnp.dtype(dtype)) if dtype else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
-            sources,
+            list(zip(places, sources, strict=True)),
             first.transposed,
-            stacked,
         )
         leaves.append((path, leaf))
         done += sum(tensor.nbytes for tensor in sources)
@@ -182,31 +183,37 @@ def _place_all(
 
 
 def _leaves(config: ModelConfig, layers: str) -> dict[str, list[HfTensor]]:
-    """The tensors of every leaf by the leaf's path: one tensor, or in stacked form one per layer."""
+    """The tensors of every leaf by the leaf's path: one, or one an expert, and in stacked form as many a layer."""
     leaves: dict[str, list[HfTensor]] = {}
     for tensor in hf_tensors(config):
         leaves.setdefault(tensor.stacked_path if layers == 'stacked' else tensor.path, []).append(tensor)
     return leaves
 
 
+def _place_in(tensor: HfTensor, layers: str) -> tuple[int, ...]:
+    """Where a tensor is in its leaf: its numbers along the axes of layers and experts that the leaf has."""
+    numbers = tensor.layer if layers == 'stacked' else None, tensor.expert
+    return tuple(number for number in numbers if number is not None)
+
+
 def _place(
     shape: tuple[int, ...],
     sharding: jax.sharding.Sharding | None,
     dtype: np.dtype,
-    sources: Sequence[StoredTensor],
+    sources: Sequence[tuple[tuple[int, ...], StoredTensor]],
     transposed: bool,
-    stacked: bool,
 ) -> jax.Array:
     """The leaf as an array: fills this process's shards in host memory, moves them to the devices and frees them."""
     whole = tuple((0, size) for size in shape)
     indices = [] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
     wanted = {_bounds(index, shape) for index in indices} or {whole}
     shards = {bounds: np.empty([end - first for first, end in bounds], dtype) for bounds in wanted}
-    for number, tensor in enumerate(sources):
-        parts = shards.items()
-        if stacked:
-            inside = ((b, host) for b, host in parts if b[0][0] <= number < b[0][1])
-            parts = {b[1:]: host[number - b[0][0]] for b, host in inside}.items()
+    for place, tensor in sources:
+        parts = []
+        for bounds, host in shards.items():
+            if all(first <= number < end for number, (first, end) in zip(place, bounds, strict=False)):
+                at = tuple(number - first for number, (first, _) in zip(place, bounds, strict=False))
+                parts.append((bounds[len(place) :], host[at]))
         fill([(b[::-1], host.T) if transposed else (b, host) for b, host in parts], tensor)
     if sharding is None:
         return jax.block_until_ready(jax.device_put(shards[whole]))

@@ -7,6 +7,7 @@ disk's free space and make the directory appear at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -97,10 +98,11 @@ class HfFiles:
         """
         fetch = fetch or (lambda path: np.asarray(leaf_at(self.params, path)))
         tensors, planned = self.tensors, self.weights[name]
+        fetch_once = functools.lru_cache(maxsize=1)(fetch)  # a leaf is the tensors of many experts, one after the other
 
         def read(key: str) -> np.ndarray:
             note(_nbytes(planned[key]))
-            return _host_tensor(fetch(tensors[key].path), tensors[key], planned[key].dtype)
+            return _host_tensor(fetch_once(tensors[key].path), tensors[key], planned[key].dtype)
 
         write_tensors(directory / name, planned, read)
 
@@ -199,15 +201,16 @@ def _index(weights: Mapping[str, _Planned]) -> dict[str, object]:
 
 
 def _host_tensor(leaf: np.ndarray, tensor: HfTensor, dtype: np.dtype) -> np.ndarray:
+    given = np.asarray(tensor.take_from(leaf))
     with np.errstate(over='ignore'):
-        values = leaf.astype(dtype, copy=False)
-    if values.dtype != leaf.dtype and not np.isfinite(values).all():
+        values = given.astype(dtype, copy=False)
+    if values.dtype != given.dtype and not np.isfinite(values).all():
         largest = float(jnp.finfo(values.dtype).max)
         raise HfError(
             f'{tensor.name} has values that {values.dtype} cannot hold (its largest is {largest:.5g}); write float32, '
             'or bfloat16 in place of float16'
         )
-    return values.T if tensor.transposed else values
+    return values
 
 
 def _nbytes(tensor: jax.ShapeDtypeStruct) -> int:

@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Attend, Constrain
+from areal_jax.models.expert_mesh import make_mix
+from areal_jax.models.experts import Mix, Routing
 from areal_jax.models.logprobs import TokenFunction, sharded_token_logprobs, token_logprobs
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
@@ -32,7 +34,14 @@ class PackedDecoder(Protocol):
     """What the learner needs of a model (models/decoder.py)."""
 
     def hidden(
-        self, params: Tree, tokens: jax.Array, positions: jax.Array, attend: Attend, *, constrain: Constrain
+        self,
+        params: Tree,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        *,
+        constrain: Constrain,
+        routing: Routing,
     ) -> tuple[jax.Array, Tree]: ...
 
     def head(self, params: Tree) -> jax.Array: ...
@@ -75,15 +84,17 @@ def predicting_states(
     """
     tokens = Stream(mesh, *rows['tokens'].shape)
     inputs, positions, sources = rows['tokens'], rows['positions'], rows['sources']
+    used = rows['segment_ids'] > 0
     if (context := 1 if mesh is None else mesh.shape['context']) > 1:
         sources = slice_places(sources, inputs.shape[1], context)
-        inputs, positions = to_slices(inputs, context), to_slices(positions, context)
+        inputs, positions, used = (to_slices(places, context) for places in (inputs, positions, used))
     flat_hidden, _ = decoder.hidden(  # [R * T, d]
         params,
         tokens.flatten(inputs),
         tokens.flatten(positions),
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
+        routing=Routing(tokens.mix(), valid=tokens.flatten(used)),
     )
     return jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
 
@@ -141,6 +152,11 @@ class Stream:
     def constrain(self, x: jax.Array) -> jax.Array:
         """The stream [R * T, ...], sharded by token: no device holds a part of a token's features."""
         return self._at(x, TOKEN_AXES)
+
+    def mix(self) -> Mix:
+        """The product of experts for tokens of the flat stream."""
+        platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        return make_mix(platform, self.mesh, TOKEN_AXES)
 
     def _at(self, x: jax.Array, *spec: str | tuple[str, ...]) -> jax.Array:
         if self.mesh is None:

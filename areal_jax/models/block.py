@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_jax.models.activations import Activations
+from areal_jax.models.experts import Routed, Routing, choose_experts
 from areal_jax.models.lora import Lora
 from areal_jax.models.rotary import rotate
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.models.weights import Nested, WeightSpec
 from areal_jax.types import Tree
 
@@ -26,7 +27,7 @@ AttendLayer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Tree]
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each with a norm before it and added to the residual stream."""
+    """Attention and MLP or experts, each with a norm before it and added to the residual stream."""
 
     attention_norm: nnx.Param
     mlp_norm: nnx.Param
@@ -35,13 +36,28 @@ class Layer(nnx.Module):
         _declare(self, weights)
         self.eps, self.form = c.rms_eps, form
         self.attention = _Attention(c, _below(weights, 'attention'), lora, form)
-        self.mlp = (_PlainMlp if c.plain else _Mlp)(_below(weights, 'mlp'), lora, form)
+        of_mlp = _below(weights, 'mlp')
+        self.mlp: _Experts | _PlainMlp | _Mlp
+        if 'experts' in of_mlp:
+            assert c.experts is not None
+            self.mlp = _Experts(of_mlp, c.experts, c.d_model, form)
+        else:
+            self.mlp = (_PlainMlp if c.plain else _Mlp)(of_mlp, lora, form)
 
-    def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
-        """Activations x -> (x, the layer's entry of the cache)."""
+    def __call__(
+        self, x: jax.Array, rotation: Rotation, attend: AttendLayer, routing: Routing
+    ) -> tuple[jax.Array, Tree, Routed | None]:
+        """Activations x -> (x, the layer's entry of the cache, what its router chose).
+
+        `routing.recorded` is that of the layer, [T, k].
+        """
         out, entry = self.attention(self._norm(x, self.attention_norm[...]), rotation, attend)
         x = x + out
-        return x + self.mlp(self._norm(x, self.mlp_norm[...])), entry
+        normal = self._norm(x, self.mlp_norm[...])
+        if not isinstance(self.mlp, _Experts):
+            return x + self.mlp(normal), entry, None
+        y, routed = self.mlp(normal, routing)
+        return x + y, entry, routed
 
     def _norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         return rms_norm(x, self.form.by_feature(scale), self.eps, self.form.features)
@@ -56,10 +72,15 @@ class _Attention(nnx.Module):
         self.query, self.key, self.value, self.output = (
             _Linear(_below(weights, name), lora, form) for name in ('query', 'key', 'value', 'output')
         )
-        self.head_dim, self.eps, self.qk_norm, self.form = c.head_dim, c.rms_eps, c.qk_norm, form
+        self.head_dim, self.eps, self.form = c.head_dim, c.rms_eps, form
+        self.qk_norm, self.whole_qk_norm = c.qk_norm, c.whole_qk_norm
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: AttendLayer) -> tuple[jax.Array, Tree]:
         projected = _project(x, self.query, self.key, self.value)
+        if self.whole_qk_norm:
+            norm = lambda y, scale: rms_norm(y, self.form.by_feature(scale[...]), self.eps, self.form.features)
+            q, k, v = projected
+            projected = norm(q, self.query_norm), norm(k, self.key_norm), v
         q, k, v = (self.form.split_heads(y, self.head_dim) for y in projected)
         if self.qk_norm:
             q, k = rms_norm(q, self.query_norm[...], self.eps), rms_norm(k, self.key_norm[...], self.eps)
@@ -77,6 +98,32 @@ class _Mlp(nnx.Module):
         gate, up = _project(x, self.gate, self.up)
         [y] = _project(jax.nn.silu(gate) * up, self.down)
         return y
+
+
+class _Experts(nnx.Module):
+    def __init__(self, weights: Nested, experts: Experts, d_model: int, form: Activations):
+        self.router = _Linear(_below(weights, 'router'), None, form)
+        self.experts = _ExpertWeights(_below(weights, 'experts'))
+        self.choice, self.d_model, self.form = experts, d_model, form
+
+    def __call__(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, Routed]:
+        with jax.default_matmul_precision('float32'):
+            router = self.router.weight.get_value().astype(jnp.float32)
+            [logits] = self.form.multiply(x.astype(jnp.float32), router)
+        rows = lambda y, features: self.form.split_heads(y, features)[:, 0]
+        choice = choose_experts(rows(logits, self.choice.count), self.choice, routing.valid, routing.recorded)
+        matrices = (matrix.get_value() for matrix in (self.experts.gate, self.experts.up, self.experts.down))
+        y = routing.mix(rows(x, self.d_model), choice.experts, choice.weights, *matrices)
+        return self.form.join_heads(y[:, None]), choice.routed
+
+
+class _ExpertWeights(nnx.Module):
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+
+    def __init__(self, weights: Nested):
+        _declare(self, weights)
 
 
 class _PlainMlp(nnx.Module):

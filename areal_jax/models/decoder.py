@@ -6,10 +6,11 @@ computes a layer. Shapes: T tokens, H heads, K kv heads, D head_dim, d model wid
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models import initial, native_layers
 from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.block import Layer, Rotation, rms_norm
+from areal_jax.models.experts import Routed, Routing
 from areal_jax.models.layers import FORMS, stack_layers
 from areal_jax.models.logprobs import BlockSums, Ranking, rank_tokens
 from areal_jax.models.lora import Lora
@@ -27,14 +29,17 @@ from areal_jax.models.quantized import QUANTIZED, Quantized, rank_logits
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.vocabulary_tiles import effective_temperature
-from areal_jax.models.weights import Params, at_layer, map_matrices, nest, weight_table
+from areal_jax.models.weights import Params, map_matrices, nest, weight_table
 from areal_jax.types import Tree
 
 # (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window) -> (out [T, H, D], cache of the layer)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Tree, int | None], tuple[jax.Array, Tree]]
 Constrain = Callable[[jax.Array], jax.Array]
-_Block = Callable[[Params, jax.Array, Tree], tuple[jax.Array, Tree]]  # (weights, x, cache) of a layer -> (x, cache)
-_MakeBlock = Callable[[int | None], _Block]  # for the layers of a window
+_Written = tuple[Tree, Routed | None]  # the entry of the cache of a layer, and what its router chose
+# (weights, x, entry of the cache, recorded routes [T, k]) of a layer -> (x, what it wrote)
+_Block = Callable[[Params, jax.Array, Tree, jax.Array | None], tuple[jax.Array, _Written]]
+_Kind = tuple[int | None, bool]  # of a layer: its window, and whether it has experts
+_MakeBlock = Callable[[_Kind], _Block]
 
 _TOKENS = {**ACTIVATIONS, **QUANTIZED}
 _SAVED_ATTENTION = ('attention_output', 'attention_lse')  # as the attention backends tag them
@@ -86,8 +91,13 @@ class Decoder:
         self.config, self.layers, self.lora, self.tokens = config, layers, lora, tokens
         self._remat, self._form = remat, _TOKENS[tokens]
         self._table = weight_table(config, lora)
-        specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if spec.in_layers)
-        self._layer_graph = nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, self._form)))[0]
+        self._kinds = [(config.window(layer), config.has_experts(layer)) for layer in range(config.n_layers)]
+        have_experts = {has_experts for _, has_experts in self._kinds}
+        if layers == 'stacked' and len(have_experts) > 1:
+            raise ConfigError(
+                "learner.layers='stacked' needs layers with the same MLP, and some have experts: use 'list'"
+            )
+        self._layer_graphs = {has_experts: self._make_graph(has_experts) for has_experts in have_experts}
 
     def __eq__(self, other: object) -> bool:
         """Equal decoders compute the same."""
@@ -99,6 +109,11 @@ class Decoder:
     @property
     def _form_of_all(self) -> tuple[ModelConfig, str, str, Lora | None, str]:
         return self.config, self.layers, self._remat, self.lora, self.tokens
+
+    def _make_graph(self, has_experts: bool) -> nnx.GraphDef:
+        layer = next(layer for layer, (_, has) in enumerate(self._kinds) if has == has_experts)
+        specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if layer in spec.layers)
+        return nnx.split(nnx.eval_shape(lambda: Layer(self.config, specs, self.lora, self._form)))[0]
 
     def without_adapters(self) -> Decoder:
         """The decoder of weights that have none, of the same shape and form."""
@@ -117,8 +132,7 @@ class Decoder:
         leaves: list[tuple[str, jax.ShapeDtypeStruct]] = []
         for spec in self._table.values():
             leaf = jax.ShapeDtypeStruct((n, *spec.shape) if stacked and spec.in_layers else spec.shape, jnp.float32)
-            paths = [spec.stacked_path] if stacked else [at_layer(spec.path, i) for i in range(n)]
-            leaves += [(path, leaf) for path in (paths if spec.in_layers else [spec.path])]
+            leaves += [(path, leaf) for path in ([spec.stacked_path] if stacked else spec.paths)]
         return nest(leaves)
 
     def init(self, seed: int, scale: float = 1.0, embedding_scale: float = 1.0) -> Params:
@@ -148,6 +162,7 @@ class Decoder:
         cache: Tree = None,
         constrain: Constrain = lambda x: x,
         wanted: jax.Array | None = None,
+        routing: Routing | None = None,
     ) -> tuple[jax.Array, Tree]:
         """Hidden states before the head, and the cache that `attend` returned, one entry per layer.
 
@@ -163,17 +178,36 @@ class Decoder:
           cache: a tuple of entries in list form; entries stacked along a leading axis in stacked form.
           constrain: sharding constraint of the residual stream, applied to the embedding and after every layer.
           wanted: int32 [], only the first so many tokens count, and the others may be left out; None = all.
+          routing: of models with experts.
         """
+        return self.hidden_and_routes(params, tokens, positions, attend, cache, constrain, wanted, routing)[:2]
+
+    def hidden_and_routes(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Tree = None,
+        constrain: Constrain = lambda x: x,
+        wanted: jax.Array | None = None,
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, Tree, Routed | None]:
+        """`hidden`, and what the routers chose; None of a model without experts."""
         c = self.config
         x, rotation = self._enter(params, tokens, positions)
         x = constrain(x)
         run = self._run_stacked if self.layers == 'stacked' else self._run_list
         count = jnp.int32(len(tokens)) if wanted is None else wanted
-        make = functools.partial(self._make_block, rotation, attend, constrain, count)
-        x, written = run(params['layers'], x, cache, make)
+        routing = routing or Routing()
+        if wanted is not None:
+            first = jnp.arange(len(tokens)) < wanted
+            routing = dataclasses.replace(routing, valid=first if routing.valid is None else routing.valid & first)
+        make = functools.partial(self._make_block, rotation, attend, constrain, count, routing)
+        x, written, routed = run(params['layers'], x, cache, make, routing.recorded)
         if not c.plain:
             x = rms_norm(x, self._form.by_feature(params['final_norm']), c.rms_eps, self._form.features)
-        return x, written
+        return x, written, routed
 
     def can_step(self, params: Params) -> bool:
         """Whether `step` takes these prepared weights."""
@@ -218,7 +252,8 @@ class Decoder:
         return x, rotation
 
     def _is_native(self, layer: Params) -> bool:
-        return self.tokens.startswith('native') and not self.config.plain and native_layers.can_compute(layer)
+        ours = self.tokens.startswith('native') and not (self.config.plain or self.config.whole_qk_norm)
+        return ours and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> Tree:
         """[V, d], or [output_size, d], as it is stored: the embedding when tied."""
@@ -254,59 +289,76 @@ class Decoder:
         return rank_tokens(rows, head, targets, temperature, most)
 
     def parameter_count(self) -> int:
-        repeats = lambda spec: self.config.n_layers if spec.in_layers else 1
-        return sum(repeats(spec) * math.prod(spec.shape) for spec in self._table.values())
+        return sum(len(spec.paths) * math.prod(spec.shape) for spec in self._table.values())
 
     def _run_list(
-        self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock
-    ) -> tuple[jax.Array, tuple[Tree, ...]]:
+        self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock, recorded: jax.Array | None
+    ) -> tuple[jax.Array, tuple[Tree, ...], Routed | None]:
         n = self.config.n_layers
         entries = (None,) * n if cache is None else tuple(cache)
         if len(entries) != n:
             raise ValueError(f'cache has {len(entries)} entries, the decoder {n} layers')
-        windows = [self.config.window(index) for index in range(n)]
-        # one function for all layers of a window: jax.checkpoint traces and differentiates it once
-        blocks = {window: make(window) for window in set(windows)}
-        written = []
-        for index, (window, entry) in enumerate(zip(windows, entries, strict=True)):
-            x, entry = blocks[window](layers[str(index)], x, entry)
+        # one function for all layers of a kind: jax.checkpoint traces and differentiates it once
+        blocks = {kind: make(kind) for kind in set(self._kinds)}
+        written: list[Tree] = []
+        routed: list[Routed] = []
+        for index, (kind, entry) in enumerate(zip(self._kinds, entries, strict=True)):
+            route = None if recorded is None or not kind[1] else recorded[len(routed)]
+            x, (entry, chosen) = blocks[kind](layers[str(index)], x, entry, route)
             written.append(entry)
-        return x, tuple(written)
+            if chosen is not None:
+                routed.append(chosen)
+        return x, tuple(written), jax.tree.map(lambda *parts: jnp.stack(parts), *routed) if routed else None
 
-    def _run_stacked(self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock) -> tuple[jax.Array, Tree]:
+    def _run_stacked(
+        self, layers: Params, x: jax.Array, cache: Tree, make: _MakeBlock, recorded: jax.Array | None
+    ) -> tuple[jax.Array, Tree, Routed | None]:
         if wrong := [leaf.shape for leaf in jax.tree.leaves(cache) if leaf.shape[:1] != (self.config.n_layers,)]:
             raise ValueError(
                 f'stacked cache has a leaf {wrong[0]}; its first axis must be {self.config.n_layers} layers'
             )
         parts = []
-        for first, end, window in self._runs():
-            block = make(window)
+        for first, end, kind in _runs(self._kinds):
+            block = make(kind)
             whole = end - first == self.config.n_layers  # slicing would copy
-            run = (layers, cache) if whole else jax.tree.map(lambda leaf: leaf[first:end], (layers, cache))
-            x, written = jax.lax.scan(lambda x, one: block(one[0], x, one[1]), x, run)
+            inputs = layers, cache, recorded
+            run = inputs if whole else jax.tree.map(lambda leaf: leaf[first:end], inputs)
+            x, written = jax.lax.scan(lambda x, one: block(one[0], x, *one[1:]), x, run)
             parts.append(written)
-        return x, parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: jnp.concatenate(p), *parts)
-
-    def _runs(self) -> Iterator[tuple[int, int, int | None]]:
-        """(first, end, window) of consecutive layers with the same window."""
-        first = 0
-        for window, run in itertools.groupby(range(self.config.n_layers), self.config.window):
-            end = first + len(list(run))
-            yield first, end, window
-            first = end
+        joined = parts[0] if len(parts) == 1 else jax.tree.map(lambda *p: jnp.concatenate(p), *parts)
+        return x, *joined
 
     def _make_block(
-        self, rotation: Rotation, attend: Attend, constrain: Constrain, wanted: jax.Array, window: int | None
+        self,
+        rotation: Rotation,
+        attend: Attend,
+        constrain: Constrain,
+        wanted: jax.Array,
+        routing: Routing,
+        kind: _Kind,
     ) -> _Block:
-        def block(weights: Params, x: jax.Array, entry: Tree) -> tuple[jax.Array, Tree]:
+        window, has_experts = kind
+
+        def block(weights: Params, x: jax.Array, entry: Tree, recorded: jax.Array | None) -> tuple[jax.Array, _Written]:
             seen = lambda q, k, v: attend(q, k, v, entry, window)
             if self._is_native(weights):
                 x, entry_after = native_layers.run_layer(self.config, weights, x, rotation, seen, wanted)
-            else:
-                x, entry_after = nnx.merge(self._layer_graph, weights)(x, rotation, seen)
-            return constrain(x), entry_after
+                return constrain(x), (entry_after, None)
+            layer = nnx.merge(self._layer_graphs[has_experts], weights)
+            own = dataclasses.replace(routing, recorded=recorded)
+            x, entry_after, routed = layer(x, rotation, seen, own)
+            return constrain(x), (entry_after, routed)
 
         if self._remat == 'none':
             return block
         # prevent_cse stops XLA from reusing forward results in the backward pass; a scan separates the two by itself
         return jax.checkpoint(block, policy=REMAT[self._remat], prevent_cse=self.layers == 'list')
+
+
+def _runs(kinds: Sequence[_Kind]) -> Iterator[tuple[int, int, _Kind]]:
+    """(first, end, kind) of consecutive layers of the same kind."""
+    first = 0
+    for kind, run in itertools.groupby(kinds):
+        end = first + len(list(run))
+        yield first, end, kind
+        first = end

@@ -5,7 +5,7 @@ Hugging Face and GGUF. `weights` puts in the sizes of a model; initial weights, 
 table from there. A new family is a new entry of FAMILIES: the rows it shares with the others and the rows of its own.
 
 Sizes are letters: V vocabulary, O tokens that are predicted, C context tokens, d model width, F width of the MLP, D
-head_dim, HD all heads, KD all kv heads.
+head_dim, HD all heads, KD all kv heads, E experts, M width of an expert.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Init(enum.Enum):
 
     ONES = 'ones'
     ZEROS = 'zeros'
-    MATRIX = 'matrix'  # [in, out]
+    MATRIX = 'matrix'  # [..., in, out]
     TABLE = 'table'  # [V, d], whose fan in is d
     LOOKUP = 'lookup'  # TABLE of which a token reads one row: times `embedding_scale` as well
     RESIDUAL = 'residual'  # MATRIX that writes to the residual stream: divided by sqrt(2 n_layers)
@@ -31,14 +31,17 @@ class Weight:
     """One row: a weight as every model of a family declares it."""
 
     path: str  # in the tree of weights, 'layers/*/attention/query/weight'; '*' in place of the layer's number
-    shape: str  # a letter per axis, 'd HD'
+    shape: str  # a letter per axis, 'd HD'; a leading E: one matrix an expert
     axes: str  # a logical axis per axis, 'embed heads': sharding.rules cuts by them
     init: Init
-    hf_name: str | None = None  # tensor of Hugging Face, 'model.layers.*.self_attn.q_proj.weight'; None = it has none
-    transposed: bool = False  # whether the tensor of Hugging Face is the transpose of the leaf
+    # tensor of Hugging Face, 'model.layers.*.self_attn.q_proj.weight', with a second '*' for the expert's number where
+    # each has a tensor of its own; None = it has none
+    hf_name: str | None = None
+    transposed: bool = False  # whether the tensor of Hugging Face is the transpose of the leaf, or of an expert's part
     gguf_name: str | None = None  # tensor of GGUF, 'blk.*.attn_q.weight'
     when: str | None = None  # field of ModelConfig that must be true for the weight to exist
     unless: str | None = None  # field of ModelConfig that must be false
+    layers: Literal['all', 'dense', 'experts'] = 'all'  # which layers have it, by their MLP
 
 
 def projection(
@@ -51,11 +54,12 @@ def projection(
     *,
     when: str | None = None,
     unless: str | None = None,
+    layers: Literal['all', 'dense', 'experts'] = 'all',
 ) -> Weight:
-    """A matrix [in, out] of every layer; files hold it as [out, in]."""
+    """A matrix [in, out] of layers; files hold it as [out, in]."""
     gguf_name = gguf_name and f'blk.*.{gguf_name}.weight'
     hf_name = f'model.layers.*.{hf_name}.weight'
-    return Weight(f'layers/*/{path}/weight', shape, axes, init, hf_name, True, gguf_name, when, unless)
+    return Weight(f'layers/*/{path}/weight', shape, axes, init, hf_name, True, gguf_name, when, unless, layers)
 
 
 def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight:
@@ -71,8 +75,24 @@ def norm(path: str, shape: str, hf_name: str, gguf_name: str | None = None, when
     return Weight(f'layers/*/{path}', shape, 'features', Init.ONES, hf_name, gguf_name=gguf_name, when=when)
 
 
+def experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """Router and experts of a layer, by the names of their modules in files of Hugging Face."""
+
+    def one(name: str, shape: str, axes: str, hf_name: str, init: Init = Init.MATRIX) -> Weight:
+        hf_name = f'model.layers.*.{module}.experts.*.{hf_name}.weight'
+        return Weight(f'layers/*/mlp/experts/{name}', shape, axes, init, hf_name, True, layers='experts')
+
+    return (
+        # the axis of the router's outputs is never cut: every device chooses among all experts
+        projection('mlp/router', 'd E', 'embed routes', f'{module}.gate', layers='experts'),
+        one('gate', 'E d M', 'experts embed mlp', gate),
+        one('up', 'E d M', 'experts embed mlp', up),
+        one('down', 'E M d', 'experts mlp embed', down, Init.RESIDUAL),
+    )
+
+
 # in the order of the forward pass, which is the order of the tensors in files
-COMMON = (
+_BEFORE_MLP = (
     Weight('embedding', 'V d', 'vocab embed', Init.LOOKUP, 'model.embed_tokens.weight', gguf_name='token_embd.weight'),
     Weight('positions', 'C d', 'features embed', Init.LOOKUP, when='plain'),
     norm('attention_norm', 'd', 'input_layernorm', 'attn_norm'),
@@ -83,17 +103,25 @@ COMMON = (
     projection('attention/value', 'd KD', 'embed kv_heads', 'self_attn.v_proj', 'attn_v'),
     bias('attention/value', 'KD', 'self_attn.v_proj', when='qkv_bias'),
     norm('attention/query_norm', 'D', 'self_attn.q_norm', when='qk_norm'),
+    norm('attention/query_norm', 'HD', 'self_attn.q_norm', when='whole_qk_norm'),
     norm('attention/key_norm', 'D', 'self_attn.k_norm', when='qk_norm'),
+    norm('attention/key_norm', 'KD', 'self_attn.k_norm', when='whole_qk_norm'),
     projection(
         'attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', 'attn_output', Init.RESIDUAL, unless='plain'
     ),
     projection('attention/output', 'HD d', 'heads embed', 'self_attn.o_proj', when='plain'),
     bias('attention/output', 'd', 'self_attn.o_proj', when='output_bias'),
     norm('mlp_norm', 'd', 'post_attention_layernorm', 'ffn_norm'),
-    projection('mlp/gate', 'd F', 'embed mlp', 'mlp.gate_proj', 'ffn_gate', unless='plain'),
-    projection('mlp/up', 'd F', 'embed mlp', 'mlp.up_proj', 'ffn_up'),
-    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', 'ffn_down', Init.RESIDUAL, unless='plain'),
-    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', when='plain'),
+)
+_MLP = (
+    projection('mlp/gate', 'd F', 'embed mlp', 'mlp.gate_proj', 'ffn_gate', unless='plain', layers='dense'),
+    projection('mlp/up', 'd F', 'embed mlp', 'mlp.up_proj', 'ffn_up', layers='dense'),
+    projection(
+        'mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', 'ffn_down', Init.RESIDUAL, unless='plain', layers='dense'
+    ),
+    projection('mlp/down', 'F d', 'mlp embed', 'mlp.down_proj', when='plain', layers='dense'),
+)
+_BEHIND_MLP = (
     Weight(
         'final_norm', 'd', 'features', Init.ONES, 'model.norm.weight', gguf_name='output_norm.weight', unless='plain'
     ),
@@ -107,6 +135,25 @@ COMMON = (
         unless='tie_embeddings',
     ),
 )
+COMMON = (*_BEFORE_MLP, *_MLP, *_BEHIND_MLP)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFields:
+    """What a family's config.json calls its experts, with the defaults of transformers 5.23."""
+
+    count: tuple[
+        str, int
+    ]  # the field's name as transformers 5 writes it; files of 2025 have the other of EXPERT_COUNTS
+    per_token: int
+    d_expert: tuple[str, int]
+    # whether the chosen scores are divided by their sum; None = by the field norm_topk_prob
+    normalised: bool | None = None
+    has_dense_layers: bool = False  # by mlp_only_layers and decoder_sparse_step
+    d_ff: int | None = None  # of dense layers
+
+
+EXPERT_COUNTS = ('num_experts', 'num_local_experts')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +168,12 @@ class Family:
     # which biases the attention has: none; q, k and v; all or none, by the field attention_bias
     attention_bias: Literal['none', 'qkv', 'field'] = 'none'
     qk_norm: bool = False
-    windows: Literal['none', 'all', 'some'] = 'none'  # layers that may have a sliding window
+    whole_qk_norm: bool = False  # over all heads together
+    windows: Literal['none', 'all', 'flag', 'some'] = 'none'  # layers that may have a sliding window
+    window: int | None = 4096  # where the file has none
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+    experts: ExpertFields | None = None
     weights: tuple[Weight, ...] = COMMON
 
 
@@ -130,4 +182,38 @@ FAMILIES = {
     'qwen2': Family('Qwen2ForCausalLM', 32768, 32, None, 'qkv', windows='some'),
     'qwen3': Family('Qwen3ForCausalLM', 32768, 32, 128, 'field', qk_norm=True, windows='some'),
     'mistral': Family('MistralForCausalLM', 131072, 8, None, windows='all'),
+    'qwen3_moe': Family(
+        'Qwen3MoeForCausalLM',
+        32768,
+        4,
+        None,
+        'field',
+        qk_norm=True,
+        windows='flag',
+        experts=ExpertFields(('num_experts', 128), 8, ('moe_intermediate_size', 768), has_dense_layers=True, d_ff=6144),
+        weights=(*_BEFORE_MLP, *_MLP, *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *_BEHIND_MLP),
+    ),
+    'mixtral': Family(
+        'MixtralForCausalLM',
+        131072,
+        8,
+        None,
+        windows='all',
+        window=None,
+        rope_theta=1e6,
+        rms_eps=1e-5,
+        experts=ExpertFields(('num_local_experts', 8), 2, ('intermediate_size', 14336), normalised=True),
+        weights=(*_BEFORE_MLP, *experts('block_sparse_moe', 'w1', 'w3', 'w2'), *_BEHIND_MLP),
+    ),
+    'olmoe': Family(
+        'OlmoeForCausalLM',
+        4096,
+        None,
+        None,
+        'field',
+        whole_qk_norm=True,
+        rms_eps=1e-5,
+        experts=ExpertFields(('num_experts', 64), 8, ('intermediate_size', 2048)),
+        weights=(*_BEFORE_MLP, *experts('mlp', 'gate_proj', 'up_proj', 'down_proj'), *_BEHIND_MLP),
+    ),
 }

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.families import Init
-from areal_jax.models.weights import Params, WeightSpec, at_layer, find_leaf, nest
+from areal_jax.models.weights import Params, WeightSpec, find_leaf, nest
 
 
 def complete(
@@ -21,7 +21,7 @@ def complete(
     key = jax.random.key(seed)
     leaves = []
     for spec in table.values():
-        for path in [at_layer(spec.path, layer) for layer in range(n_layers)] if spec.in_layers else [spec.path]:
+        for path in spec.paths:
             leaf = find_leaf(given, path)
             own = scale * embedding_scale if spec.init is Init.LOOKUP else scale
             leaves.append((path, _draw(key, path, spec, n_layers, own) if leaf is None else leaf))
@@ -31,7 +31,7 @@ def complete(
 def _draw(key: jax.Array, path: str, spec: WeightSpec, n_layers: int, scale: float) -> jax.Array:
     if spec.init in (Init.ONES, Init.ZEROS):
         return jnp.full(spec.shape, float(spec.init is Init.ONES), jnp.float32)
-    deviation = scale / math.sqrt(spec.shape[1 if spec.init in (Init.TABLE, Init.LOOKUP) else 0])
+    deviation = scale / math.sqrt(spec.shape[1 if spec.init in (Init.TABLE, Init.LOOKUP) else -2])
     if spec.init is Init.RESIDUAL:
         deviation /= math.sqrt(2 * n_layers)  # so that the variance of the residual stream does not grow with depth
     return _normal(jax.random.fold_in(key, zlib.crc32(path.encode())), spec.shape, deviation)

@@ -40,6 +40,8 @@ class Read(NamedTuple):
 
 def can_compute(layer: Params) -> bool:
     """Whether the matrices of a layer are all in panels, without adapters."""
+    if 'experts' in layer['mlp']:
+        return False
     return all(has_kernel(linear['weight']) and 'lora_a' not in linear for linear in _linears(layer))
 
 

@@ -32,10 +32,28 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a decoder with RMS norm, rotary positions, grouped queries and SwiGLU.
+class Experts:
+    """The experts in the place of the MLP, and how a token chooses among them; see models/experts.py."""
 
-    It covers Llama 2 and 3, SmolLM2, Qwen 2, 2.5 and 3 (dense), Mistral and models distilled into them.
+    count: int
+    per_token: int  # that a token reaches
+    d_expert: int  # width of one
+    normalised: bool = True  # the scores of the chosen ones are divided by their sum
+    dense_layers: tuple[int, ...] = ()  # ascending; these have an MLP
+
+    def __post_init__(self) -> None:
+        for name in ('count', 'per_token', 'd_expert'):
+            COUNT.require(f'experts.{name}', getattr(self, name))
+        if self.per_token > self.count:
+            raise ConfigError(f'a token cannot reach {self.per_token} of {self.count} experts; lower experts_per_token')
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder with RMS norm, rotary positions, grouped queries and SwiGLU, dense or with experts.
+
+    It covers Llama 2 and 3, SmolLM2, Qwen 2, 2.5 and 3, Mistral, Qwen3-MoE, Mixtral, OLMoE and models distilled into
+    them.
 
     `family` decides names in files, see `families`; the computation follows from the other fields alone.
     """
@@ -46,7 +64,7 @@ class ModelConfig:
     n_heads: int
     n_kv_heads: int  # divides n_heads
     head_dim: int  # even
-    d_ff: int
+    d_ff: int  # of the MLP, where a layer has one
     rope_theta: float  # base of the rotary wavelengths
     rms_eps: float = 1e-5
     tie_embeddings: bool = True  # the head is the embedding
@@ -56,12 +74,14 @@ class ModelConfig:
     qkv_bias: bool = False  # of the query, key and value projections
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMS norm over every query and key head before its rotation
+    whole_qk_norm: bool = False  # RMS norm over all query heads together, and over all key heads
     plain: bool = (
         False  # learned positions (context_tokens of them) and no rotation, ReLU without a gate, no final norm
     )
     rope_scaling: Llama3Scaling | None = None
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None = all before it
     first_window_layer: int = 0  # layers before this one have no window
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         counts = ('vocab_size', 'd_model', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'd_ff', 'context_tokens')
@@ -77,7 +97,22 @@ class ModelConfig:
             raise ConfigError(f'family={self.family!r} is unknown; use one of {", ".join(FAMILIES)}')
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f'sliding_window={self.sliding_window} must be at least 1, or None for no window')
+        if self.qk_norm and self.whole_qk_norm:
+            raise ConfigError('qk_norm and whole_qk_norm are two norms of the same vectors: use one')
+        if (self.experts is None) == (FAMILIES[self.family].experts is not None):
+            has = 'has experts' if self.experts is None else 'has none'
+            raise ConfigError(f'family={self.family!r} {has}, and experts={self.experts} does not fit it')
+        if self.experts and not set(self.experts.dense_layers) <= set(range(self.n_layers)):
+            raise ConfigError(f'dense layers {self.experts.dense_layers} must be layers, 0 to {self.n_layers - 1}')
 
     def window(self, layer: int) -> int | None:
         """How many tokens a token attends to in this layer, itself included; None = all before it."""
         return self.sliding_window if layer >= self.first_window_layer else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts, ascending."""
+        return tuple(filter(self.has_experts, range(self.n_layers)))

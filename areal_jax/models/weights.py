@@ -15,6 +15,7 @@ from typing import TypeVar, Union
 
 import jax
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.models.families import FAMILIES, Init, Weight
 from areal_jax.models.lora import ADAPTERS, Lora
 from areal_jax.models.shape import ModelConfig
@@ -23,6 +24,7 @@ from areal_jax.types import Tree
 
 Params = dict[str, Tree]  # weights by name, nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
 _LAYERS = 'layers/*/'
+_OF_EXPERTS = ('gate', 'up', 'down')
 _Leaf = TypeVar('_Leaf')
 Nested = Mapping[str, Union['WeightSpec', 'Nested']]  # specs by name, nested like the tree
 
@@ -38,11 +40,17 @@ class WeightSpec:
     hf_name: str | None
     transposed: bool
     gguf_name: str | None
+    layers: tuple[int, ...]  # which have one of their own, ascending; () = it is in no layer
 
     @property
     def in_layers(self) -> bool:
-        """Whether every layer has one of its own."""
+        """Whether layers have one of their own each."""
         return self.path.startswith(_LAYERS)
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the leaves in list form."""
+        return [at_layer(self.path, layer) for layer in self.layers] if self.in_layers else [self.path]
 
     @property
     def is_matrix(self) -> bool:
@@ -65,10 +73,17 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
     """Every weight of a model by its path, in the order of the forward pass; read-only.
 
     With `lora`, a projection that it targets is followed by its adapters.
+
+    Raises ConfigError for adapters of experts.
     """
     sizes = _sizes(config)
     rows = [row for row in FAMILIES[config.family].weights if _exists(row, config)]
     if lora:
+        if config.experts and (named := [name for name in lora.targets if name in _OF_EXPERTS]):
+            raise ConfigError(
+                f'lora.targets={lora.targets} names {named[0]!r}, and experts have no adapters: name projections of '
+                'the attention alone'
+            )
         sizes['r'] = lora.rank
         rows = list(_with_adapters(rows, lora.targets))
     specs = (
@@ -80,6 +95,7 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
             row.hf_name,
             row.transposed,
             row.gguf_name,
+            _layers_of(row, config),
         )
         for row in rows
     )
@@ -128,10 +144,21 @@ def at_layer(pattern: str, layer: int) -> str:
 def _sizes(c: ModelConfig) -> dict[str, int]:
     heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     sizes = {'V': c.vocab_size, 'O': c.output_size or c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
+    if c.experts:
+        sizes |= {'E': c.experts.count, 'M': c.experts.d_expert}
     return {**sizes, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
 
 
+def _layers_of(row: Weight, config: ModelConfig) -> tuple[int, ...]:
+    if not row.path.startswith(_LAYERS):
+        return ()
+    kinds = {'all': (False, True), 'dense': (False,), 'experts': (True,)}[row.layers]
+    return tuple(layer for layer in range(config.n_layers) if config.has_experts(layer) in kinds)
+
+
 def _exists(row: Weight, config: ModelConfig) -> bool:
+    if row.path.startswith(_LAYERS) and not _layers_of(row, config):
+        return False
     return (not row.when or getattr(config, row.when)) and not (row.unless and getattr(config, row.unless))
 
 

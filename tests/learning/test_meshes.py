@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.sharding.mesh import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups
 
@@ -74,6 +77,23 @@ def test_a_mesh_changes_nothing(alone, mesh, layers):
         # SGD without clipping: the step is the gradient
         assert np.linalg.norm(step - other) <= 1e-5 * np.linalg.norm(other) + 1e-9, jax.tree_util.keystr(path)
         assert np.linalg.norm(other) > 0
+
+
+def test_a_mesh_changes_nothing_of_experts():
+    config = dataclasses.replace(CONFIG, family='qwen3_moe', experts=Experts(8, 2, 24))
+    params = Decoder(config).init(seed=2, scale=2.0)
+    learners = [
+        make_learner(config=config, params=params, layers=layers, **mesh)
+        for layers, mesh in (('list', {}), ('stacked', _MESHES['fsdp=2 x context=2 x tensor=2']))
+    ]
+    (expected, weights), (metrics, found) = map(update_once, learners)
+    for name in ('loss/value', 'update/grad_norm', 'mismatch/mean_abs'):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, err_msg=name)
+    for path, after in jax.tree_util.tree_leaves_with_path(weights):
+        before, other = (functools.reduce(lambda tree, key: tree[key.key], path, tree) for tree in (params, found))
+        step = np.linalg.norm(np.asarray(after) - np.asarray(before))
+        assert np.linalg.norm(np.asarray(after) - np.asarray(other)) <= 1e-4 * step + 1e-9, path
+        assert step > 0
 
 
 @pytest.mark.slow

@@ -68,6 +68,24 @@ CONFIGS = {
         rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
     ),
     'mistral_full': _config('mistral', 'MistralForCausalLM', sliding_window=None, num_key_value_heads=1),
+    # a file of 2025, and one of transformers 5 with a dense layer and choices whose weights do not sum to 1
+    'qwen3_moe': _config(
+        'qwen3_moe', 'Qwen3MoeForCausalLM', head_dim=12, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+        norm_topk_prob=True, rope_theta=1e6, torch_dtype='float32', decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    'qwen3_moe_mixed': _config(
+        'qwen3_moe', 'Qwen3MoeForCausalLM', num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        attention_bias=True, mlp_only_layers=[0], use_sliding_window=True, sliding_window=9, dtype='float32',
+        rope_parameters={'rope_type': 'default', 'rope_theta': 1e6},
+    ),
+    'mixtral': _config(
+        'mixtral', 'MixtralForCausalLM', num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5, dtype='float32',
+        rope_parameters={'rope_type': 'default', 'rope_theta': 1e6}, sliding_window=None,
+    ),
+    'olmoe': _config(
+        'olmoe', 'OlmoeForCausalLM', num_experts=8, num_experts_per_tok=3, norm_topk_prob=False, clip_qkv=None,
+        tie_word_embeddings=True, rms_norm_eps=1e-5, rope_theta=10000.0, num_key_value_heads=4,
+    ),
 }  # fmt: skip
 
 
@@ -101,18 +119,36 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     biased = ['q', 'k', 'v'] if config['model_type'] == 'qwen2' else ['q', 'k', 'v', 'o']
     if config['model_type'] != 'qwen2' and not config.get('attention_bias'):
         biased = []
+    olmoe = config['model_type'] == 'olmoe'
     for layer in range(config['num_hidden_layers']):
         place = f'model.layers.{layer}.'
         for part, (rows, columns) in {'q': (q, d), 'k': (kv, d), 'v': (kv, d), 'o': (d, q)}.items():
             found[f'{place}self_attn.{part}_proj.weight'] = (rows, columns)
             if part in biased:
                 found[f'{place}self_attn.{part}_proj.bias'] = (rows,)
-        for part in ('q', 'k') if config['model_type'] == 'qwen3' else ():
-            found[f'{place}self_attn.{part}_norm.weight'] = (head_dim,)
-        for part, shape in {'gate': (ff, d), 'up': (ff, d), 'down': (d, ff)}.items():
-            found[f'{place}mlp.{part}_proj.weight'] = shape
+        for part, width in {'q': q, 'k': kv}.items():
+            if config['model_type'] in ('qwen3', 'qwen3_moe', 'olmoe'):
+                found[f'{place}self_attn.{part}_norm.weight'] = (width if olmoe else head_dim,)
+        experts = config.get('num_experts') or config.get('num_local_experts')
+        if not experts or layer in config.get('mlp_only_layers', []):
+            for part, shape in {'gate': (ff, d), 'up': (ff, d), 'down': (d, ff)}.items():
+                found[f'{place}mlp.{part}_proj.weight'] = shape
+        else:
+            found |= _expert_shapes(place, config, experts)
         for norm in ('input_layernorm', 'post_attention_layernorm'):
             found[f'{place}{norm}.weight'] = (d,)
+    return found
+
+
+def _expert_shapes(place: str, config: dict[str, Any], experts: int) -> dict[str, tuple[int, ...]]:
+    mixtral = config['model_type'] == 'mixtral'
+    module = f'{place}block_sparse_moe.' if mixtral else f'{place}mlp.'
+    names = ('w1', 'w3', 'w2') if mixtral else ('gate_proj', 'up_proj', 'down_proj')
+    d, width = config['hidden_size'], config.get('moe_intermediate_size', config['intermediate_size'])
+    found: dict[str, tuple[int, ...]] = {f'{module}gate.weight': (experts, d)}
+    for expert in range(experts):
+        for name, shape in zip(names, ((width, d), (width, d), (d, width)), strict=True):
+            found[f'{module}experts.{expert}.{name}.weight'] = shape
     return found
 
 

@@ -24,11 +24,13 @@ LENGTH = 48  # tokens of a row: both texts and one of padding
 TOLERANCE = 1e-5  # of the range of the logits
 # the two forms run the same layers; one checkpoint has every option that the loop over them can see
 DECODED = [
-    pytest.param(name, marks=[] if name in ('llama3', 'qwen3_window') else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name in ('llama3', 'qwen3_window', 'qwen3_moe_mixed') else [pytest.mark.slow])
     for name in parity.CONFIGS
 ]
 STACKED = [
-    pytest.param(name, 'stacked', marks=[pytest.mark.slow] if name != 'qwen3_window' else []) for name in parity.CONFIGS
+    pytest.param(name, 'stacked', marks=[] if name in ('qwen3_window', 'qwen3_moe') else [pytest.mark.slow])
+    for name in parity.CONFIGS
+    if name != 'qwen3_moe_mixed'  # layers with and without experts do not stack
 ]
 
 
@@ -121,6 +123,11 @@ def test_the_checkpoints_exercise_the_options():
     assert windows['qwen3_window'] == [None, 5]
     assert windows['mistral'] == [7, 7]
     assert windows['qwen2'] == windows['mistral_full'] == [None] * 2
+    experts = {name: config.experts for name, config in configs.items() if config.experts}
+    assert {name: config.dense_layers for name, config in experts.items() if config.dense_layers} == {
+        'qwen3_moe_mixed': (0,)
+    }
+    assert {config.normalised for config in experts.values()} == {True, False}
     assert {config.tie_embeddings for config in configs.values()} == {True, False}
 
 

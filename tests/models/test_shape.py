@@ -18,7 +18,10 @@ CONFIG = ModelConfig(
     [
         ({'n_kv_heads': 3}, 'n_heads=4 is not a multiple of n_kv_heads=3'),
         ({'head_dim': 7}, 'head_dim=7 is odd'),
-        ({'family': 'gpt2'}, "family='gpt2' is unknown; use one of llama, qwen2, qwen3, mistral"),
+        (
+            {'family': 'gpt2'},
+            "family='gpt2' is unknown; use one of llama, qwen2, qwen3, mistral, qwen3_moe, mixtral, olmoe",
+        ),
         ({'n_layers': 0}, 'n_layers=0 must be at least 1'),
         ({'n_kv_heads': 0}, 'n_kv_heads=0 must be at least 1'),
         ({'rope_theta': float('nan')}, 'rope_theta=nan must be above 0 and finite'),

@@ -23,7 +23,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import COMMON, FAMILIES, Family, Init
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.lora import TARGETS, Lora
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.models.weights import find_leaf, leaf_at, logical_axes, nest, weight_table
 from areal_jax.publication.export import export_hf
 from areal_jax.sharding.mesh import make_mesh
@@ -38,6 +38,10 @@ MODELS = {
     'tied': dataclasses.replace(LLAMA, tie_embeddings=True),
     'qwen2': dataclasses.replace(LLAMA, family='qwen2', qkv_bias=True),
     'qwen3': dataclasses.replace(LLAMA, family='qwen3', qk_norm=True),
+    'qwen3_moe': dataclasses.replace(
+        LLAMA, family='qwen3_moe', qk_norm=True, experts=Experts(4, 2, 16, dense_layers=(1,))
+    ),
+    'mixtral': dataclasses.replace(LLAMA, family='mixtral', experts=Experts(4, 2, 40)),
 }
 # the first three numbers of the last row of initial weights for seed 7 and scale 1.5, recorded before there was a table
 INITIAL = {
@@ -53,6 +57,8 @@ HF_TENSORS = {
     'tied': '9ec22018330d1a80d7ffba057a264903cb0b5ac73ccb43779852441dd926832c',
     'qwen2': '67873d5bff07b8531d060d551cd543a225922eb4e6df3f85afabc40a4e6fc298',
     'qwen3': '616f140bdb8a8d758801ddf605ec97ca0dc132413d4e7ee79b61fefa4e32a9a3',
+    'qwen3_moe': '01fab612b68cbc5530027fadc47f7608ead0f660f21d25dd243a0df5272f03a7',
+    'mixtral': '0972938b0aff60dd8f1bf24b9e675a0f48e1f01759579216c3b7f35e62812b22',
 }
 
 
@@ -66,8 +72,8 @@ def initial_leaf(path, shape, n_layers):
         return np.zeros(shape, np.float32)
     if len(shape) == 1:
         return np.ones(shape, np.float32)
-    deviation = 1.5 / math.sqrt(shape[1] if path in ('embedding', 'head') else shape[0])
-    if path.endswith(('attention/output/weight', 'mlp/down/weight')):
+    deviation = 1.5 / math.sqrt(shape[1] if path in ('embedding', 'head') else shape[-2])
+    if path.endswith(('attention/output/weight', 'mlp/down/weight', 'mlp/experts/down')):
         deviation /= math.sqrt(2 * n_layers)
     return normal(jax.random.fold_in(jax.random.key(7), zlib.crc32(path.encode())), shape, deviation)
 
@@ -81,6 +87,8 @@ def normal(key, shape, deviation):
 @pytest.mark.parametrize('name', MODELS)
 def test_initial_weights_are_bit_for_bit_those_of_the_rule_by_names(name, lora):
     config = MODELS[name]
+    if config.experts and lora:
+        lora = Lora(2, 4.0, TARGETS[:4])  # experts have no adapters
     leaves = by_path(Decoder(config, lora=lora).init(7, 1.5))
     for path, leaf in leaves.items():
         np.testing.assert_array_equal(leaf, initial_leaf(path, leaf.shape, config.n_layers), err_msg=path)
@@ -124,8 +132,9 @@ def test_a_row_in_the_sizes_of_a_model():
 
 def test_every_row_is_listed_once_with_an_axis_for_every_size():
     for kind in ('when', 'unless'):  # of a plain decoder, of any other
-        paths = [row.path for row in COMMON if getattr(row, kind) != 'plain']
-        assert len(set(paths)) == len(paths)
+        for norm in ('qk_norm', 'whole_qk_norm'):
+            paths = [row.path for row in COMMON if getattr(row, kind) != 'plain' and row.when != norm]
+            assert len(set(paths)) == len(paths)
     assert [row.path for row in COMMON if len(row.shape.split()) != len(row.axes.split())] == []
 
 

@@ -17,7 +17,8 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.families import FAMILIES
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.tasks.token_reversal import characters
 from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer, HfTokenizer, Tokenizer
 
@@ -130,6 +131,7 @@ def character_tokenizer(config: TrackedConfig) -> CharacterTokenizer:
 
 def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
     plain = config.model.family == 'plain'
+    family = FAMILIES.get(config.model.family, FAMILIES['llama'])
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=config.model.d_model,
@@ -137,16 +139,22 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         n_heads=config.model.n_heads,
         n_kv_heads=config.model.n_kv_heads,
         head_dim=config.model.head_dim,
-        d_ff=config.model.d_ff,
+        d_ff=config.model.d_expert if family.experts and not family.experts.has_dense_layers else config.model.d_ff,
         rope_theta=config.model.rope_theta,
         context_tokens=_longest(config),
         family='llama' if plain else config.model.family,
         qkv_bias=config.model.family == 'qwen2',
-        qk_norm=config.model.family == 'qwen3',
+        qk_norm=family.qk_norm,
+        whole_qk_norm=family.whole_qk_norm,
         plain=plain,
         output_size=config.task.symbols if config.model.outputs == 'symbols' else None,
         tie_embeddings=not plain,
+        experts=_random_experts(config) if family.experts else None,
     )
+
+
+def _random_experts(config: TrackedConfig) -> Experts:
+    return Experts(config.model.experts, config.model.experts_per_token, config.model.d_expert)
 
 
 def _longest(config: TrackedConfig) -> int:

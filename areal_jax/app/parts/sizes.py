@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -140,11 +141,11 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
-    # all layers have equal shapes, so one is measured: a tree of all of them could itself be too large
-    decoder = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0), lora=build.build_lora(config))
+    # of layers with equal shapes one is measured: a tree of all of them could itself be too large
+    decoder = Decoder(_sample(shape), lora=build.build_lora(config))
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
     cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
-    count = lambda tree, shardings, dtype: _bytes(tree, shardings, shape.n_layers, dtype)
+    count = lambda tree, shardings, dtype: _bytes(tree, shardings, _repeats(shape), dtype)
     optimizer = build.build_optimizer(config)
     state = jax.eval_shape(optimizer.init, trained)
     placed = optimizer.shardings(trained, cut(trained), replicated(mesh))
@@ -176,31 +177,31 @@ def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dic
 
 def _critic_bytes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> int:
     """Of a model of its own: weights, gradients, optimizer state and working copy."""
-    weights = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0)).abstract()
+    weights = Decoder(_sample(shape)).abstract()
     shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
     optimizer = build.build_optimizer(config)
     placed = optimizer.shardings(weights, shardings, replicated(mesh))
     dtype = config.learner.dtype
-    of_weights = 2 * _bytes(weights, shardings, shape.n_layers, 'float32')
-    working = _bytes(weights, shardings, shape.n_layers, dtype) if dtype != 'float32' else 0
-    state = _bytes(jax.eval_shape(optimizer.init, weights), placed, shape.n_layers, None)
+    of_weights = 2 * _bytes(weights, shardings, _repeats(shape), 'float32')
+    working = _bytes(weights, shardings, _repeats(shape), dtype) if dtype != 'float32' else 0
+    state = _bytes(jax.eval_shape(optimizer.init, weights), placed, _repeats(shape), None)
     return of_weights + state + working
 
 
 def _teacher_bytes(config: TrackedConfig, mesh: Mesh) -> int:
     shape = describe_given_model(config, 'loss.teacher').shape
-    weights = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0)).abstract()
+    weights = Decoder(_sample(shape)).abstract()
     shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
-    return _bytes(weights, shardings, shape.n_layers, config.learner.dtype)
+    return _bytes(weights, shardings, _repeats(shape), config.learner.dtype)
 
 
 def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, shardings: Tree, dtype: str | None) -> int:
     """Bytes of gradients or optimizer state, of which the learner's devices have one block at a time."""
     blocks = config.optimizer.blocks
-    whole = _bytes(tree, shardings, shape.n_layers, dtype)
+    whole = _bytes(tree, shardings, _repeats(shape), dtype)
     if blocks == 1:
         return whole
-    outside = _bytes(tree, shardings, 0, dtype)
+    outside = _bytes(tree, shardings, (0, 0), dtype)
     return max(outside, (whole - outside) * -(-shape.n_layers // (blocks - 1)) // shape.n_layers)
 
 
@@ -250,15 +251,16 @@ def _in_use(config: TrackedConfig) -> int:
 def _prefill_width(shape: ModelConfig) -> int:
     """Values that a layer holds for each token of a packed prefill: two streams, queries, keys, values, the MLP."""
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-    return 2 * shape.d_model + heads + 2 * shape.d_ff
+    chosen = shape.experts.per_token * shape.experts.d_expert if shape.experts else 0
+    return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)
 
 
 def _engine_weights(shape: ModelConfig, devices: EngineDevices, dtype: str) -> tuple[int, int]:
     """Bytes on each device of (all weights, the matrices of the layers, which a backend on a CPU takes transposed)."""
-    one = Decoder(dataclasses.replace(shape, n_layers=1, first_window_layer=0))
+    one = Decoder(_sample(shape))
     tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
     placed = weight_shardings(one, devices) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
-    count = lambda tree, placed: _bytes(tree, placed, shape.n_layers, dtype)
+    count = lambda tree, placed: _bytes(tree, placed, _repeats(shape), dtype)
     of_matrices = lambda tree, values: jax.tree.map(lambda leaf, v: v if len(leaf.shape) == 2 else None, tree, values)
     layers, over = ({'layers': of_matrices(tree['layers'], values['layers'])} for values in (tree, placed))
     return count(tree, placed), count(layers, over)
@@ -270,19 +272,34 @@ def _held_versions(config: TrackedConfig) -> int:
     return min(schedule.longest + 1 if schedule else 1, config.run.steps)
 
 
-def _bytes(tree: Params, shardings: Params, n_layers: int, dtype: str | None) -> int:
-    """Bytes on one device of a tree whose leaves have `dtype` (None: each its own)."""
+def _sample(shape: ModelConfig) -> ModelConfig:
+    """The model with one layer of each kind, first the one without experts."""
+    experts = shape.experts and dataclasses.replace(
+        shape.experts, dense_layers=(0,) if shape.experts.dense_layers else ()
+    )
+    return dataclasses.replace(shape, n_layers=len(_repeats(shape)), first_window_layer=0, experts=experts)
+
+
+def _repeats(shape: ModelConfig) -> tuple[int, ...]:
+    """How many layers of the model each layer of `_sample` stands for."""
+    dense = shape.n_layers - len(shape.expert_layers)
+    return tuple(filter(None, (dense, shape.n_layers - dense)))
+
+
+def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str | None) -> int:
+    """Bytes on one device of a model, given one layer of each kind; leaves have `dtype` (None: each its own)."""
     placed = jax.tree.leaves(shardings)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(dtype or leaf.dtype) * _layers(path, n_layers)
+        math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(dtype or leaf.dtype) * _repeat(path, repeats)
         for (path, leaf), sharding in zip(leaves, placed, strict=True)
     )
 
 
-def _layers(path: jax.tree_util.KeyPath, n_layers: int) -> int:
-    """How many leaves of the model this path represents."""
-    return n_layers if 'layers/0/' in path_name(path) else 1
+def _repeat(path: jax.tree_util.KeyPath, repeats: Sequence[int]) -> int:
+    """How many leaves of the model this path stands for; a path of an optimizer's state may have more before it."""
+    found = re.search(r'layers/(\d+)/', path_name(path))
+    return repeats[int(found[1])] if found else 1
 
 
 def _itemsize(dtype: str | np.dtype) -> int:

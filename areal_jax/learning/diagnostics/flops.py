@@ -11,6 +11,7 @@ L layers, H query heads of width D, T tokens of the sequence. What is special he
   - T is the length of the token's own sequence: prompt and answer, or the prompt alone for a prompt that the answers of
     a group share, which is read once. A sliding window bounds T. As in PaLM, the causal mask does not halve T.
   - LoRA needs no gradient of the frozen weights: 4 N for them, 6 for every weight of an adapter.
+  - Of experts N has those that a token reaches, and the router.
   - Not counted: what `learner.remat` computes again, padding, and passes that only compute log-probs (proximal with
     several optimizer steps, reference). So this is the utilisation by the model (MFU), not by the hardware.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from areal_jax.models.lora import Lora, is_adapter
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import weight_table
+from areal_jax.models.weights import WeightSpec, weight_table
 from areal_jax.telemetry import names
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 
@@ -46,10 +47,18 @@ def work_metrics(
 
 def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, int]:
     """Operations of a training pass per token in the matrices of all layers, and per loss token in the head."""
-    matrices = [spec for spec in weight_table(config, lora).values() if spec.in_layers and len(spec.shape) == 2]
+    matrices = [spec for spec in weight_table(config, lora).values() if spec.in_layers and len(spec.shape) > 1]
     frozen = 4 if lora else 6
-    cost = sum((6 if is_adapter(spec.path) else frozen) * math.prod(spec.shape) for spec in matrices)
-    return cost * config.n_layers, frozen * config.vocab_size * config.d_model
+    cost = sum((6 if is_adapter(spec.path) else frozen) * _active(spec, config) for spec in matrices)
+    return cost, frozen * config.vocab_size * config.d_model
+
+
+def _active(spec: WeightSpec, config: ModelConfig) -> int:
+    """Weights of all layers that a token meets: of experts, those that it reaches."""
+    if len(spec.shape) == 2:
+        return math.prod(spec.shape) * len(spec.layers)
+    assert config.experts is not None
+    return config.experts.per_token * math.prod(spec.shape[1:]) * len(spec.layers)
 
 
 def attention_flops(config: ModelConfig, length: int) -> int:

@@ -39,7 +39,7 @@ def cost_coefficients(
     section 2.1, with pairs counted instead of context lengths.
 
     Args:
-      n_parameters_per_layer: in matrices; a token meets every one of them.
+      n_parameters_per_layer: in matrices that a token meets, on average.
       n_heads: query heads; the number of key heads does not change the cost.
       n_head_parameters: of the matrix to the vocabulary.
     """
@@ -49,12 +49,21 @@ def cost_coefficients(
     )
 
 
+def _mlp_parameters(c: ModelConfig) -> int:
+    """Of the MLPs of all layers, or of the router and the experts that a token reaches."""
+    dense = 3 * c.d_model * c.d_ff
+    if c.experts is None:
+        return c.n_layers * dense
+    reached = c.d_model * (c.experts.count + 3 * c.experts.per_token * c.experts.d_expert)
+    return len(c.experts.dense_layers) * dense + len(c.expert_layers) * reached
+
+
 def decoder_cost(c: ModelConfig) -> CostCoefficients:
     """`cost_coefficients` of a decoder."""
     attention = 2 * c.d_model * (c.n_heads + c.n_kv_heads) * c.head_dim
     return cost_coefficients(
         n_layers=c.n_layers,
-        n_parameters_per_layer=attention + 3 * c.d_model * c.d_ff,
+        n_parameters_per_layer=attention + _mlp_parameters(c) // c.n_layers,
         n_heads=c.n_heads,
         head_dim=c.head_dim,
         n_head_parameters=c.vocab_size * c.d_model,

@@ -13,6 +13,7 @@ from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
+from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import PublishedWeights
@@ -26,7 +27,7 @@ class PreparedWeights:
     params: Params
 
 
-def require_quantizable(weights: str, dtype: str, lora: Lora | None) -> None:
+def require_quantizable(weights: str, dtype: str, lora: Lora | None, config: ModelConfig) -> None:
     """Raises ConfigError for an unknown form of weights, and where these cannot be in 8 bits."""
     if weights not in choices('rollout.weights'):
         raise ConfigError(f'weights={weights!r} is unknown; use one of {", ".join(choices("rollout.weights"))}')
@@ -34,6 +35,10 @@ def require_quantizable(weights: str, dtype: str, lora: Lora | None) -> None:
         raise ConfigError(f"weights='int8' with dtype={dtype!r}: float32 is what is quantized; use dtype='float32'")
     if weights == 'int8' and lora:
         raise ConfigError(f"weights='int8' with adapters of rank {lora.rank}: these stay in float32; use 'published'")
+    if weights == 'int8' and config.experts:
+        raise ConfigError(
+            f"weights='int8' with {config.experts.count} experts: these are not quantized; use 'published'"
+        )
 
 
 def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
@@ -43,7 +48,8 @@ def find_transposed(decoder: Decoder, dtype: str) -> frozenset[str] | None:
     of sizes that differ are prepared as shapes, and what comes out says what becomes of each.
     """
     rows, columns = 16, 24  # which panels of kernels divide
-    probe = lambda leaf: jax.ShapeDtypeStruct((rows, columns) if leaf.ndim == 2 else leaf.shape, dtype)
+    of_matrix = lambda shape: (*shape[:-2], rows, columns) if len(shape) > 1 else shape
+    probe = lambda leaf: jax.ShapeDtypeStruct(of_matrix(leaf.shape), dtype)
     published = jax.tree.map(probe, decoder.abstract())
     prepared = jax.eval_shape(decoder.prepare, published)
     leaves, outcome = jax.tree_util.tree_leaves_with_path(published), jax.tree.leaves(prepared)

@@ -14,6 +14,7 @@ from jax import lax
 
 from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.models.decoder import Attend, Decoder, Params
+from areal_jax.models.experts import Mix, Routing
 from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
@@ -60,6 +61,7 @@ class Generate:
 
     Args:
       over_heads: turns attention over the heads of one device into attention over all heads.
+      mix: the product of experts.
       steps: the most of one call, S.
       filtered: whether rows may use top_k, top_p or min_p.
       adjusted: whether logits of rows may be adjusted, see adjustments.py.
@@ -68,6 +70,7 @@ class Generate:
     decoder: Decoder
     attention: CacheAttention
     over_heads: Callable[[Attend], Attend]
+    mix: Mix
     sizes: CacheSizes
     steps: int
     filtered: bool
@@ -129,7 +132,10 @@ class Generate:
             layer = self.attention.write(layer, k, v, block, offset)
             return self.attention.attend(q, layer, batch.table, lengths, window), layer
 
-        hidden, cache = self.decoder.hidden(weights, rows.token, rows.position, self.over_heads(attend), cache)
+        routing = Routing(self.mix, valid=rows.live)
+        hidden, cache = self.decoder.hidden(
+            weights, rows.token, rows.position, self.over_heads(attend), cache, routing=routing
+        )
         return cache, self.decoder.logits(weights, hidden), None
 
     def _count(self, batch: Batch) -> TokenCounts | None:

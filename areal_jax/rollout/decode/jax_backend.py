@@ -93,7 +93,7 @@ class JaxDecodeBackend:
         weights: str = 'published',
         small_batches: bool = True,
     ):
-        require_quantizable(weights, dtype, decoder.lora)
+        require_quantizable(weights, dtype, decoder.lora, decoder.config)
         if dtype not in DTYPES:
             raise ConfigError(f'dtype={dtype!r} is unknown; use one of {", ".join(DTYPES)}')
         if decoder.layers != 'list':
@@ -143,7 +143,9 @@ class JaxDecodeBackend:
         if batches is not None:
             shares = [tuple(batches)] * len(kinds)
         self._check(shares)
-        generate = functools.partial(Generate, self._decoder, self._attention, self.placement.over_heads, self._sizes)
+        generate = functools.partial(
+            Generate, self._decoder, self._attention, self.placement.over_heads, self.placement.mix, self._sizes
+        )
         forms = [generate(self._steps, *kind) for kind in kinds]
         return tuple(_Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
 
@@ -313,7 +315,9 @@ class JaxDecodeBackend:
 
     def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces[np.ndarray]) -> Cache:
         over_heads = self.placement.over_heads
-        return prefill.prefill_pieces(self._decoder, self._attention, weights.params, state, packed, over_heads)
+        return prefill.prefill_pieces(
+            self._decoder, self._attention, weights.params, state, packed, over_heads, self.placement.mix
+        )
 
     def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return cache.copy_blocks(self._attention, state, sources, targets)

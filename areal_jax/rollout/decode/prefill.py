@@ -26,6 +26,8 @@ from areal_jax.config.constraints import MOST_PREFILL_BUCKETS
 from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
+from areal_jax.models.expert_products import mix_blocks
+from areal_jax.models.experts import Mix, Routing
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.attention.native import NativeAttention
@@ -259,14 +261,18 @@ def prefill_pieces(
     cache: Cache,
     packed: PackedPieces[np.ndarray],
     over_heads: Callable[[Attend], Attend] = lambda attend: attend,
+    mix: Mix = mix_blocks,
 ) -> Cache:
     """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
 
-    `over_heads` turns attention over the heads of one device into attention over all heads.
+    `over_heads` turns attention over the heads of one device into attention over all heads; `mix` is the product of
+    experts.
     """
     given = PackedPieces(*map(jnp.asarray, packed))
     attend = over_heads(attend_pieces(attention, given))
-    return decoder.hidden(weights, given.tokens, given.positions, attend, cache, wanted=given.wanted)[1]
+    return decoder.hidden(
+        weights, given.tokens, given.positions, attend, cache, wanted=given.wanted, routing=Routing(mix)
+    )[1]
 
 
 def attend_pieces(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:

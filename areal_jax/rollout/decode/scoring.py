@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.models.experts import Routing
 from areal_jax.models.logprobs import Ranking
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
@@ -141,7 +142,9 @@ class JaxScoring:
             out, scratch = attend_layer(q, k, v, scratch, window)
             return out, entry
 
-        hidden, _ = decoder.hidden(params, given.tokens, given.positions, attend, wanted=given.wanted)
+        hidden, _ = decoder.hidden(
+            params, given.tokens, given.positions, attend, wanted=given.wanted, routing=Routing(where.mix)
+        )
         sources, targets, temperatures, wanted = map(jnp.asarray, scored)
         predicting = jnp.take(hidden, sources, axis=decoder.token_axis, mode='clip')
         return decoder.rank(params, predicting, targets, temperatures, program.alternatives, wanted)

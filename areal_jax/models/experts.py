@@ -1,0 +1,90 @@
+"""A layer of experts: a router scores them for each token, and the token is the weighted sum of those with the best.
+
+With router r, token x and k choices: scores s = softmax(x r) over all experts; e_1..e_k the experts with the largest,
+y = sum_j w_j expert_{e_j}(x), w_j = s_{e_j}, divided by their sum where the model says so (arXiv 2401.04088, section
+2.1; Qwen3-MoE in transformers 5.23). Recorded routes replace the choice alone (routing replay, arXiv 2510.11370): the
+weights come from the scores of these weights, so that the router keeps its gradient. The router computes in float32
+whatever the weights are: in bfloat16 the k-th and the next score are equal in one token of 17.
+
+Shapes: T tokens, E experts, k choices, d model width, M width of an expert, L layers with experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from areal_jax.models.expert_products import mix_blocks
+from areal_jax.models.shape import Experts
+
+# (x [T, d], experts int32 [T, k], weights float32 [T, k], gate [E, d, M], up [E, d, M], down [E, M, d]) -> [T, d]
+Mix = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How the tokens of a pass reach experts.
+
+    Args:
+      mix: the product of tokens with their experts; an expert E is none.
+      valid: bool [T], the tokens that count: the others touch no expert; None = all.
+      recorded: int [L, T, k], distinct experts that are taken in place of the choice; a token with an E among its k has
+        none recorded and takes its own choice. None = no token has.
+    """
+
+    mix: Mix = mix_blocks
+    valid: jax.Array | None = None
+    recorded: jax.Array | None = None
+
+
+class Routed(NamedTuple):
+    """What the routers of a pass chose, whether or not it was followed; of one layer without the leading axis."""
+
+    live: jax.Array  # int32 [L, T, k], in descending order of the scores
+    scores: jax.Array  # float32 [L, E], the sum over the tokens that count
+    loads: jax.Array  # float32 [L, E], how many tokens that count reached an expert
+
+
+class Choice(NamedTuple):
+    """The experts of each token."""
+
+    experts: jax.Array  # int32 [T, k]; E = none
+    weights: jax.Array  # float32 [T, k]
+    routed: Routed
+
+
+def choose_experts(
+    logits: jax.Array, experts: Experts, valid: jax.Array | None = None, recorded: jax.Array | None = None
+) -> Choice:
+    """The choice of tokens from the logits of their router, float32 [T, E].
+
+    Equal scores go to the expert with the lower number. `recorded` int [T, k] as in Routing.
+    """
+    scores = jax.nn.softmax(logits, axis=-1)
+    live = lax.top_k(lax.stop_gradient(scores), experts.per_token)[1].astype(jnp.int32)
+    chosen = live
+    if recorded is not None:
+        known = jnp.all(recorded < experts.count, axis=-1, keepdims=True)
+        chosen = jnp.where(known, recorded.astype(jnp.int32), live)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.normalised:
+        weights = weights / weights.sum(-1, keepdims=True)
+    counts = jnp.ones(len(logits), bool) if valid is None else valid
+    reached = jnp.where(counts[:, None], chosen, experts.count)
+    loads = jnp.zeros(experts.count + 1, jnp.float32).at[reached.reshape(-1)].add(1.0)[: experts.count]
+    return Choice(reached, weights, Routed(live, jnp.sum(scores * counts[:, None], axis=0), loads))
+
+
+def balance_loss(routed: Routed, tokens: jax.Array) -> jax.Array:
+    """E times the sum over experts of share of choices and mean score, mean over layers (arXiv 2101.03961, Eq. 4 to 6).
+
+    It is k where every expert is reached alike. `tokens`: how many count, float32 [].
+    """
+    count = routed.scores.shape[-1]
+    shares, means = lax.stop_gradient(routed.loads) / tokens, routed.scores / tokens
+    return count * jnp.mean(jnp.sum(shares * means, axis=-1))

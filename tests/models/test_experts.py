@@ -1,0 +1,169 @@
+"""Routers and layers of experts: the formula in float64, recorded routes, and what padding and company may not do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.experts import Routing, balance_loss, choose_experts
+from areal_jax.models.lora import Lora
+from areal_jax.models.shape import Experts, ModelConfig
+
+EXPERTS = Experts(6, 2, 12)
+CONFIG = ModelConfig(
+    vocab_size=17, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24, rope_theta=100.0,
+    family='qwen3_moe', qk_norm=True, tie_embeddings=False, experts=EXPERTS,
+)  # fmt: skip
+DECODER = Decoder(CONFIG)
+PARAMS = DECODER.init(3, scale=2.0)
+TOKENS = jnp.arange(11) % 17
+
+
+def attend(q, k, v, entry, window):
+    """Each token sees itself alone."""
+    return jnp.repeat(v, q.shape[1] // v.shape[1], axis=1), entry
+
+
+def run(params, tokens=TOKENS, decoder=DECODER, **routing):
+    states, _, routed = decoder.hidden_and_routes(
+        params, tokens, jnp.arange(len(tokens)), attend, routing=Routing(**routing)
+    )
+    return states, routed
+
+
+def choose_plainly(logits, experts, recorded=None):
+    """The formula of the module in float64, row by row."""
+    scores = np.exp(logits - logits.max(-1, keepdims=True))
+    scores /= scores.sum(-1, keepdims=True)
+    ids = np.argsort(-scores, axis=-1, kind='stable')[:, : experts.per_token] if recorded is None else recorded
+    weights = np.take_along_axis(scores, ids, -1)
+    return ids, weights / weights.sum(-1, keepdims=True) if experts.normalised else weights
+
+
+@pytest.mark.parametrize('normalised', [True, False])
+def test_a_choice_is_the_formula(normalised):
+    experts = dataclasses.replace(EXPERTS, per_token=3, normalised=normalised)
+    logits = np.random.default_rng(0).normal(0, 2, (40, 6))
+    choice = choose_experts(jnp.float32(logits), experts)
+    ids, weights = choose_plainly(logits, experts)
+    np.testing.assert_array_equal(choice.experts, ids)
+    np.testing.assert_allclose(choice.weights, weights, rtol=1e-6)
+    np.testing.assert_array_equal(choice.routed.loads, np.bincount(ids.ravel(), minlength=6))
+
+
+def test_equal_scores_go_to_the_lower_number():
+    np.testing.assert_array_equal(choose_experts(jnp.zeros((1, 6)), EXPERTS).experts, [[0, 1]])
+
+
+def test_recorded_routes_replace_the_choice_and_not_the_scores():
+    logits = np.random.default_rng(1).normal(0, 2, (3, 6))
+    recorded = np.array([[5, 0], [6, 6], [2, 3]])  # the second token has none
+    choice = choose_experts(jnp.float32(logits), EXPERTS, recorded=jnp.asarray(recorded))
+    live, _ = choose_plainly(logits, EXPERTS)
+    expected = np.array([recorded[0], live[1], recorded[2]])
+    np.testing.assert_array_equal(choice.experts, expected)
+    np.testing.assert_allclose(choice.weights, choose_plainly(logits, EXPERTS, expected)[1], rtol=1e-6)
+    np.testing.assert_array_equal(choice.routed.live, live)
+
+
+def test_the_router_has_a_gradient_where_recorded_and_live_experts_differ():
+    logits = np.random.default_rng(2).normal(0, 1, (1, 6))
+    recorded = np.argsort(logits, axis=-1)[:, :2]  # the two that the router likes least
+    value = lambda x: choose_experts(x, EXPERTS, recorded=jnp.asarray(recorded)).weights[0, 0]
+    slope = np.asarray(jax.grad(value)(jnp.float32(logits)))
+    step = 1e-5
+    for expert in range(6):
+        moved = [logits + sign * step * np.eye(6)[expert] for sign in (1, -1)]
+        high, low = (choose_plainly(one, EXPERTS, recorded)[1][0, 0] for one in moved)
+        assert abs(slope[0, expert] - (high - low) / (2 * step)) < 1e-6
+    assert np.abs(slope).max() > 1e-2
+
+
+def test_padding_touches_no_expert_and_changes_nothing():
+    states, _ = run(PARAMS)
+    padded = jnp.concatenate([TOKENS, jnp.full(5, 13)])
+    valid = jnp.arange(16) < 11
+    found, routed = run(PARAMS, padded, valid=valid)
+    np.testing.assert_array_equal(found[:11], states)
+    np.testing.assert_array_equal(routed.loads.sum(-1), [22.0, 22.0])
+
+
+def test_a_token_does_not_depend_on_its_company():
+    states, _ = run(PARAMS)
+    alone, _ = run(PARAMS, TOKENS[4:5])
+    np.testing.assert_allclose(alone[0], states[4], rtol=1e-5, atol=1e-6)
+
+
+def test_an_expert_that_nobody_reached_has_a_gradient_of_zero():
+    recorded = jnp.broadcast_to(jnp.array([1, 4]), (2, 11, 2))
+    slopes = jax.grad(lambda p: run(p, recorded=recorded)[0].sum())(PARAMS)
+    for layer in slopes['layers'].values():
+        for leaf in layer['mlp']['experts'].values():
+            reached = np.abs(np.asarray(leaf)).max((1, 2)) > 0
+            np.testing.assert_array_equal(reached, [False, True, False, False, True, False])
+        assert np.abs(layer['mlp']['router']['weight']).max() > 0
+
+
+def test_the_order_of_experts_changes_rounding_alone():
+    order = np.array([3, 0, 5, 1, 4, 2])
+    mixed = jax.tree.map(lambda leaf: leaf, PARAMS)
+    for layer in mixed['layers'].values():
+        layer['mlp'] = {
+            'router': {'weight': layer['mlp']['router']['weight'][:, order]},
+            'experts': {name: leaf[order] for name, leaf in layer['mlp']['experts'].items()},
+        }
+    np.testing.assert_allclose(run(mixed)[0], run(PARAMS)[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(order[np.asarray(run(mixed)[1].live)], run(PARAMS)[1].live)
+
+
+@pytest.mark.parametrize('changes', [{'layers': 'stacked'}, {'remat': 'full'}, {'layers': 'stacked', 'remat': 'dots'}])
+def test_forms_of_the_decoder_route_alike(changes):
+    decoder = Decoder(CONFIG, **changes)
+    params = decoder.init(3, scale=2.0)
+    expected, routed = run(PARAMS)
+    states, found = run(params, decoder=decoder)
+    np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found.live, routed.live)
+    loss = lambda d: lambda p: (run(p, decoder=d)[0] ** 2).sum()
+    one, other = jax.grad(loss(DECODER))(PARAMS), jax.grad(loss(decoder))(params)
+    np.testing.assert_allclose(
+        np.ravel(other['embedding']), np.ravel(one['embedding']), rtol=1e-4, atol=1e-5 * np.abs(one['embedding']).max()
+    )
+
+
+def test_routes_of_a_pass_can_be_replayed():
+    states, routed = run(PARAMS)
+    again, _ = run(PARAMS, recorded=routed.live)
+    np.testing.assert_array_equal(again, states)
+    foreign, _ = run(PARAMS, recorded=(routed.live + 1) % 6)
+    assert np.abs(foreign - states).max() > 0.1
+
+
+def test_the_balance_is_k_where_all_experts_are_reached_alike():
+    _, routed = run(PARAMS)
+    even = routed._replace(scores=jnp.full_like(routed.scores, 11 / 6), loads=jnp.full_like(routed.loads, 22 / 6))
+    assert balance_loss(even, jnp.float32(11)) == pytest.approx(2.0)
+    hot = even._replace(
+        scores=jnp.zeros_like(routed.scores).at[:, 0].set(11), loads=jnp.zeros_like(routed.loads).at[:, 0].set(11)
+    )
+    assert balance_loss(hot, jnp.float32(11)) == pytest.approx(6.0)
+
+
+def test_what_experts_cannot_do_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"lora\.targets=\('query', 'up'\) names 'up', and experts have no adapters"):
+        Decoder(CONFIG, lora=Lora(2, 4.0, ('query', 'up')))
+    with pytest.raises(ConfigError, match=r'a token cannot reach 7 of 6 experts'):
+        dataclasses.replace(EXPERTS, per_token=7)
+    mixed = dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, dense_layers=(0,)))
+    with pytest.raises(ConfigError, match=r"learner\.layers='stacked' needs layers with the same MLP"):
+        Decoder(mixed, layers='stacked')
+    with pytest.raises(ConfigError, match=r"family='llama' has none, and experts=.* does not fit it"):
+        dataclasses.replace(CONFIG, family='llama')
+    with pytest.raises(ConfigError, match=r'dense layers \(2,\) must be layers, 0 to 1'):
+        dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, dense_layers=(2,)))
