@@ -132,7 +132,7 @@ class Bench:
         return found
 
     async def end_of(self, *found):
-        step = 0.5 if isinstance(self.clock, VirtualClock) else 0.01  # of real time, a test waits for no more than it needs
+        step = 0.5 if isinstance(self.clock, VirtualClock) else 0.01  # real time costs the test what it waits
         for _ in range(int(30.0 / step)):
             if all(one.generation.finish_reason is not None for one in found):
                 return
