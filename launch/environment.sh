@@ -27,8 +27,18 @@ make_environment() {
   python=$(find_python)
   echo "installing areal_jax[$extras] into .venv (once, some minutes)"
   [ -x "$PYTHON" ] || "$python" -m venv .venv
-  install_project "$extras"
+  # the pip that comes with Python may need twice the time; where there is no newer one, it does the same
+  "$PYTHON" -m pip --disable-pip-version-check install --quiet --upgrade pip 2>/dev/null || true
+  install_project "$extras" --no-compile
+  compile_packages
   echo "$mark" >>.venv/installed
+}
+
+# Writes the byte code of all packages, with all cores, where pip would use one. Left to the first import, it would never be
+# written where PYTHONDONTWRITEBYTECODE is set. Some packages have templates that are no Python: they are passed over, as
+# pip does.
+compile_packages() {
+  "$PYTHON" -W ignore -m compileall -qq -j 0 "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 }
 
 # Installs the project with the extras named in $1 into the environment of $PYTHON; further arguments go to pip.

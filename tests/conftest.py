@@ -1,5 +1,6 @@
 """Before jax is imported: eight virtual CPU devices, compiled programs kept on disk, quick tests compiled quickly."""
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -23,6 +24,7 @@ _WHOLE += (
     'models/test_smollm2',
 )
 _WHOLE += ('test_main_report', 'test_tutorial', 'tasks/test_reasoning_gym')
+_COLLECT_AFTER = (20_000, 20, 20)  # new objects; jax makes so many that Python's 700 cost a tenth of the time
 _TESTS = pathlib.Path(__file__).parent
 
 _DEVICES = '--xla_force_host_platform_device_count=8'
@@ -48,6 +50,17 @@ def pytest_configure(config):
     # a GPU adds up in any order otherwise; and kernels that are not searched for compile sooner
     if config.option.markexpr == 'gpu' and 'xla_gpu_deterministic_ops' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false'
+
+
+def pytest_collection():
+    gc.disable()  # importing makes a million objects, all of which stay
+
+
+def pytest_collection_finish():
+    """A test must not pay for what all test modules and libraries hold: that is a second for each full collection."""
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

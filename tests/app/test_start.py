@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from areal_jax.telemetry.progress import StartProgress
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,9 +58,11 @@ def test_without_progress_nothing_is_printed():
     assert stream.getvalue() == ''
 
 
-def test_a_clean_run_and_its_resumption_leave_stderr_empty(tmp_path):
+@pytest.mark.parametrize('home', ['of the user', pytest.param('new', marks=pytest.mark.slow)])
+def test_a_clean_run_and_its_resumption_leave_stderr_empty(tmp_path, home):
     environment = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_PLATFORMS', 'MPLCONFIGDIR')}
-    environment['HOME'] = str(tmp_path / 'home')  # no caches of fonts or programs
+    if home == 'new':
+        environment['HOME'] = str(tmp_path / 'home')  # no caches of fonts or kernels: they are made, which takes longer
     command = [sys.executable, '-m', 'areal_jax.main_train', '--config=configs/tiny_cpu.py']
     command += [f'--workdir={tmp_path / "run"}', '--config.run.steps=3', '--config.checkpoint.every=1']
     command += ['--config.evaluation.problems=2', '--config.publication.channel=files']

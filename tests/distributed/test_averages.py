@@ -148,7 +148,7 @@ def test_a_damaged_block_is_named(tmp_path):
     (tmp_path / 'turn_000000').mkdir()
     (tmp_path / 'turn_000000' / 'client_0').write_bytes(b'none')
     with pytest.raises(AverageError, match=r'turn_000000/client_0 holds no block'):
-        Averages(tmp_path, 1, 2, run='a', deadline_s=60.0).exchange(0, make_block(1.0))
+        Averages(tmp_path, 1, 2, run='a', deadline_s=60.0, patience_s=0.1).exchange(0, make_block(1.0))
 
 
 def test_every_byte_over_the_link_is_counted(tmp_path):
@@ -157,7 +157,7 @@ def test_every_byte_over_the_link_is_counted(tmp_path):
     block = make_block(1.0, (1000,))
     (tmp_path / 'turn_000000' / 'client_0').write_bytes(encode({'run': 'a', 'values': block}))
     first, second = [], []
-    Averages(tmp_path, 1, 2, run='a', deadline_s=60.0, pace=second.append).exchange(0, block)
+    Averages(tmp_path, 1, 2, run='a', deadline_s=60.0, patience_s=0.1, pace=second.append).exchange(0, block)
     Averages(tmp_path, 0, 2, run='a', deadline_s=60.0, pace=first.append).exchange(0, block)  # the mean is there
     assert [[round(nbytes / 4000) for nbytes in sent] for sent in (first, second)] == [[1], [1, 1, 1]]
 
