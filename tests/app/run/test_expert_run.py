@@ -1,0 +1,41 @@
+"""Runs of a model with experts under the virtual clock: the floor of every run holds for them too."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_jax import main_replay
+from areal_jax.formats.hf_directory import load_hf
+from areal_jax.telemetry.metrics import read_metrics
+from tests.app.small import SmallRun, equal, resume_killed
+
+EXPERTS = {
+    'model__family': 'qwen3_moe', 'model__experts': 8, 'model__experts_per_token': 2, 'model__d_expert': 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    return SmallRun(tmp_path_factory.mktemp('experts') / 'run', run__export=True, **EXPERTS).train()
+
+
+def test_engine_and_learner_agree(run):
+    rows = read_metrics(run.workdir / 'metrics.jsonl')
+    assert max(row['mismatch/max_abs'] for row in rows if 'mismatch/max_abs' in row) < 1e-5
+    assert not equal(run.final, run.weights[0])
+    assert any(event['kind'] == 'interrupt' for event in run.events)
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    resume_killed(tmp_path, checkpoint__every=1, **EXPERTS)
+
+
+def test_a_run_of_the_real_clock_is_replayed_bit_for_bit(tmp_path):
+    run = SmallRun(tmp_path / 'run', run__clock='real', run__steps=3, **EXPERTS).train()
+    assert main_replay.main([f'--workdir={run.workdir}', f'--out={tmp_path / "again"}']) == 0
+
+
+def test_the_export_has_the_experts(run):
+    config, params = load_hf(run.workdir / 'export')
+    assert (config.family, config.experts.count, config.experts.per_token) == ('qwen3_moe', 8, 2)
+    assert equal(params, run.final)

@@ -1,0 +1,79 @@
+"""A decoder with experts generates what the pass over whole sequences says of it, whatever stands beside a row."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import Experts
+from areal_jax.rollout.decode import parallel
+from areal_jax.sharding.placement import move_to
+from tests.rollout.decode.examples import DECODER, PROMPT, Decoding, build, forward_logprobs, request
+
+CONFIG = dataclasses.replace(DECODER.config, family='qwen3_moe', qk_norm=True, experts=Experts(8, 2, 16))
+MIXED = Decoder(dataclasses.replace(CONFIG, experts=Experts(8, 3, 16, dense_layers=(0,))))
+OLMOE = Decoder(
+    dataclasses.replace(CONFIG, family='olmoe', qk_norm=False, whole_qk_norm=True, experts=Experts(8, 2, 16, False))
+)
+REQUESTS = {0: request(0), 1: request(1, prompt=np.arange(10, 19), new=7), 2: request(2, prompt=[9])}
+
+
+def start(decoder, **changed):
+    decoding = Decoding(build(decoder=decoder, **changed), decoder.init(5, scale=2.0))
+    decoding.start(REQUESTS)
+    return decoding
+
+
+@pytest.mark.parametrize('decoder', [MIXED, OLMOE], ids=['mixed', 'olmoe'])
+def test_logprobs_are_those_of_the_whole_pass(decoder):
+    decoding = start(decoder)
+    decoding.decode(5)
+    decoding.rebuild(0, 2)
+    decoding.finish()
+    for name, wanted in REQUESTS.items():
+        about = decoding.tokens(name), len(wanted.prompt_tokens), decoder.init(5, scale=2.0)
+        np.testing.assert_allclose(decoding.logprobs(name), forward_logprobs(*about, decoder=decoder), atol=1e-5)
+
+
+def test_company_changes_no_bit():
+    together = start(MIXED).finish()
+    alone = Decoding(build(decoder=MIXED), MIXED.init(5, scale=2.0))
+    alone.start({0: REQUESTS[0]})
+    alone.finish()
+    assert alone.tokens(0) == together.tokens(0)
+    np.testing.assert_array_equal(alone.logprobs(0), together.logprobs(0))
+
+
+def test_new_weights_need_a_rebuild_and_have_their_logprobs():
+    decoding = start(MIXED)
+    decoding.decode(5)
+    decoding.params = decoding.backend.prepare(MIXED.init(6, scale=2.0))
+    decoding.rebuild(0, 1)
+    decoding.finish()
+    expected = forward_logprobs(decoding.tokens(0), len(PROMPT), MIXED.init(6, scale=2.0), decoder=MIXED)
+    np.testing.assert_allclose(decoding.logprobs(0)[5:], expected[5:], atol=2e-5, rtol=1e-5)
+
+
+def test_two_devices_decode_as_one():
+    devices = jax.devices()[2:4]
+    engine = build(decoder=MIXED, devices=devices)
+    cut = parallel.weight_shardings(MIXED, devices)
+    decoding = Decoding(engine, move_to(MIXED.init(5, scale=2.0), cut))
+    experts = decoding.params.params['layers']['1']['mlp']['experts']
+    assert {shard.data.shape for shard in experts['down'].addressable_shards} == {(8, 8, 16)}
+    decoding.start(REQUESTS)
+    decoding.finish()
+    one = start(MIXED).finish()
+    for name in REQUESTS:
+        assert decoding.tokens(name) == one.tokens(name)
+        np.testing.assert_allclose(decoding.logprobs(name), one.logprobs(name), atol=1e-5)
+
+
+def test_experts_in_8_bits_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"weights='int8' with 8 experts: these are not quantized; use 'published'"):
+        build(decoder=MIXED, weights='int8')
