@@ -46,7 +46,6 @@ class Routed(NamedTuple):
     """What the routers of a pass chose, whether or not it was followed; of one layer without the leading axis."""
 
     live: jax.Array  # int32 [L, T, k], in descending order of the scores
-    scores: jax.Array  # float32 [L, E], the sum over the tokens that count
     loads: jax.Array  # float32 [L, E], how many tokens that count reached an expert
 
 
@@ -77,14 +76,4 @@ def choose_experts(
     counts = jnp.ones(len(logits), bool) if valid is None else valid
     reached = jnp.where(counts[:, None], chosen, experts.count)
     loads = jnp.zeros(experts.count + 1, jnp.float32).at[reached.reshape(-1)].add(1.0)[: experts.count]
-    return Choice(reached, weights, Routed(live, jnp.sum(scores * counts[:, None], axis=0), loads))
-
-
-def balance_loss(routed: Routed, tokens: jax.Array) -> jax.Array:
-    """E times the sum over experts of share of choices and mean score, mean over layers (arXiv 2101.03961, Eq. 4 to 6).
-
-    It is k where every expert is reached alike. `tokens`: how many count, float32 [].
-    """
-    count = routed.scores.shape[-1]
-    shares, means = lax.stop_gradient(routed.loads) / tokens, routed.scores / tokens
-    return count * jnp.mean(jnp.sum(shares * means, axis=-1))
+    return Choice(reached, weights, Routed(live, loads))

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.experts import Routing, balance_loss, choose_experts
+from areal_jax.models.experts import Routing, choose_experts
 from areal_jax.models.lora import Lora
 from areal_jax.models.shape import Experts, ModelConfig
 
@@ -143,16 +143,6 @@ def test_routes_of_a_pass_can_be_replayed():
     np.testing.assert_array_equal(again, states)
     foreign, _ = run(PARAMS, recorded=(routed.live + 1) % 6)
     assert np.abs(foreign - states).max() > 0.1
-
-
-def test_the_balance_is_k_where_all_experts_are_reached_alike():
-    _, routed = run(PARAMS)
-    even = routed._replace(scores=jnp.full_like(routed.scores, 11 / 6), loads=jnp.full_like(routed.loads, 22 / 6))
-    assert balance_loss(even, jnp.float32(11)) == pytest.approx(2.0)
-    hot = even._replace(
-        scores=jnp.zeros_like(routed.scores).at[:, 0].set(11), loads=jnp.zeros_like(routed.loads).at[:, 0].set(11)
-    )
-    assert balance_loss(hot, jnp.float32(11)) == pytest.approx(6.0)
 
 
 def test_what_experts_cannot_do_is_refused_by_name():

@@ -17,6 +17,7 @@ from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.publication.version_directory import write_hf_directory
 from tests.app.small import small_config
 
@@ -39,6 +40,7 @@ FORMS = [
     {'optimizer__name': 'adafactor', 'model__d_ff': 256, 'model__d_model': 128, 'model__family': 'qwen3'},
     {'cluster__learner': 'fsdp=2,tensor=2', 'cluster__strategy': 'fsdp_tensor', 'learner__rows_per_microbatch': 2,
      'task__symbols': 6, 'model__n_kv_heads': 2},
+    {'model__family': 'qwen3_moe', 'model__experts': 4, 'optimizer__name': 'adamw8bit'},
 ]  # fmt: skip
 
 
@@ -255,3 +257,14 @@ def test_deltas_keep_the_last_version_on_the_host():
     _, found = measured(publication__delta=True, **fields)
     assert 'versions for deltas' not in without.host
     assert found.host['versions for deltas'] == found.learner['publication']  # of one device
+
+
+def test_layers_with_and_without_experts_are_counted_as_they_are():
+    experts = Experts(4, 2, 16, dense_layers=(1,))
+    shape = ModelConfig(
+        vocab_size=29, d_model=16, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=1e4,
+        family='qwen3_moe', qk_norm=True, experts=experts,
+    )  # fmt: skip
+    config = TrackedConfig(small_config())
+    found = sizes.measure(config, shape, build.build_allocation(config))
+    assert found.learner['weights'] == 4 * Decoder(shape).parameter_count()

@@ -13,7 +13,7 @@ from areal_jax.learning.diagnostics.flops import attention_flops, matrix_flops, 
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, is_adapter
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 SHAPE = ModelConfig(
@@ -35,6 +35,15 @@ def test_matrices_by_hand():
     assert matrix_flops(SHAPE) == (6 * 3 * LAYER, 6 * 50 * 8)  # the embedding lookup multiplies nothing
     assert matrix_flops(dataclasses.replace(SHAPE, tie_embeddings=False)) == matrix_flops(SHAPE)
     assert matrix_flops(dataclasses.replace(SHAPE, qkv_bias=True, qk_norm=True, family='qwen3')) == matrix_flops(SHAPE)
+
+
+def test_experts_count_where_a_token_reaches_them():
+    experts = Experts(16, 3, 5, dense_layers=(1,))
+    shape = dataclasses.replace(SHAPE, family='qwen3_moe', experts=experts)
+    # the router 8 * 16 and three experts of three matrices 8 * 5, in two of the three layers
+    assert matrix_flops(shape)[0] == 6 * (3 * LAYER - 2 * 240 + 2 * (128 + 3 * 3 * 40))
+    more = dataclasses.replace(shape, experts=dataclasses.replace(experts, count=32))
+    assert matrix_flops(more)[0] - matrix_flops(shape)[0] == 6 * 2 * 128  # a larger router, and no expert more
 
 
 def test_adapters_by_hand():
