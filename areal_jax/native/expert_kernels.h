@@ -3,8 +3,8 @@
 //   h = x gate, u = x up, inner = silu(h) * u, y[t] = sum over j of weights[t, j] * (inner of choice j) down
 //
 // T tokens, k choices of each, E experts, d model width, F width of an expert, F' = F rounded up to kRounded. N = T k
-// rows, of which those are used that have an expert, see experts.h. A row of products [2 F'] is h [F'] and u [F'], zeros
-// behind F.
+// rows, of which those are used that have an expert, see experts.h. A row of products [2 F'] is h [F'] and u [F'], with
+// zeros behind F.
 
 #ifndef AREAL_JAX_NATIVE_EXPERT_KERNELS_H_
 #define AREAL_JAX_NATIVE_EXPERT_KERNELS_H_
@@ -54,7 +54,8 @@ template <typename Multiply>
 inline void AddMix(Phases& phases, const Choices& choices, const float* weights, int64_t d, float* out,
                    const Multiply& multiply) {
   const int64_t rows = std::max<int64_t>(1, choices.Rows());
-  const int64_t most = std::max(kPair, kMixedNumbers / rows / kPair * kPair), stride = std::min(most, RoundUp(d, kPair));
+  const int64_t most = std::max(kPair, kMixedNumbers / rows / kPair * kPair);
+  const int64_t stride = std::min(most, RoundUp(d, kPair));
   float* parts = phases.Reserve(rows * stride);
   for (int64_t first = 0; first < d; first += stride) {
     const int64_t width = std::min(stride, d - first);
@@ -116,8 +117,8 @@ inline ffi::Future MultiplyExperts(ffi::ThreadPool pool, Floats x, Integers expe
   AddExperts(phases, choices, wide / 2, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
     const int64_t matrix = expert * d * width;
     float* to = out + begin * wide + column;
-    MultiplyChosen(rows, begin, count, d, Straight(gates + matrix, width, column), Straight(ups + matrix, width, column),
-                   kLanes, {{to, to + wide / 2}, wide});
+    MultiplyChosen(rows, begin, count, d, Straight(gates + matrix, width, column),
+                   Straight(ups + matrix, width, column), kLanes, {{to, to + wide / 2}, wide});
   });
   return phases.Run(pool);
 }
@@ -192,8 +193,8 @@ inline void AddInputGradient(Phases& phases, const Choices& choices, const Backw
          });
 }
 
-// The gradient of MixExperts(MultiplyExperts(..)) for dy [T, d]: dx, d_weights, d_gate, d_up and d_down. The products are
-// overwritten; memory for [N, F'] numbers.
+// The gradient of MixExperts(MultiplyExperts(..)) for dy [T, d]: dx, d_weights, d_gate, d_up and d_down. The products
+// are overwritten; memory for [N, F'] numbers.
 inline ffi::Future DifferentiateExperts(ffi::ThreadPool pool, Floats x, Integers experts, Floats weights, Floats gate,
                                         Floats up, Floats down, Floats products, Floats dy, ffi::Result<Floats> dx,
                                         ffi::Result<Floats> d_weights, ffi::Result<Floats> d_gate,
@@ -218,6 +219,41 @@ inline ffi::Future DifferentiateExperts(ffi::ThreadPool pool, Floats x, Integers
   AddMatrixGradients(phases, choices, b, d_gate->typed_data(), d_up->typed_data(), d_down->typed_data());
   AddInputGradient(phases, choices, b, dx->typed_data());
   return phases.Run(pool);
+}
+
+inline auto BindExpertProducts() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Integers>().Arg<Floats>().Arg<Floats>().Ret<Floats>();
+}
+
+inline auto BindExpertMix() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<Integers>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>();
+}
+
+inline auto BindExpertGradient() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<Integers>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>()
+      .Ret<Floats>();
 }
 
 }  // namespace areal_jax

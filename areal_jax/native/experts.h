@@ -67,8 +67,8 @@ struct RowsOf {
   const float* At(int64_t r) const { return data + (token ? token[r] : r) * stride; }
 };
 
-// Half of the panels of a matrix: kLanes columns of [in, out] of which `count` exist, or the rows of its transpose where
-// only that is stored. Rows of what is stored are `stride` apart.
+// Half of the panels of a matrix: kLanes columns of [in, out] of which `count` exist, or the rows of its transpose
+// where only that is stored. Rows of what is stored are `stride` apart.
 struct Side {
   const float* from;  // the first number of the first column
   int64_t stride, count;
@@ -102,8 +102,8 @@ struct Ahead {
   }
 };
 
-// Where a tile goes: rows `stride` apart of two groups of columns, set or added to. With `streamed` what is set goes past
-// the caches, which need not read these lines before they are written.
+// Where a tile goes: rows `stride` apart of two groups of columns, set or added to. With `streamed` what is set goes
+// past the caches, which need not read these lines before they are written.
 struct Tile {
   float* out[2];
   int64_t columns[2], stride;
@@ -183,8 +183,8 @@ inline void StoreLanes(Lanes sums, float* out, int64_t columns, bool add, bool s
 // kRows rows times a panel [depth, kPair]. Entry (r, i) of the first operand is rows[r][first + i], or with kOuter
 // rows[i][first + r]. Each number is the sum over i in order, whatever kRows.
 template <int kRows, bool kOuter>
-__attribute__((noinline)) void MultiplyTile(const float* const* rows, int64_t first, const float* panel, int64_t depth, const Ahead& ahead,
-                         const Tile& tile) {
+__attribute__((noinline)) void MultiplyTile(const float* const* rows, int64_t first, const float* panel, int64_t depth,
+                                            const Ahead& ahead, const Tile& tile) {
   Lanes sums[kRows][2] = {};
   if (!kOuter && tile.add) {
 #pragma GCC unroll 16

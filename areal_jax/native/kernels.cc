@@ -419,40 +419,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_finish, areal_jax::ByteFinish, area
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_byte_step, areal_jax::ByteStep, areal_jax::BindStep());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_products, areal_jax::MultiplyExperts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_products, areal_jax::MultiplyExperts, areal_jax::BindExpertProducts());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_mix, areal_jax::MixExperts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_mix, areal_jax::MixExperts, areal_jax::BindExpertMix());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_expert_gradient, areal_jax::DifferentiateExperts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Integers>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Arg<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>()
-                                  .Ret<areal_jax::Floats>());
+                              areal_jax::BindExpertGradient());
