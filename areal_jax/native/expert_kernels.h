@@ -222,7 +222,13 @@ inline ffi::Future DifferentiateExperts(ffi::ThreadPool pool, Floats x, Integers
 }
 
 inline auto BindExpertProducts() {
-  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Integers>().Arg<Floats>().Arg<Floats>().Ret<Floats>();
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats>()
+      .Arg<Integers>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Ret<Floats>();
 }
 
 inline auto BindExpertMix() {
