@@ -5,11 +5,16 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 make_environment dev
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
-"$PYTHON" -m mypy
+nice "$PYTHON" -m mypy & # on what the tests leave of the cores
+types=$!
 if [ $# -eq 0 ]; then set -- -m "not slow"; fi
 if [ "$1" = --fast ]; then set -- -m "not slow and not whole" "${@:2}"; fi
 # three processes keep two cores busy: a third of the time, tests wait for programs that they have started. Files are not
 # split over them and go in their own order, in which the long ones (app, learning, models) do not come last
-exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder "$@"
+code=0
+"$PYTHON" -m pytest -n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder "$@" || code=$?
+wait "$types" || "$PYTHON" -m mypy # says again, from its cache, what it found
+exit "$code"

@@ -1,8 +1,6 @@
 """The command as its user meets it: the table, Ctrl-C and kill -9 with --resume, a benchmark, and bad input."""
 
 import json
-import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -10,7 +8,8 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.app.test_main_train import ROOT, environment
+
 # 1024 problems, which take some seconds: long enough to be interrupted
 MANY = ['--config.task.symbols=8', '--config.evaluation.problems=1024', '--config.evaluation.samples=2']
 
@@ -18,10 +17,6 @@ MANY = ['--config.task.symbols=8', '--config.evaluation.problems=1024', '--confi
 def command(workdir, *arguments):
     words = [sys.executable, '-m', 'areal_jax.main_eval', '--config=configs/tiny_cpu.py', *arguments]
     return words if workdir is None else [*words, f'--workdir={workdir}']
-
-
-def environment():
-    return {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
 
 
 def evaluate(workdir, *arguments):

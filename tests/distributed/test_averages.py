@@ -163,7 +163,7 @@ def test_every_byte_over_the_link_is_counted(tmp_path):
 
 
 def test_clients_of_different_runs_are_refused(tmp_path):
-    client = Averages(tmp_path, 1, 2, run='b', deadline_s=60.0)
+    client = Averages(tmp_path, 1, 2, run='b', deadline_s=60.0, patience_s=0.1)
     (tmp_path / 'turn_000000').mkdir()
     (tmp_path / 'turn_000000' / 'client_0').write_bytes(encode({'run': 'a', 'values': make_block(2.0)}))
     with pytest.raises(AverageError, match=r'client 0 in .* is of another run than client 1: start all clients with'):

@@ -16,7 +16,7 @@ from areal_jax.report.draw_ledger import conservation
 from areal_jax.rollout.servers.server_entries import read_registry
 from tests.app.test_main_train import ROOT, environment
 
-STEPS = 6
+STEPS = 3
 OWN = [
     '--config=configs/tiny_cpu.py', '--config.rollout.server=own', '--config.publication.channel=files',
     '--config.telemetry.tensorboard=False', '--config.telemetry.plots=False', '--config.run.export=False',
