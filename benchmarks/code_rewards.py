@@ -21,34 +21,17 @@ Exit code 0: every part held; 1: one did not; 2: one cannot run here. The number
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from areal_jax.errors import UserError
 from benchmarks.code_parts.attempts import measure_attempts
 from benchmarks.code_parts.learning import measure_hidden, measure_learning
 from benchmarks.code_parts.soak import measure_soak
 from benchmarks.code_parts.speed import measure_speed
 from benchmarks.code_parts.verdicts import measure_hacks, measure_human_eval
-from benchmarks.options import Row, make_parser, report, run, show, split_choices
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A row of the table.
-
-    Args:
-      measure: from the options to value, met, and what else there is to say; raises UserError where it cannot run.
-    """
-
-    what: str
-    bar: str
-    measure: Callable[[Any], Row]
-
+from benchmarks.options import Row, make_parser, report, run, split_choices
+from benchmarks.parts import Part, judge, measure_part
 
 PARTS = {
     'attempts': Part(
@@ -95,26 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> Row:
     parser.add_argument('--python', default='', help='interpreter of the runs: one that every user can read')
     options = parser.parse_args(arguments)
     names = split_choices('parts', options.parts, PARTS)
-    return report('code_rewards', arguments, options, lambda: [_measure(name, options) for name in names])
-
-
-def _measure(name: str, options: Any) -> Row:
-    part, began = PARTS[name], time.monotonic()
-    row: Row = {'part': name, 'what': part.what, 'bar': part.bar}
-    try:
-        row |= part.measure(options)
-    except UserError as error:
-        row |= {'met': False, 'cannot_run': str(error)}
-    row['seconds'] = time.monotonic() - began
-    show(row)
-    return row
-
-
-def judge(rows: Sequence[Row]) -> int:
-    """The exit code."""
-    if any(not row['met'] and 'cannot_run' not in row for row in rows):
-        return 1
-    return 2 if any('cannot_run' in row for row in rows) else 0
+    return report(
+        'code_rewards', arguments, options, lambda: [measure_part(name, PARTS[name], options) for name in names]
+    )
 
 
 def measure_and_exit() -> None:

@@ -5,10 +5,14 @@ Each device computes its own tokens; `tensor` cuts the width of every expert, an
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from areal_jax.models.expert_products import choose_mixer
+from areal_jax.models.expert_check import choose_checked_mixer
 from areal_jax.models.experts import Mix
 
 
@@ -23,7 +27,7 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
     def local(
         x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
     ) -> jax.Array:
-        return choose_mixer(platform, x.dtype, 1)(x, experts, weights, gate, up, down)
+        return _choose(platform, jnp.dtype(x.dtype).name)(x, experts, weights, gate, up, down)
 
     if mesh is None or mesh.size == 1:
         return local
@@ -46,3 +50,12 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
         return run(x, experts, weights, gate, up, down)
 
     return over_mesh
+
+
+@functools.cache
+def _choose(platform: str, dtype: str) -> Mix:
+    with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
+        mix, fault = choose_checked_mixer(platform, dtype, 1)
+    if fault:
+        print(f'warning: {fault}', file=sys.stderr)
+    return mix

@@ -1,0 +1,57 @@
+"""Mixtures of experts against other ways in JAX, against torch and against transformers.
+
+    python -m benchmarks.moe --torch-python=PYTHON --out=FILE
+
+Parts (--parts=parity,product,torch), by the rows of the table:
+
+  parity   1  logits of tiny Qwen3-MoE, Mixtral and OLMoE against what transformers 5.23.0 says of the same files
+  product  5  CPU of a layer, forward and gradient, at B: a scan over all experts and `ragged_dot` over ours; memory
+  torch    6  the same in torch 2.13.0 (`grouped_mm` of transformers 5.23.0) over ours, at A and B
+
+A = 128 experts, 8 a token, width 256, of an expert 128; B = 32, 4, 512, 256; 512 tokens, float32, one thread a side.
+PYTHON is the interpreter of an environment with torch and transformers.
+
+Exit code 0: every part held; 1: one did not; 2: one cannot run here. The numbers are written in any case.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks.moe_parts.parity import measure_parity
+from benchmarks.moe_parts.product import measure_against_torch, measure_products
+from benchmarks.options import Row, make_parser, report, run, split_choices
+from benchmarks.parts import Part, judge, measure_part
+
+PARTS = {
+    'parity': Part(
+        'tiny Qwen3-MoE (all layers, and one of two), Mixtral, OLMoE, router drawn, live routes: largest difference '
+        'of logits from transformers 5.23.0, as a share of their range', '1e-5', measure_parity,
+    ),
+    'product': Part(
+        'a layer, forward and gradient, 512 tokens, B: CPU of a scan over all experts and of ragged_dot over ours; '
+        "ragged_dot's temporary memory over ours", '2x; 8x; 8x', measure_products,
+    ),
+    'torch': Part(
+        'the same in torch 2.13.0 + transformers 5.23.0 (grouped_mm) over ours, A and B, forward and with the '
+        'gradient', '1.0x', measure_against_torch,
+    ),
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> Row:
+    parser = make_parser(__doc__, turns=7)
+    parser.add_argument('--parts', default=','.join(PARTS))
+    parser.add_argument('--torch-python', default='', help='interpreter of an environment with torch and transformers')
+    options = parser.parse_args(arguments)
+    names = split_choices('parts', options.parts, PARTS)
+    return report('moe', arguments, options, lambda: [measure_part(name, PARTS[name], options) for name in names])
+
+
+def measure_and_exit() -> None:
+    sys.exit(judge(main()['rows']))
+
+
+if __name__ == '__main__':
+    run('moe', measure_and_exit)
