@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks import moe, parts
 
 
-def test_parity_is_measured_on_every_family(tmp_path):
-    out = tmp_path / 'moe.json'
-    moe.main(['--parts=parity', f'--out={out}'])
-    [row] = json.loads(out.read_text())['rows']
-    assert set(row['value']) == {'qwen3_moe', 'qwen3_moe_mixed', 'mixtral', 'olmoe'}
-    assert 0 < max(row['value'].values()) < 1e-5
-    assert row['met']
-
-
 def test_a_part_without_its_interpreter_says_so(tmp_path):
-    rows = moe.main(['--parts=torch', f'--out={tmp_path / "moe.json"}'])['rows']
-    assert 'torch-python is not set' in rows[0]['cannot_run']
+    rows = moe.main(['--parts=parity,torch', f'--out={tmp_path / "moe.json"}'])['rows']
+    assert all('torch-python is not set' in row['cannot_run'] for row in rows)
     assert parts.judge(rows) == 2
 
 

@@ -85,6 +85,7 @@ CONFIGS = {
     'olmoe': _config(
         'olmoe', 'OlmoeForCausalLM', num_experts=8, num_experts_per_tok=3, norm_topk_prob=False, clip_qkv=None,
         tie_word_embeddings=True, rms_norm_eps=1e-5, rope_theta=10000.0, num_key_value_heads=4,
+        pad_token_id=None,  # that of a padding token would have no gradient in torch
     ),
 }  # fmt: skip
 
