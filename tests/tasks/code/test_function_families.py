@@ -13,14 +13,13 @@ from areal_jax.tasks.code.function_families import is_held_out, is_held_out_fami
 from areal_jax.tasks.code.function_inputs import Arguments, draw_inputs
 from areal_jax.text.tokenizer import GgufTokenizer
 
-PROBLEMS = list_problems()
 ROOT = pathlib.Path(__file__).parents[3]
 MOST_TOKENS = 64
 
 
 def by_family():
     families = collections.defaultdict(list)
-    for problem in PROBLEMS:
+    for problem in list_problems():
         families[problem['family']].append(problem)
     return families
 
@@ -44,7 +43,7 @@ def test_there_are_families_with_dozens_of_problems_each():
 
 
 def test_every_reference_passes_its_tests():
-    for problem in PROBLEMS:
+    for problem in list_problems():
         function = load_function(problem['solution'])
         assert len(problem['tests']) == function_families.VISIBLE_TESTS
         assert len(problem['hidden_tests']) == function_families.HIDDEN_TESTS
@@ -52,7 +51,7 @@ def test_every_reference_passes_its_tests():
 
 
 def test_references_leave_their_arguments_as_they_are():
-    for problem in PROBLEMS:
+    for problem in list_problems():
         function = load_function(problem['solution'])
         for arguments, _ in problem['hidden_tests']:
             before = json.dumps(arguments)
@@ -61,13 +60,13 @@ def test_references_leave_their_arguments_as_they_are():
 
 
 def test_hidden_tests_have_other_arguments():
-    for problem in PROBLEMS:
+    for problem in list_problems():
         arguments = [json.dumps(arguments) for arguments, _ in [*problem['tests'], *problem['hidden_tests']]]
         assert len(set(arguments)) == len(arguments), problem
 
 
 def test_neither_a_constant_nor_an_argument_passes():
-    for problem in PROBLEMS:
+    for problem in list_problems():
         tests = problem['tests']
         assert len({json.dumps(result) for _, result in tests}) > 1, problem
         for index in range(len(tests[0][0])):
@@ -87,7 +86,7 @@ def test_no_two_problems_behave_alike():
     kinds = {v.question: v.inputs for variants in family_table.list_families().values() for v in variants}
     drawn: dict[object, list[Arguments]] = {}
     rows = collections.defaultdict(list)
-    for problem in PROBLEMS:
+    for problem in list_problems():
         kind = kinds[problem['question']]
         if kind not in drawn:
             drawn[kind] = [*kind.edges, *(a for wide in (False, True) for a in draw_inputs(kind, 150, 'x', wide=wide))]
@@ -102,7 +101,7 @@ def test_another_process_lists_the_same_problems():
         'import json; from areal_jax.tasks.code import function_families as f; print(json.dumps(f.list_problems()))'
     )
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert json.loads(done.stdout) == PROBLEMS
+    assert json.loads(done.stdout) == list_problems()
 
 
 def test_a_caller_has_its_own_copy():
@@ -114,14 +113,14 @@ def test_a_caller_has_its_own_copy():
 @pytest.mark.slow
 def test_another_seed_gives_other_tests_and_other_problems_of_large_families():
     other = list_problems(1)
-    assert [p['tests'] for p in other] != [p['tests'] for p in PROBLEMS]
-    both = {p['question'] for p in other} & {p['question'] for p in PROBLEMS}
-    assert len(PROBLEMS) / 2 < len(both) < len(PROBLEMS)  # large families are sampled
+    assert [p['tests'] for p in other] != [p['tests'] for p in list_problems()]
+    both = {p['question'] for p in other} & {p['question'] for p in list_problems()}
+    assert len(list_problems()) / 2 < len(both) < len(list_problems())  # large families are sampled
 
 
 def test_problems_are_plain_json():
-    assert json.loads(json.dumps(PROBLEMS, allow_nan=False)) == PROBLEMS
-    assert not has_float(PROBLEMS)
+    assert json.loads(json.dumps(list_problems(), allow_nan=False)) == list_problems()
+    assert not has_float(list_problems())
 
 
 def has_float(value):
@@ -130,8 +129,8 @@ def has_float(value):
 
 
 def test_no_question_and_no_solution_appears_twice():
-    assert max(collections.Counter(problem['question'] for problem in PROBLEMS).values()) == 1
-    assert max(collections.Counter(problem['solution'] for problem in PROBLEMS).values()) == 1
+    assert max(collections.Counter(problem['question'] for problem in list_problems()).values()) == 1
+    assert max(collections.Counter(problem['solution'] for problem in list_problems()).values()) == 1
 
 
 def test_whole_families_and_some_problems_of_the_others_are_held_out():
@@ -142,11 +141,13 @@ def test_whole_families_and_some_problems_of_the_others_are_held_out():
         few, many = ({q for q in questions if is_held_out(q, share)} for share in (0.2, 0.4))
         assert few < many < questions
         assert 0 < len(few) / len(questions) < 0.4, name
-    assert sum(is_held_out(p['question'], 0.25) for p in PROBLEMS) / len(PROBLEMS) == pytest.approx(0.25, abs=0.03)
+    assert sum(is_held_out(p['question'], 0.25) for p in list_problems()) / len(list_problems()) == pytest.approx(
+        0.25, abs=0.03
+    )
 
 
 def test_solutions_are_short(smollm2_fields):
     tokenizer = GgufTokenizer(smollm2_fields)
-    lengths = {problem['solution']: len(tokenizer.encode(problem['solution'])) for problem in PROBLEMS}
+    lengths = {problem['solution']: len(tokenizer.encode(problem['solution'])) for problem in list_problems()}
     assert {solution: n for solution, n in lengths.items() if n >= MOST_TOKENS} == {}
     assert sum(20 <= n <= 45 for n in lengths.values()) > 0.8 * len(lengths)
