@@ -24,7 +24,7 @@ _WHOLE += (
     'models/test_smollm2',
 )
 _WHOLE += ('test_main_report', 'test_tutorial', 'tasks/test_reasoning_gym')
-_COLLECT_AFTER = (20_000, 20, 20)  # new objects; jax makes so many that Python's 700 cost a tenth of the time
+_COLLECT_AFTER = (5_000, 20, 10)  # new objects; jax makes so many that the 700 of Python cost a tenth of the time
 _TESTS = pathlib.Path(__file__).parent
 
 _DEVICES = '--xla_force_host_platform_device_count=8'
