@@ -19,7 +19,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Attend, Constrain
 from areal_jax.models.expert_mesh import make_mix
-from areal_jax.models.experts import Mix, Routing
+from areal_jax.models.expert_products import Mixer
+from areal_jax.models.experts import Routing
 from areal_jax.models.logprobs import TokenFunction, sharded_token_logprobs, token_logprobs
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
@@ -153,7 +154,7 @@ class Stream:
         """The stream [R * T, ...], sharded by token: no device holds a part of a token's features."""
         return self._at(x, TOKEN_AXES)
 
-    def mix(self) -> Mix:
+    def mix(self) -> Mixer:
         """The product of experts for tokens of the flat stream."""
         platform = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
         return make_mix(platform, self.mesh, TOKEN_AXES)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from areal_jax.models.expert_check import choose_checked_mixer
-from areal_jax.models.experts import Mix
+from areal_jax.models.expert_products import Mixer
 
 
-def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...] = ()) -> Mix:
+def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...] = ()) -> Mixer:
     """The product for devices of a platform.
 
     Args:
@@ -53,7 +53,7 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
 
 
 @functools.cache
-def _choose(platform: str, dtype: str) -> Mix:
+def _choose(platform: str, dtype: str) -> Mixer:
     with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
         mix, fault = choose_checked_mixer(platform, dtype, 1)
     if fault:

@@ -12,18 +12,14 @@ Shapes: T tokens, E experts, k choices, d model width, M width of an expert, L l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.expert_products import mix_blocks
+from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.shape import Experts
-
-# (x [T, d], experts int32 [T, k], weights float32 [T, k], gate [E, d, M], up [E, d, M], down [E, M, d]) -> [T, d]
-Mix = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Routing:
         none recorded and takes its own choice. None = no token has.
     """
 
-    mix: Mix = mix_blocks
+    mix: Mixer = mix_blocks
     valid: jax.Array | None = None
     recorded: jax.Array | None = None
 

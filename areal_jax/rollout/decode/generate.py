@@ -14,7 +14,8 @@ from jax import lax
 
 from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.models.decoder import Attend, Decoder, Params
-from areal_jax.models.experts import Mix, Routing
+from areal_jax.models.expert_products import Mixer
+from areal_jax.models.experts import Routing
 from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
@@ -70,7 +71,7 @@ class Generate:
     decoder: Decoder
     attention: CacheAttention
     over_heads: Callable[[Attend], Attend]
-    mix: Mix
+    mix: Mixer
     sizes: CacheSizes
     steps: int
     filtered: bool

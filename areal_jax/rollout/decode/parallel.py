@@ -19,7 +19,7 @@ from areal_jax.config.cluster import ENGINES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Attend, Decoder
 from areal_jax.models.expert_mesh import make_mix
-from areal_jax.models.experts import Mix
+from areal_jax.models.expert_products import Mixer
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import logical_axes
 from areal_jax.native import compiled_library as library
@@ -74,7 +74,7 @@ class Placement:
         return jax.shard_map(empty, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 
     @property
-    def mix(self) -> Mix:
+    def mix(self) -> Mixer:
         """The product of experts; the tokens are on every device."""
         device: jax.Device = next(iter(self.rows.device_set))
         return make_mix(device.platform, self.mesh)

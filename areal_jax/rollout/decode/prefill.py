@@ -26,8 +26,8 @@ from areal_jax.config.constraints import MOST_PREFILL_BUCKETS
 from areal_jax.models.attention import MAX_TILE_TOKENS, choose_checked, local_device, packed_attention, tile_tokens
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
-from areal_jax.models.expert_products import mix_blocks
-from areal_jax.models.experts import Mix, Routing
+from areal_jax.models.expert_products import Mixer, mix_blocks
+from areal_jax.models.experts import Routing
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.attention.native import NativeAttention
@@ -261,7 +261,7 @@ def prefill_pieces(
     cache: Cache,
     packed: PackedPieces[np.ndarray],
     over_heads: Callable[[Attend], Attend] = lambda attend: attend,
-    mix: Mix = mix_blocks,
+    mix: Mixer = mix_blocks,
 ) -> Cache:
     """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
 
