@@ -8,6 +8,7 @@ it is imported, in every process of the run; nothing that is declared can be cha
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,8 @@ import numpy as np
 from areal_jax.errors import UserError
 
 ColumnArrays = Mapping[str, np.ndarray]  # by name: [n, *shape] for n tokens
-# arrays and JSON fields beside the columns: of packed and trained rows, segments and choices of a reply. Two that vLLM
-# has and this program does not fill, routed_experts and sampling_mask, are free
+# arrays and JSON fields beside the columns: of packed and trained rows, segments and choices of a reply. One that vLLM
+# has and this program does not fill, sampling_mask, is free
 TAKEN = frozenset({
     'tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets', 'loss_mask', 'behavior_logprobs',
     'advantages', 'policy_version', 'policy_versions', 'trajectory_ids', 'recomputed_logprobs', 'reference_logprobs',
@@ -46,7 +47,8 @@ class Column:
 
     name: str  # also that of its array in the loss, and of its field in replies and checkpoints
     dtype: str  # of numpy: a bool, integer or float
-    shape: tuple[int, ...] = ()  # of one token's entry
+    # of one token's entry; None = the model of the run gives it, and the width of the dtype: see `of_model`
+    shape: tuple[int, ...] | None = ()
     fill: float = 0  # of tokens that were not generated (prompt, environment), of padding, and where it is not known
     saved: bool = True  # in checkpoints, with the unfinished answers and the buffer; else lost in a resume
     published: bool = True  # over HTTP: a request asks for it with `return_NAME`
@@ -55,8 +57,14 @@ class Column:
     # the requests that must have it, all others have none; None = every request, as far as its engine knows it
     needed: Callable[[Sampling], bool] | None = None
 
+    def of_model(self, dtype: str, shape: tuple[int, ...]) -> Column:
+        """The declaration for one model, of a column without a shape; the fill value is the largest of the dtype."""
+        return dataclasses.replace(self, dtype=dtype, shape=shape, fill=int(np.iinfo(dtype).max))
+
     def blank(self, n: int) -> np.ndarray:
-        """[n, *shape] of the fill value."""
+        """[n, *shape] of the fill value; raises ColumnError where the shape is not known."""
+        if self.shape is None:
+            raise self.error('has no shape of its own', 'ask the declaration for the model (of_model)')
         return np.full((n, *self.shape), self.fill, self.dtype)
 
     def of(self, columns: ColumnArrays, behavior_logprobs: np.ndarray) -> np.ndarray:
@@ -65,8 +73,19 @@ class Column:
             return columns[self.name]
         return behavior_logprobs if self.is_logprob else self.blank(len(behavior_logprobs))
 
-    def read(self, values: object, n: int) -> np.ndarray:
-        """[n, *shape] from the lists of numbers that `tolist` gives; raises ColumnError for anything else."""
+    def write(self, values: np.ndarray) -> object:
+        """The array as JSON: lists of numbers; bytes in base64 with dtype and shape where the model gives the shape."""
+        if self.shape is not None:
+            return values.tolist()
+        data = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
+        return {'data': data, 'dtype': values.dtype.name, 'shape': list(values.shape)}
+
+    def read(self, values: object, n: int | None) -> np.ndarray:
+        """[n, *shape] from what `write` gives; raises ColumnError for anything else. None = any number."""
+        if self.shape is None:
+            return self._read_bytes(values, n)
+        if n is None:
+            n = len(values) if isinstance(values, list) else 0
         try:
             found = np.array(values) if n or values else self.blank(0)  # [] does not tell the shape
             array = found.astype(self.dtype)
@@ -78,8 +97,24 @@ class Column:
         self.check(array, (n,))
         return array
 
+    def _read_bytes(self, values: object, n: int | None) -> np.ndarray:
+        given: Mapping[str, object] = values if isinstance(values, dict) else {}
+        try:
+            dtype, shape = np.dtype(str(given['dtype'])), [int(axis) for axis in given['shape']]  # type: ignore[attr-defined]
+            array = np.frombuffer(base64.b64decode(str(given['data']), validate=True), dtype).reshape(shape)
+        except (KeyError, TypeError, ValueError) as error:
+            fix = f'give data in base64, dtype and shape ({type(error).__name__}: {error})'
+            raise self.error(f'is {str(values)[:60]!r}', fix) from error
+        self.check(array, (len(array) if n is None else n,))
+        return array
+
     def check(self, values: np.ndarray, leading: tuple[int, ...]) -> None:
         """Raises ColumnError where the array is not [*leading, *shape] of the declared dtype."""
+        if self.shape is None:
+            if values.dtype.kind != np.dtype(self.dtype).kind or values.shape[: len(leading)] != leading:
+                fix = f'give one entry for each of {leading} tokens, of the kind of {self.dtype}'
+                raise self.error(f'is {values.dtype} {values.shape}', fix)
+            return
         if values.dtype != self.dtype:
             raise self.error(f'has the dtype {values.dtype}', f'give {self.dtype}, or declare the other')
         if values.shape != (*leading, *self.shape):
@@ -114,6 +149,9 @@ def declare(column: Column) -> Column:
         raise column.error(f'has the dtype {column.dtype!r}', 'use a dtype of numpy') from error
     if dtype.kind not in 'biuf' or dtype.name != column.dtype:
         raise column.error(f'has the dtype {column.dtype!r}', "use the name of a bool, an integer or a float: 'int32'")
+    if column.shape is None and (column.published or column.packed or dtype.kind != 'u'):
+        fix = 'declare an unsigned integer, published=False and packed=False'
+        raise column.error('has no shape of its own', fix)
     if column.packed and dtype.itemsize > 4:
         raise column.error(f'is packed as {column.dtype}', 'devices hold 32 bits: declare such a dtype or packed=False')
     if column.is_logprob and (column.dtype, column.shape, column.fill) != ('float32', (), 0):
@@ -160,6 +198,12 @@ def cut(columns: ColumnArrays, place: slice | int | tuple[int, slice]) -> dict[s
     return {name: values[place] for name, values in columns.items()}
 
 
+def check_alike(columns: ColumnArrays) -> None:
+    """Raises ColumnError for arrays that are not as declared, or not of the same number of tokens."""
+    lengths = [len(values) for values in columns.values()]
+    check(columns, (lengths[0],) if lengths else (0,))
+
+
 SAMPLING_LOGPROBS = declare(
     Column(
         'sampling_logprobs',  # of the distribution that was sampled; behavior log-probs are of the full softmax
@@ -167,5 +211,15 @@ SAMPLING_LOGPROBS = declare(
         packed=False,
         is_logprob=True,
         needed=lambda sampling: sampling.changes_softmax,
+    )
+)
+ROUTED_EXPERTS = declare(
+    Column(
+        'routed_experts',  # [layers with experts, choices]: what the routers chose in the pass that gave the log-prob
+        'uint8',  # to 255 experts, uint16 above; the largest value = not recorded
+        shape=None,
+        fill=255,
+        published=False,  # the wires have fields of their own for it
+        packed=False,  # by loss token; rows have those of all their tokens, see packing/rows.py
     )
 )

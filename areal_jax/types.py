@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from areal_jax.columns import Column, ColumnArrays, check, cut
+from areal_jax.columns import Column, ColumnArrays, check, check_alike, cut
 from areal_jax.labels import SCORED
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
@@ -95,9 +95,12 @@ class Segment:
     behavior_logprobs: np.ndarray  # float32 [n], recorded while sampling, of the full softmax; 0 for environment tokens
     policy_version: int  # version whose logits the tokens were sampled from; NOT_GENERATED for environment tokens
     columns: ColumnArrays = dataclasses.field(default_factory=dict)  # what else is known of each token
+    # [C, *shape]: the same of the last C tokens before it, as far as its engine read and did not generate them
+    context: ColumnArrays = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self.columns, (len(self.tokens),))
+        check_alike(self.context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +182,17 @@ class Trajectory:
         own = [column.of(s.columns, s.behavior_logprobs) for s in self.segments]
         return np.concatenate([column.blank(len(self.prompt.tokens)), *own])
 
+    def column_with_context(self, column: Column) -> np.ndarray:
+        """`column`, with what engines recorded of tokens that they read, in the place of the fill value."""
+        whole, was_read = self.column(column), ~self.loss_mask
+        start = len(self.prompt.tokens)
+        for segment in self.segments:
+            if (known := segment.context.get(column.name)) is not None:
+                place = slice(start - len(known), start)
+                whole[place][was_read[place]] = known[was_read[place]]
+            start += len(segment.tokens)
+        return whole
+
     @property
     def answer_tokens(self) -> np.ndarray:
         """int32 [A]: everything after the prompt."""
@@ -235,15 +249,18 @@ class PackedBatch:
     policy_versions: np.ndarray  # int32 [M, R, N]
     trajectory_ids: np.ndarray  # int32 [M, R, N], trajectory of the loss token in the update, -1 = padding
     columns: ColumnArrays = dataclasses.field(default_factory=dict)  # those that are packed, [M, R, N, *shape]
+    # [M, R, T, *shape]: entry t is that of the token behind token t, so of the pass in which t was read
+    inputs: ColumnArrays = dataclasses.field(default_factory=dict)
 
     def microbatch(self, index: int) -> PackedBatch:
         """The micro-batch `index`, leaves [R, ...]."""
         values = {name: array[index] for name, array in self.fields().items()}
-        return PackedBatch(**values, columns=cut(self.columns, index))
+        return PackedBatch(**values, columns=cut(self.columns, index), inputs=cut(self.inputs, index))
 
     def fields(self) -> dict[str, np.ndarray]:
         """The arrays by name, without the columns."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != 'columns'}
+        named = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in named if name not in ('columns', 'inputs')}
 
 
 @dataclasses.dataclass(frozen=True)

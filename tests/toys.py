@@ -87,7 +87,7 @@ class ToyBackend:
     """Weights are (w, version); the state is a ToyCache, in which each row must find exactly its own tokens."""
 
     devices = ('toy',)
-    state_bytes = 0
+    state_bytes, records_context = 0, False
     sampling = SamplingSupport(vocab_size=64, cuts=True, adjusts=True, stop_tokens=4, biased_tokens=4)
 
     def __init__(
@@ -133,6 +133,9 @@ class ToyBackend:
         for array in (new.versions, new.tokens):
             array[list(targets)] = array[list(sources)]
         return new
+
+    def read_context(self, state: ToyCache, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
+        raise AssertionError('nothing is recorded')
 
     def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
         return next(bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket >= len(rows))

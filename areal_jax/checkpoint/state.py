@@ -18,7 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 6
+FORMAT = 7
 _NUMBER = (int, float)
 
 # what a run state must have besides 'format'; further keys are carried as they are
@@ -151,18 +151,21 @@ def encode_segment(segment: Segment) -> JsonObject:
         'tokens': np.asarray(segment.tokens, np.int32).tolist(),
         'behavior_logprobs': np.asarray(segment.behavior_logprobs, np.float32).tolist(),
         'policy_version': int(segment.policy_version),
-        **{c.name: own[c.name].tolist() if c.name in own else None for c in declared() if c.saved},
+        **{c.name: c.write(own[c.name]) if c.name in own else None for c in declared() if c.saved},
+        'context': {name: find(name).write(values) for name, values in segment.context.items() if find(name).saved},
     }
 
 
 def decode_segment(record: Mapping[str, object]) -> Segment:
     tokens = np.array(_take(record, 'tokens', list, 'segment'), np.int32)
-    further = record.keys() - {'tokens', 'behavior_logprobs', 'policy_version'}
+    further = record.keys() - {'tokens', 'behavior_logprobs', 'policy_version', 'context'}
+    context = _take(record, 'context', dict, 'segment')
     return Segment(
         tokens=tokens,
         behavior_logprobs=np.array(_take(record, 'behavior_logprobs', list, 'segment'), np.float32),
         policy_version=_take(record, 'policy_version', int, 'segment'),
         columns={n: find(n).read(record[n], len(tokens)) for n in sorted(further) if record[n] is not None},
+        context={name: find(name).read(values, None) for name, values in context.items()},
     )
 
 

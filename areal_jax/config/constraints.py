@@ -18,7 +18,7 @@ from areal_jax.config.code_fields import find_code_problems, find_training_probl
 from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
-from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server, name_launched
+from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
 from areal_jax.config.model_fields import find_model_problems
 from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
 from areal_jax.config.objectives import find_objective, is_policy, resolve
@@ -44,6 +44,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _server_problems(c)
         yield from find_record_problems(c)
         yield from _quantization_problems(c)
+        yield from _route_problems(c)
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
         yield from find_agent_problems(c)
@@ -210,6 +211,29 @@ def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
                 f"rollout.weights='int8' with {path}={value!r}: {why}; use {path}={fix!r}, or "
                 "rollout.weights='published'"
             )
+
+
+def _route_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Routing replay without anything to replay."""
+    rollout, kind = c.rollout, find_server(c.rollout.server)
+    if c.learner.routes == 'replay' and not rollout.record_routes:
+        yield (
+            "learner.routes='replay' follows the experts that engines recorded, and rollout.record_routes=False: set "
+            "it to True, or use learner.routes='live'"
+        )
+    if not rollout.record_routes:
+        return
+    if c.model.source == 'random' and not c.model.experts:
+        yield (
+            'rollout.record_routes=True needs a model with experts, and model.experts=0: name a family with experts '
+            '(docs/moe.md), or set rollout.record_routes=False'
+        )
+    if not kind.gives_routes:
+        able = ' or '.join(repr(other.name) for other in SERVERS.values() if other.gives_routes)
+        yield (
+            f'rollout.record_routes=True with rollout.server={rollout.server!r}: these servers do not tell which '
+            f'experts a token has reached; use {able}, or rollout.record_routes=False'
+        )
 
 
 def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:

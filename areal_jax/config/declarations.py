@@ -138,6 +138,7 @@ SECTIONS: Mapping[str, Section] = {
             "over the KV cache; 'auto': by platform",
         ),
         weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
+        record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),
@@ -196,6 +197,7 @@ SECTIONS: Mapping[str, Section] = {
             'dots', ('none', 'dots', 'attention', 'full'), 'kept for the gradient: none = all, full = nothing'
         ),
         attention=Choice('auto', ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'), "'auto': by platform"),
+        routes=Choice('live', ('live', 'replay'), 'with experts: replay = those that rollout.record_routes recorded'),
     ),
     'lora': Section(
         'Low-rank adapters',

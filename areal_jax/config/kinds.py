@@ -52,6 +52,7 @@ class ServerKind:
     reads_deltas: bool = False  # a server, or the receiver beside it, takes what changed (publication.delta)
     keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
+    gives_routes: bool = False  # which experts each token has reached (rollout.record_routes)
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
     modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
     reads_records: bool = False  # loads versions that a channel sends as records, and not only directories of files
@@ -98,6 +99,7 @@ IN_PROCESS = ServerKind(
     reads_records=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
+    gives_routes=True,
     modules=(),
 )
 OWN = ServerKind(

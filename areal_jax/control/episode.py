@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.columns import join
+from areal_jax.columns import ColumnArrays, join
 from areal_jax.files import JsonObject
 from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
 
@@ -29,11 +29,25 @@ class Row:
     segments: list[Segment] = dataclasses.field(default_factory=list)
 
     def append(self, segment: Segment) -> None:
-        """Adds the segment; joins it to the last one if both have the same version and the same columns."""
+        """Adds the segment; joins it to the last one if both have the same version and the same columns.
+
+        Of its context the part is kept that no policy generated.
+        """
         last = self.segments[-1] if self.segments else None
+        if segment.context:
+            segment = dataclasses.replace(segment, context=self._unseen(segment.context))
         if last and last.policy_version == segment.policy_version and last.columns.keys() == segment.columns.keys():
             segment = join_segments(self.segments.pop(), segment)
         self.segments.append(segment)
+
+    def _unseen(self, context: ColumnArrays) -> ColumnArrays:
+        """The end of the columns of a context: behind the last generated token, or all where there is none."""
+        read = 0
+        for segment in reversed(self.segments):
+            if segment.policy_version != NOT_GENERATED:
+                return {name: values[len(values) - read :] for name, values in context.items()}
+            read += len(segment.tokens)
+        return context
 
     def copy(self) -> Row:
         return Row(self.prompt_tokens, self.fork, list(self.segments))
@@ -196,4 +210,5 @@ def join_segments(first: Segment, second: Segment) -> Segment:
         np.concatenate([first.behavior_logprobs, second.behavior_logprobs]),
         first.policy_version,
         join([first.columns, second.columns]),
+        first.context,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.columns import join
+from areal_jax.columns import ColumnArrays, join
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, concatenate
 
 _TIMES = ('admitted_s', 'finished_s', 'consumed_s')
@@ -45,14 +45,18 @@ def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         'version': _integers(segment.policy_version for segment in segments),
         'tokens': concatenate([segment.tokens for segment in segments], np.int32),
         'behavior': concatenate([segment.behavior_logprobs for segment in segments], np.float32),
-        'columns': {name: _join_column(name, segments) for name in sorted({n for s in segments for n in s.columns})},
+        'columns': _join_columns([segment.columns for segment in segments]),
+        'contexts': _join_columns([segment.context for segment in segments]),
     }
 
 
-def _join_column(name: str, segments: Sequence[Segment]) -> dict[str, np.ndarray]:
-    """Which segments have the column, and its values in those."""
-    held = np.array([name in segment.columns for segment in segments], bool)
-    return {'held': held, **join([{'values': s.columns[name]} for s in segments if name in s.columns])}
+def _join_columns(of_segments: Sequence[ColumnArrays]) -> dict[str, dict[str, np.ndarray]]:
+    """Of each column: of how many tokens each segment has it, -1 = it has none, and the values."""
+    found = {}
+    for name in sorted({name for columns in of_segments for name in columns}):
+        held = _integers(len(columns[name]) if name in columns else -1 for columns in of_segments)
+        found[name] = {'held': held, **join([{'values': c[name]} for c in of_segments if name in c])}
+    return found
 
 
 def split_groups(columns: Mapping[str, Any]) -> list[TrajectoryGroup]:
@@ -87,20 +91,25 @@ def _split_prompts(columns: Mapping[str, Any]) -> Iterator[Prompt]:
 
 def _split_segments(columns: Mapping[str, Any]) -> Iterator[Segment]:
     lengths = columns['length']
-    own: list[dict[str, np.ndarray]] = [{} for _ in lengths]
-    for name, column in columns['columns'].items():
-        held = np.flatnonzero(column['held'])
-        for index, values in zip(held.tolist(), _pieces(column['values'], lengths[held]), strict=True):
-            own[index][name] = values
     of_each = zip(
         _pieces(columns['tokens'], lengths),
         _pieces(columns['behavior'], lengths),
         columns['version'].tolist(),
-        own,
+        _split_columns(columns['columns'], len(lengths)),
+        _split_columns(columns['contexts'], len(lengths)),
         strict=True,
     )
-    for tokens, behavior, version, further in of_each:
-        yield Segment(tokens, behavior, version, further)
+    for fields in of_each:
+        yield Segment(*fields)
+
+
+def _split_columns(columns: Mapping[str, Any], segments: int) -> list[dict[str, np.ndarray]]:
+    found: list[dict[str, np.ndarray]] = [{} for _ in range(segments)]
+    for name, column in columns.items():
+        has = np.flatnonzero(column['held'] >= 0)
+        for index, values in zip(has.tolist(), _pieces(column['values'], column['held'][has]), strict=True):
+            found[index][name] = values
+    return found
 
 
 def _pieces(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

@@ -9,18 +9,19 @@ are in slice order (sharding/slices.py); only attention and the choice of the pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Attend, Constrain
 from areal_jax.models.expert_mesh import make_mix
 from areal_jax.models.expert_products import Mixer
-from areal_jax.models.experts import Routing
+from areal_jax.models.experts import Routed, Routing
 from areal_jax.models.logprobs import TokenFunction, sharded_token_logprobs, token_logprobs
 from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
 from areal_jax.sharding.rules import data_shards
@@ -31,10 +32,17 @@ Rows = Mapping[str, jax.Array]  # fields of a micro-batch [R, ...], see `train_s
 _AttendRows = Callable[..., jax.Array]  # (q, k, v, segments, parents, positions, first=0) -> out
 
 
+class SeenRoutes(NamedTuple):
+    """What the routers of a pass chose, whether or not it was followed."""
+
+    differs: jax.Array  # int32 [R, N], layers in which a loss token's set of experts is another than the recorded one
+    loads: jax.Array  # float32 [L, E], tokens that reached an expert
+
+
 class PackedDecoder(Protocol):
     """What the learner needs of a model (models/decoder.py)."""
 
-    def hidden(
+    def hidden_and_routes(
         self,
         params: Tree,
         tokens: jax.Array,
@@ -43,7 +51,7 @@ class PackedDecoder(Protocol):
         *,
         constrain: Constrain,
         routing: Routing,
-    ) -> tuple[jax.Array, Tree]: ...
+    ) -> tuple[jax.Array, Tree, Routed | None]: ...
 
     def head(self, params: Tree) -> jax.Array: ...
 
@@ -69,17 +77,25 @@ def forward(
     Returns:
       (logprobs, entropy), float32 [R, N], both at `temperature`.
     """
-    states = predicting_states(decoder, params, rows, attention=attention, mesh=mesh)
+    states, _ = predicting_states(decoder, params, rows, attention=attention, mesh=mesh)
     return score_targets(decoder, params, states, rows['targets'], temperature, mesh=mesh, compute=compute)
 
 
 def predicting_states(
-    decoder: PackedDecoder, params: Tree, rows: Rows, *, attention: str = 'auto', mesh: Mesh | None = None
-) -> jax.Array:
-    """Hidden states [R, N, d] from which the loss tokens of packed rows are predicted.
+    decoder: PackedDecoder,
+    params: Tree,
+    rows: Rows,
+    *,
+    attention: str = 'auto',
+    mesh: Mesh | None = None,
+    follows: jax.Array | bool | None = None,
+) -> tuple[jax.Array, SeenRoutes | None]:
+    """Hidden states [R, N, d] from which the loss tokens of packed rows are predicted, and the routes to experts.
 
     Args:
-      rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources' int [R, N].
+      rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources' int [R, N]; 'routed_experts' int
+        [R, T, L, k] where they are recorded.
+      follows: bool [], whether recorded routes are taken (see Routing); None = they are not read.
       mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp, and with
         context > 1 T one of 2 * context and N one of context.
     """
@@ -89,15 +105,24 @@ def predicting_states(
     if (context := 1 if mesh is None else mesh.shape['context']) > 1:
         sources = slice_places(sources, inputs.shape[1], context)
         inputs, positions, used = (to_slices(places, context) for places in (inputs, positions, used))
-    flat_hidden, _ = decoder.hidden(  # [R * T, d]
+    recorded = None
+    if follows is not None:
+        recorded = rows[ROUTED_EXPERTS.name] if context == 1 else to_slices(rows[ROUTED_EXPERTS.name], context)
+        recorded = jnp.moveaxis(tokens.flatten(recorded), 0, 1)  # [L, R * T, k]
+    routing = Routing(tokens.mix(), tokens.flatten(used), recorded, follows is not None and follows)
+    flat_hidden, _, routed = decoder.hidden_and_routes(  # [R * T, d]
         params,
         tokens.flatten(inputs),
         tokens.flatten(positions),
         _attend(rows, tokens, attention),
         constrain=tokens.constrain,
-        routing=Routing(tokens.mix(), valid=tokens.flatten(used)),
+        routing=routing,
     )
-    return jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
+    states = jnp.take_along_axis(tokens.unflatten(flat_hidden), sources[..., None], axis=1)
+    if routed is None:
+        return states, None
+    differs = jnp.sum(routed.differs, axis=0, dtype=jnp.int32)
+    return states, SeenRoutes(jnp.take_along_axis(tokens.unflatten(differs), sources, axis=1), routed.loads)
 
 
 def score_targets(

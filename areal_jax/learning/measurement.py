@@ -12,6 +12,7 @@ from areal_jax.learning.diagnostics import data_metrics as diagnostics
 from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
 from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
+from areal_jax.learning.diagnostics.route_metrics import route_metrics
 from areal_jax.learning.objective import truncation
 from areal_jax.learning.objective.metrics import merge_metrics
 from areal_jax.learning.objective.own_objective import require_finite_loss
@@ -45,6 +46,7 @@ def measure(update: Update, settings: LearnerSettings) -> Metrics:
         'data': diagnostics.data_metrics(groups, kept),
         'ages': diagnostics.age_metrics(kept, batches, version),
         'packing': update.packing.metrics(),
+        'routes': route_metrics(kept, batches, update.trained.results, version),
         'sampling': truncation.kept_mass_metrics(kept, update.oldest),
         'training': _measure_training(update, settings),
     }

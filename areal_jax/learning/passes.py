@@ -7,23 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
 from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import Scalars, training_rows, training_scalars
+from areal_jax.learning.train_step import SEEN_ROUTES, Scalars, training_rows, training_scalars
 from areal_jax.learning.weights.trained_leaves import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import PackedBatch, Tree
+
+
+class StepRoutes(NamedTuple):
+    """What the routers chose in the passes of a step, see forward.SeenRoutes."""
+
+    differs: np.ndarray  # int32 [M, R, N]
+    loads: np.ndarray  # float32 [L, E], the sum over the micro-batches
 
 
 class StepResult(NamedTuple):
@@ -34,6 +42,7 @@ class StepResult(NamedTuple):
     logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
     prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # what the objective decided before it
     lag: float = 0.0  # see brakes.mean_lag
+    routes: StepRoutes | None = None  # of a model with experts
 
 
 class Passes:
@@ -74,11 +83,18 @@ class Passes:
         run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
         return run(state, rows, scalars, factor)
 
-    def logprobs(self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int) -> np.ndarray:
-        """float32 [M, R, N] of given weights, in the form of `working`; a critic among them is left out."""
+    def logprobs(
+        self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int, follows: bool | None = None
+    ) -> np.ndarray:
+        """float32 [M, R, N] of given weights, in the form of `working`; a critic among them is left out.
+
+        `follows`: whether recorded routes are taken; None = as in training.
+        """
         weights, frozen = policy_leaves(weights), policy_leaves(frozen)
         rows, denominator = training_rows(batch, self._settings.objective)
-        scalars = self._scalars(denominator, version, first=True)
+        if not self._settings.records_routes:  # those of a batch are of another model
+            rows.pop(ROUTED_EXPERTS.name, None)
+        scalars = self._scalars(denominator, version, first=True, follows=follows)
         return self._layout.join_logprobs(
             [
                 self._programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
@@ -162,7 +178,19 @@ class Passes:
         state.params, state.optimizer, step, metrics, logprobs = self._programs.run(
             'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
         )
-        return StepResult(jax.device_get(step), [jax.device_get(metrics)], jax.device_get(logprobs))
+        measured: list[dict[str, Any]] = [dict(jax.device_get(metrics))]
+        routes = self._take_routes(measured)
+        return StepResult(jax.device_get(step), measured, jax.device_get(logprobs), routes=routes)
+
+    def _take_routes(self, metrics: Sequence[dict[str, Any]]) -> StepRoutes | None:
+        """Takes the routes out of the metrics of micro-batches, or of all of them at once, with leading axes [M]."""
+        found = [one.pop(SEEN_ROUTES) for one in metrics if SEEN_ROUTES in one]
+        if not found:
+            return None
+        if found[0].differs.ndim == 3:
+            return StepRoutes(found[0].differs, found[0].loads.sum(axis=0))
+        differs = self._layout.join_logprobs([one.differs for one in found]).astype(np.int32)
+        return StepRoutes(differs, np.sum([one.loads for one in found], axis=0))
 
     def _dispatch(
         self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float
@@ -186,7 +214,9 @@ class Passes:
             'apply', state.params, state.optimizer, state.gradients, self._rate(factor)
         )
         whole = self._layout.join_logprobs(logprobs)
-        return StepResult({**jax.device_get(step), **braked}, jax.device_get(metrics), whole)
+        found = [dict(one) for one in jax.device_get(metrics)]
+        routes = self._take_routes(found)
+        return StepResult({**jax.device_get(step), **braked}, found, whole, routes=routes)
 
     def _brake(
         self, factor: float, rows: Mapping[str, np.ndarray], logprobs: Sequence[jax.Array]
@@ -199,8 +229,12 @@ class Passes:
         factor *= float(brake.ess_factor(sequence_effective_sample_size(self._layout.join_logprobs(logprobs), *known)))
         return factor, {'brake': np.asarray(factor, np.float32)}
 
-    def _scalars(self, denominator: float, version: int, first: bool) -> Scalars:
+    def _scalars(self, denominator: float, version: int, first: bool, follows: bool | None = None) -> Scalars:
+        settings = self._settings
         scalars = training_scalars(
+            follows_routes=(settings.routes == 'replay' if follows is None else follows)
+            if settings.records_routes
+            else None,
             denominator=denominator,
             version=version,
             temperature=self._settings.temperature,

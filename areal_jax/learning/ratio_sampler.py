@@ -33,9 +33,16 @@ class RatioSampler:
     """
 
     def __init__(
-        self, settings: RatioSettings, passes: Passes, layout: RowLayout, programs: CompiledPrograms, weights: Tree
+        self,
+        settings: RatioSettings,
+        passes: Passes,
+        layout: RowLayout,
+        programs: CompiledPrograms,
+        weights: Tree,
+        records_routes: bool = False,
     ):
         self._settings, self._passes, self._layout, self._programs = settings, passes, layout, programs
+        self._records_routes = records_routes
         self._ring = WeightRing(settings.ring_bytes, weights)
         self._keep_s = 0.0  # wall seconds since the last update
 
@@ -74,6 +81,10 @@ class RatioSampler:
         def score(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
             return self._score(groups, versions, state)
 
+        def score_routing(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
+            replayed, live = (self._score(groups, versions, state, follows) for follows in (True, False))
+            return replayed - live
+
         metrics = measure_split(
             kept,
             batches,
@@ -82,6 +93,7 @@ class RatioSampler:
             held=self._ring.versions,
             is_chosen=self._is_chosen,
             score=score,
+            score_routing=score_routing if self._records_routes else None,
         )
         seconds, self._keep_s = self._keep_s + time.perf_counter() - began_s, 0.0
         share = seconds / max(update_s + seconds, 1e-9)
@@ -91,8 +103,17 @@ class RatioSampler:
         settings = self._settings
         return is_sampled(settings.seed, trajectory.prompt.draw, trajectory.sample, settings.sample)
 
-    def _score(self, groups: Sequence[TrajectoryGroup], versions: Sequence[int], state: LearnerState) -> np.ndarray:
-        """float32 [versions, generated tokens]. The rows are packed once, so that equal weights give equal floats."""
+    def _score(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        versions: Sequence[int],
+        state: LearnerState,
+        follows: bool | None = None,
+    ) -> np.ndarray:
+        """float32 [versions, generated tokens]. The rows are packed once, so that equal weights give equal floats.
+
+        `follows` as of Passes.logprobs.
+        """
         ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
         (batch,), _ = self._layout.pack(groups, ones, n_minibatches=1)
         places = np.flatnonzero(batch.loss_mask)
@@ -101,5 +122,5 @@ class RatioSampler:
         scored = []
         for version in versions:
             weights = self._ring.read(version, shardings)
-            scored.append(self._passes.logprobs(weights, state.frozen, batch, version).ravel()[places])
+            scored.append(self._passes.logprobs(weights, state.frozen, batch, version, follows).ravel()[places])
         return np.stack(scored)

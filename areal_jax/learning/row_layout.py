@@ -35,6 +35,8 @@ class RowLayout:
         halves = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
         self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.row_buckets)}))
         _require_model(config, mesh)
+        if settings.records_routes and config.experts is None:
+            raise ConfigError('rollout.record_routes=True needs a model with experts; set it to False')
         _require_rows(self._buckets, settings.rows_per_microbatch, mesh)
         self.attention, self.passed_over = choose_checked(
             settings.attention,
@@ -50,6 +52,7 @@ class RowLayout:
         self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
         self._columns = tuple(column for column in declared() if column.packed)
+        self._inputs = (config.routes,) if settings.records_routes else ()
 
     def pack(
         self,
@@ -83,6 +86,7 @@ class RowLayout:
             keeps_groups=keeps_groups,
             row_trajectories=self._row_trajectories,
             columns=self._columns,
+            inputs=self._inputs,
         )
 
     def split(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
@@ -111,7 +115,7 @@ class RowLayout:
             sizes += [2 << i for i in range(max(settings.max_microbatches - 1, 0).bit_length())]
         for size in sizes:
             for bucket in self._buckets:
-                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns)
+                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns, self._inputs)
 
 
 def _require_model(config: ModelConfig, mesh: Mesh) -> None:

@@ -21,6 +21,7 @@ _LEARNER_FIELDS = {
         'learner': (
             *('row_tokens', 'row_loss_tokens', 'rows_per_microbatch', 'n_minibatches', 'epochs', 'packing', 'fill'),
             *('tail_buckets', 'row_buckets', 'accumulate', 'filter_equal_rewards', 'dtype', 'loss_scale', 'attention'),
+            'routes',
         ),
         'rollout': ('temperature',),
         'staleness': ('max_token_age', 'over_age'),
@@ -91,6 +92,8 @@ class LearnerSettings:
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
     brake: BrakeSettings
     critic: CriticSettings | None  # where the objective trains values
+    records_routes: bool  # engines record which experts tokens have reached
+    routes: str  # 'replay': passes of the policy and of the reference reach the recorded ones
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

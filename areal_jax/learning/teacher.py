@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -86,6 +87,7 @@ def place_teacher(
             f'loss.teacher predicts one of {theirs} tokens, and the model that is trained one of {ours}: their '
             "distributions cannot be compared; name another teacher, or use loss.divergence='sampled'"
         )
+    settings = dataclasses.replace(settings, records_routes=False, routes='live')  # those of the trained model
     layout = RowLayout(decoder.config, mesh, settings)
     teacher = Teacher(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
     return (teacher, teacher.form, teacher.weights) if reads & DIVERGENCES else (teacher, None, None)

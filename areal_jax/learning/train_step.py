@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.critic import VALUE_HEAD, scale_gradient, score_states
-from areal_jax.learning.forward import Rows, predicting_states, score_targets
+from areal_jax.learning.forward import Rows, SeenRoutes, predicting_states, score_targets
 from areal_jax.learning.objective.aggregation import token_weights
 from areal_jax.learning.objective.objective import (
     PROXIMAL,
@@ -43,7 +43,9 @@ from areal_jax.types import PackedBatch, Tree
 
 # what differs from call to call, see `training_scalars`; and 'teacher', the weights of one that a step itself reads
 Scalars = Mapping[str, Tree]
-_Metrics = dict[str, jax.Array]
+_Metrics = dict[str, Any]  # arrays, and SeenRoutes
+_FOLLOWS = 'follows_routes'
+SEEN_ROUTES = 'seen_routes'  # beside the metrics of a micro-batch: SeenRoutes
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
     *('loss_mask', 'behavior_logprobs', 'advantages', 'policy_versions'),
@@ -71,6 +73,7 @@ class _Scored(NamedTuple):
     logprobs: jax.Array  # [R, N], as what follows
     entropy: jax.Array
     values: jax.Array | None  # of the critic, where there is one
+    routes: SeenRoutes | None  # of a model with experts
 
 
 def training_rows(
@@ -89,7 +92,7 @@ def training_rows(
     if prompts is None:
         prompts = np.zeros(batch.trajectory_ids.max(initial=0) + 1, np.int64)
     weights, denominator = token_weights(batch, objective.aggregation, objective.length_constant, prompts)
-    rows = {name: getattr(batch, name) for name in _ROW_FIELDS} | dict(batch.columns)
+    rows = {name: getattr(batch, name) for name in _ROW_FIELDS} | dict(batch.columns) | dict(batch.inputs)
     known = known or KnownTokens()
     zeros = np.zeros_like(batch.behavior_logprobs)
     given = {'recomputed_logprobs': known.proximal, 'reference_logprobs': known.reference}
@@ -101,10 +104,19 @@ def training_rows(
 
 
 def training_scalars(
-    *, denominator: float, version: int, temperature: float, weights_are_proximal: bool
+    *,
+    denominator: float,
+    version: int,
+    temperature: float,
+    weights_are_proximal: bool,
+    follows_routes: bool | None = None,
 ) -> dict[str, np.generic]:
-    """Scalars with fixed dtypes, so that no value recompiles a program."""
-    return {
+    """Scalars with fixed dtypes, so that no value recompiles a program.
+
+    `follows_routes`: whether recorded routes are taken; None = rows have none.
+    """
+    routes = {} if follows_routes is None else {_FOLLOWS: np.bool_(follows_routes)}
+    return routes | {
         'denominator': np.float32(denominator),
         'version': np.int32(version),
         'temperature': np.float32(temperature),
@@ -261,17 +273,20 @@ class Programs:
         compute: TokenFunction = token_logprobs,
     ) -> tuple[jax.Array, jax.Array]:
         weights = trees.join(working, frozen)
-        return self._score_targets(weights, self._states(self.decoder, weights, rows), rows, scalars, compute)
+        states, _ = self._policy_states(weights, rows, scalars)
+        return self._score_targets(weights, states, rows, scalars, compute)
 
     def _scored(self, weights: Tree, rows: Rows, scalars: Scalars) -> _Scored:
-        states = self._states(self.decoder, weights, rows)
+        states, routes = self._policy_states(weights, rows, scalars)
         values = self._values(weights, states, rows)
         if values is not None and self.settings.objective.scores_answers:  # the head over the vocabulary is not read
-            return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values)
-        return _Scored(states, *self._score_targets(weights, states, rows, scalars), values)
+            return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values, routes)
+        return _Scored(states, *self._score_targets(weights, states, rows, scalars), values, routes)
 
-    def _states(self, decoder: Decoder, weights: Tree, rows: Rows) -> jax.Array:
-        return predicting_states(decoder, weights, rows, attention=self.attention, mesh=self.mesh)
+    def _policy_states(self, weights: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, SeenRoutes | None]:
+        return predicting_states(
+            self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(_FOLLOWS)
+        )
 
     def _score_targets(
         self,
@@ -291,7 +306,8 @@ class Programs:
             return None
         own = weights[trees.CRITIC]
         if critic.own_model:
-            states = self._states(self.decoder.without_adapters(), own, rows)
+            decoder = self.decoder.without_adapters()
+            states, _ = predicting_states(decoder, own, rows, attention=self.attention, mesh=self.mesh)
         else:
             states = scale_gradient(states, critic.trunk_gradient)
         return score_states(own[VALUE_HEAD], states)
@@ -316,8 +332,10 @@ class Programs:
         weights = trees.join(working, frozen)
         scored = self._scored(weights, rows, scalars)
         statistics = self._statistics(weights, scored.states, rows, scalars)
-        loss, metrics = require_loss(self.settings.objective, self._tokens(scored, statistics, rows, scalars))
-        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
+        loss, of_loss = require_loss(self.settings.objective, self._tokens(scored, statistics, rows, scalars))
+        metrics: _Metrics = of_loss | {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
+        if scored.routes is not None:
+            metrics[SEEN_ROUTES] = scored.routes
         return loss, (jax.lax.stop_gradient(metrics), scored.logprobs)
 
     def _tokens(self, scored: _Scored, statistics: Mapping[str, jax.Array], rows: Rows, scalars: Scalars) -> LossTokens:

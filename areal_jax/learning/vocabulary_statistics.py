@@ -69,7 +69,7 @@ def read_teacher(form: TeacherForm | None, weights: Tree, rows: Rows, mesh: Mesh
     """(hidden states [R, N, d'] where loss tokens are predicted, head [V, d']), constant: its pass over the rows."""
     assert form is not None, 'place_teacher refuses an objective whose teacher is not there'
     weights = jax.lax.stop_gradient(weights)
-    states = predicting_states(form.decoder, weights, rows, attention=form.attention, mesh=mesh)
+    states, _ = predicting_states(form.decoder, weights, rows, attention=form.attention, mesh=mesh)
     return states, form.decoder.head(weights)
 
 

@@ -111,7 +111,9 @@ class _Experts(nnx.Module):
             router = self.router.weight.get_value().astype(jnp.float32)
             [logits] = self.form.multiply(x.astype(jnp.float32), router)
         rows = lambda y, features: self.form.split_heads(y, features)[:, 0]
-        choice = choose_experts(rows(logits, self.choice.count), self.choice, routing.valid, routing.recorded)
+        choice = choose_experts(
+            rows(logits, self.choice.count), self.choice, routing.valid, routing.recorded, routing.follows
+        )
         matrices = (matrix.get_value() for matrix in (self.experts.gate, self.experts.up, self.experts.down))
         y = routing.mix(rows(x, self.d_model), choice.experts, choice.weights, *matrices)
         return self.form.join_heads(y[:, None]), choice.routed

@@ -29,13 +29,15 @@ class Routing:
     Args:
       mix: the product of tokens with their experts; an expert E is none.
       valid: bool [T], the tokens that count: the others touch no expert; None = all.
-      recorded: int [L, T, k], distinct experts that are taken in place of the choice; a token with an E among its k has
-        none recorded and takes its own choice. None = no token has.
+      recorded: int [L, T, k], distinct experts that are taken in place of the choice; a token with an E or more among
+        its k has none recorded and takes its own choice. None = no token has.
+      follows: bool [], False: what is recorded is compared with the choice (Routed.differs) and not taken.
     """
 
     mix: Mixer = mix_blocks
     valid: jax.Array | None = None
     recorded: jax.Array | None = None
+    follows: jax.Array | bool = True
 
 
 class Routed(NamedTuple):
@@ -43,6 +45,7 @@ class Routed(NamedTuple):
 
     live: jax.Array  # int32 [L, T, k], in descending order of the scores
     loads: jax.Array  # float32 [L, E], how many tokens that count reached an expert
+    differs: jax.Array  # bool [L, T], the set that was chosen is another than the recorded one; False without a record
 
 
 class Choice(NamedTuple):
@@ -54,22 +57,28 @@ class Choice(NamedTuple):
 
 
 def choose_experts(
-    logits: jax.Array, experts: Experts, valid: jax.Array | None = None, recorded: jax.Array | None = None
+    logits: jax.Array,
+    experts: Experts,
+    valid: jax.Array | None = None,
+    recorded: jax.Array | None = None,
+    follows: jax.Array | bool = True,
 ) -> Choice:
     """The choice of tokens from the logits of their router, float32 [T, E].
 
-    Equal scores go to the expert with the lower number. `recorded` int [T, k] as in Routing.
+    Equal scores go to the expert with the lower number. `recorded` int [T, k] and `follows` as in Routing.
     """
     scores = jax.nn.softmax(logits, axis=-1)
     live = lax.top_k(lax.stop_gradient(scores), experts.per_token)[1].astype(jnp.int32)
-    chosen = live
+    chosen, differs = live, jnp.zeros(len(logits), bool)
     if recorded is not None:
-        known = jnp.all(recorded < experts.count, axis=-1, keepdims=True)
-        chosen = jnp.where(known, recorded.astype(jnp.int32), live)
+        known = jnp.all(recorded < experts.count, axis=-1)
+        found = jnp.any(live[:, :, None] == recorded[:, None, :].astype(jnp.int32), axis=-1)
+        differs = known & ~jnp.all(found, axis=-1)
+        chosen = jnp.where((known & follows)[:, None], recorded.astype(jnp.int32), live)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalised:
         weights = weights / weights.sum(-1, keepdims=True)
     counts = jnp.ones(len(logits), bool) if valid is None else valid
     reached = jnp.where(counts[:, None], chosen, experts.count)
     loads = jnp.zeros(experts.count + 1, jnp.float32).at[reached.reshape(-1)].add(1.0)[: experts.count]
-    return Choice(reached, weights, Routed(live, loads))
+    return Choice(reached, weights, Routed(live, loads, differs))

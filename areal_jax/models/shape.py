@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
+from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
 from areal_jax.models.families import FAMILIES
 
@@ -46,6 +49,11 @@ class Experts:
             COUNT.require(f'experts.{name}', getattr(self, name))
         if self.per_token > self.count:
             raise ConfigError(f'a token cannot reach {self.per_token} of {self.count} experts; lower experts_per_token')
+
+    @property
+    def route_dtype(self) -> str:
+        """Of recorded routes: the smallest integers that hold all experts and one value more, for none."""
+        return 'uint8' if self.count <= np.iinfo(np.uint8).max else 'uint16'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +121,12 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """The layers that have experts, ascending."""
-        return tuple(filter(self.has_experts, range(self.n_layers)))
+    def n_expert_layers(self) -> int:
+        """How many layers have experts."""
+        return 0 if self.experts is None else self.n_layers - len(self.experts.dense_layers)
+
+    @property
+    def routes(self) -> Column:
+        """The column of recorded routes of this model, which has experts."""
+        assert self.experts is not None
+        return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))

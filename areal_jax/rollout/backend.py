@@ -105,6 +105,8 @@ class DecodeBackend(Protocol):
     devices: tuple[str, ...]  # names of those that hold the KV cache
     sampling: SamplingSupport
 
+    records_context: bool  # whether `read_context` knows anything
+
     @property
     def state_bytes(self) -> int:
         """Of one state."""
@@ -140,6 +142,13 @@ class DecodeBackend(Protocol):
         self, weights: Weights, state: State, rows: Sequence[DecodeRow], steps: int
     ) -> tuple[State, DecodeOutput]:
         """Up to `steps` tokens for every row; the new positions are written to the blocks of each."""
+        ...
+
+    def read_context(self, state: State, blocks: Sequence[int], tokens: int) -> ColumnArrays:
+        """[tokens, *shape]: columns of the first tokens of a sequence, which is in these blocks.
+
+        As those of generated tokens, entry t is of the pass that read the tokens before t.
+        """
         ...
 
     def copy(self, state: State, sources: Sequence[int], targets: Sequence[int]) -> State:

@@ -69,6 +69,7 @@ class RunningRequest(SegmentIterator):
         self._version = 0  # of the segment under way
         self._logprobs = GrowingArray(_NO_LOGPROBS)  # of the segment under way, as the next
         self._columns: dict[str, GrowingArray] = {}
+        self._context: ColumnArrays = {}  # of the prompt, until the first segment is delivered
         self._known = of_request(request.sampling)
 
     def __len__(self) -> int:
@@ -123,14 +124,18 @@ class RunningRequest(SegmentIterator):
         for name, values in own.items():
             self._columns[name].extend(values)
 
+    def give_context(self, columns: ColumnArrays) -> None:
+        """What the first segment tells of the prompt, see Segment.context."""
+        self._context = columns
+
     def flush(self) -> None:
         """Delivers the segment under way."""
         if len(self) == self._delivered:
             return
         tokens = self.tokens[self._delivered :].copy()
         columns = {name: values.view().copy() for name, values in self._columns.items()}
-        self.deliver(Segment(tokens, self._logprobs.view().copy(), self._version, columns))
-        self._logprobs, self._columns = GrowingArray(_NO_LOGPROBS), {}
+        self.deliver(Segment(tokens, self._logprobs.view().copy(), self._version, columns, self._context))
+        self._logprobs, self._columns, self._context = GrowingArray(_NO_LOGPROBS), {}, {}
         self._delivered = len(self)
 
     def finish(self, reason: EngineFinish) -> None:

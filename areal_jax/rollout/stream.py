@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from areal_jax.columns import cut
+from areal_jax.columns import ColumnArrays, cut
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, Span, State
+from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, DecodeRow, Span, State
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.sampling_support import SamplingError
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
@@ -245,14 +245,17 @@ class DecodeStream:
         for slot, running in step.entries:
             slots[slot] = running.request_id
         self._dispatches += 1
+        entries = enumerate(step.entries if backend.records_context else ())
+        first_rows = [index for index, (_, running) in entries if not running.has_begun]
 
-        def dispatch() -> tuple[State, DecodeOutput]:
-            return backend.generate(weights.params, _copy(backend, state, step.copies), step.rows, steps)
+        def dispatch() -> tuple[State, DecodeOutput, Mapping[int, ColumnArrays]]:
+            after, output = backend.generate(weights.params, _copy(backend, state, step.copies), step.rows, steps)
+            return after, output, {index: _read_context(backend, after, step.rows[index]) for index in first_rows}
 
         first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
         size = {'rows': len(step.rows), 'positions': int(first.sum())}
         began_s, work = self._clock.now(), self._work(self._kinds.decode, steps, weights, size)
-        self._state, output = await self._clock.run(self._engine, dispatch, work)
+        self._state, output, contexts = await self._clock.run(self._engine, dispatch, work)
         counts = output.counts()
         tokens = int(counts.sum())
         current = [running if self.table.slots[slot] is running else None for slot, running in step.entries]
@@ -269,6 +272,9 @@ class DecodeStream:
         totals.positions += positions
         totals.positions_read += output.positions_read
         sound = self._require_sound(output, current, weights.version)
+        for row, context in contexts.items():
+            if (request := sound[row]) is not None:
+                request.give_context(context)
         self._deliver(output.by_row(), counts.tolist(), sound, weights.version)
 
     def _work(self, kind: str, amount: float, weights: EngineWeights, size: Mapping[str, float]) -> Work:
@@ -341,6 +347,10 @@ class DecodeStream:
 def _seen_positions(span: Span) -> int:
     """Over the tokens of the span: each token and the tokens before it."""
     return (span.stop - span.start) * (span.start + 1 + span.stop) // 2
+
+
+def _read_context(backend: DecodeBackend, state: State, row: DecodeRow) -> ColumnArrays:
+    return backend.read_context(state, row.blocks, len(row.request.prompt_tokens))
 
 
 def _copy(backend: DecodeBackend, state: State, copies: Sequence[tuple[int, int]]) -> State:

@@ -212,6 +212,15 @@ RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a 
 RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
 RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
 
+ROUTES = 'routes/'  # prefix of what learning/diagnostics/route_metrics.py measures, of a model with experts
+ROUTES_RECORDED = Metric('routes/recorded', 'share', 'of the trained tokens, those whose experts an engine recorded')
+ROUTE_PROMPTS = Metric(
+    'routes/prompts_differ', 'answers', 'whose prompt reached other experts in the engine than that of the first answer'
+)
+ROUTES_OF_AGE = 'routes/of_age/'  # prefix; what follows is a range of ages, and tokens, sets_changed or tokens_changed
+EXPERT_LOAD = Metric('experts/load', 'ratio', 'tokens of the fullest expert to the mean of its layer, over the layers')
+EXPERTS_DEAD = Metric('experts/dead', 'experts', 'of all layers, those that no token of the update reached')
+
 HISTOGRAMS = (TOKEN_AGE_HISTOGRAM, TRAINED_BY_AGE, FILTERED_BY_AGE, MASKED_BY_AGE, UNUSED_BY_AGE)  # lists of counts
 METRICS: dict[str, Metric] = {name: name for name in tuple(globals().values()) if isinstance(name, Metric)}
 PREFIXES = (
@@ -222,6 +231,7 @@ PREFIXES = (
     MISMATCH_OF_TURN,
     LEDGER,
     BY_AGE,
+    ROUTES,
     RATIO,
     'loss/',
     'train/',

@@ -103,6 +103,7 @@ def _build_backend(
         attention=rollout.attention,
         weights=rollout.weights,
         small_batches=config.run.clock == 'virtual',  # its runs keep their bits
+        records_routes=rollout.record_routes,
     )
 
 

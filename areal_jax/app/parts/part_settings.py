@@ -177,6 +177,8 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         quantized=policy.rollout.weights == 'int8',
         brake=_build_brake(config),
         critic=build_critic_settings(config, objective),
+        records_routes=policy.rollout.record_routes,
+        routes=(policy if policy.rollout.record_routes else idle).learner.routes,
     )
 
 

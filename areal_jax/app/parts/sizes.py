@@ -282,8 +282,7 @@ def _sample(shape: ModelConfig) -> ModelConfig:
 
 def _repeats(shape: ModelConfig) -> tuple[int, ...]:
     """How many layers of the model each layer of `_sample` stands for."""
-    dense = shape.n_layers - len(shape.expert_layers)
-    return tuple(filter(None, (dense, shape.n_layers - dense)))
+    return tuple(filter(None, (shape.n_layers - shape.n_expert_layers, shape.n_expert_layers)))
 
 
 def _bytes(tree: Params, shardings: Params, repeats: Sequence[int], dtype: str | None) -> int:

@@ -97,6 +97,7 @@ def measure_split(
     held: Sequence[int],
     is_chosen: Callable[[Trajectory], bool],
     score: Score,
+    score_routing: Score | None = None,
 ) -> dict[str, float]:
     """The metrics of the split for the trained tokens of the chosen answers.
 
@@ -105,6 +106,7 @@ def measure_split(
       policy_logprobs: per batch float32 [M, R, N], see Tokens.policy.
       version: n, of the weights before the update.
       held: the versions whose weights can be had, ascending, without a gap, up to n.
+      score_routing: log-probs with the recorded experts less those with the live ones; None = nothing is recorded.
     """
     chosen, trained, table = _collect(kept, batches, policy_logprobs, is_chosen)
     in_ring = trained & (table.versions >= held[0])
@@ -118,7 +120,18 @@ def measure_split(
     scored = score(chosen, range(max(first, held[0]), version + 1))
     tokens = table.select(in_ring)
     parts = split_ratio(tokens, scored[:, in_ring], max(first, held[0]))
-    return counted | _describe(tokens, parts, version)
+    routing = None if score_routing is None else score_routing(chosen, [version])[0, in_ring].astype(np.float64)
+    return counted | _describe(tokens, parts, version) | _describe_routing(routing, version - tokens.versions)
+
+
+def _describe_routing(routing: np.ndarray | None, ages: np.ndarray) -> dict[str, float]:
+    """Of the weights before the update, all tokens together and by their ages."""
+    if routing is None:
+        return {}
+    metrics = _moments(f'{names.RATIO}routing', routing)
+    for label, chosen in _by_range(ages):
+        metrics |= _moments(f'{names.RATIO_OF_AGE}{label}/routing', routing[chosen])
+    return metrics
 
 
 def _collect(

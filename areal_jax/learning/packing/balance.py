@@ -55,7 +55,7 @@ def _mlp_parameters(c: ModelConfig) -> int:
     if c.experts is None:
         return c.n_layers * dense
     reached = c.d_model * (c.experts.count + 3 * c.experts.per_token * c.experts.d_expert)
-    return len(c.experts.dense_layers) * dense + len(c.expert_layers) * reached
+    return len(c.experts.dense_layers) * dense + c.n_expert_layers * reached
 
 
 def decoder_cost(c: ModelConfig) -> CostCoefficients:

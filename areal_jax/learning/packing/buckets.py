@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-_TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')  # [..., T]; all other fields are [..., N]
+from areal_jax.columns import ROUTED_EXPERTS
+
+# [..., T, *shape]; all other fields are [..., N, *shape]
+_TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids', ROUTED_EXPERTS.name)
 _LEAST_TOKENS = 256  # the smallest T for which a shape is worth its compilation
 _MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
 

@@ -21,6 +21,7 @@ def make_examples(
     vocab_size: int | None,
     columns: Sequence[Column] = (),
     masks_truncated: bool = False,
+    inputs: Sequence[Column] = (),
 ) -> list[list[Example]]:
     """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others."""
     examples_of, next_id = [], 0
@@ -28,7 +29,7 @@ def make_examples(
         examples = []
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
             _require_sound(trajectory, float(advantage), vocab_size)
-            form = next_token_form(trajectory, columns)
+            form = next_token_form(trajectory, columns, inputs)
             if len(form.targets):
                 _require_fit(trajectory, form, capacity)
                 trained = not (masks_truncated and trajectory.finish_reason == 'length')
@@ -76,10 +77,13 @@ def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[in
             )
 
 
-def next_token_form(trajectory: Trajectory, columns: Sequence[Column] = ()) -> NextTokenForm:
+def next_token_form(
+    trajectory: Trajectory, columns: Sequence[Column] = (), inputs: Sequence[Column] = ()
+) -> NextTokenForm:
     """Aligns arrays by the token that predicts instead of the token that they describe; no other code shifts them.
 
     The first answer token is predicted by the last prompt token. Environment tokens are context: inputs, never targets.
+    The entry of a column of `inputs` is that of the token behind an input: of the pass that read the input.
     Raises BatchError if the very first token was generated, because no token predicts it.
     """
     tokens = trajectory.tokens
@@ -93,4 +97,8 @@ def next_token_form(trajectory: Trajectory, columns: Sequence[Column] = ()) -> N
         behavior_logprobs=trajectory.behavior_logprobs[predicted],
         policy_versions=trajectory.policy_versions[predicted],
         columns={column.name: trajectory.column(column)[predicted] for column in columns},
+        read={
+            column.name: trajectory.column_with_context(column)[1 : predicted[-1] + 1 if len(predicted) else 1]
+            for column in inputs
+        },
     )

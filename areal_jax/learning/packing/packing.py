@@ -47,6 +47,7 @@ def pack(
     vocab_size: int | None = None,
     row_trajectories: int | None = None,
     columns: Sequence[Column] = (),  # packed beside the fields of a PackedBatch
+    inputs: Sequence[Column] = (),  # likewise, of all tokens that are read
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
@@ -69,7 +70,7 @@ def pack(
     """
     require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
-    examples_of = make_examples(groups, advantages, capacity, vocab_size, columns, masks_truncated)
+    examples_of = make_examples(groups, advantages, capacity, vocab_size, columns, masks_truncated, inputs)
     batches, reports = [], []
     for members in split_minibatches([sum(e.size[1] for e in group) for group in examples_of], n_minibatches):
         units = [unit for g in members for unit in _units(examples_of[g], mode, capacity, keeps_groups)]
@@ -78,7 +79,7 @@ def pack(
         shares = np.array([row.share(capacity) for row in rows])  # [rows]
         placement = place_rows(costs, shares, rows_per_microbatch, data_shards, in_order=fill == 'padded')
         placement = _round_up(placement) if round_microbatches else placement
-        batch = empty_batch(len(placement), rows_per_microbatch, *capacity, columns)
+        batch = empty_batch(len(placement), rows_per_microbatch, *capacity, columns, inputs)
         write_rows(batch, rows, placement, oldest_version)
         if batch.loss_mask.any():
             batches.append(batch)
@@ -88,10 +89,16 @@ def pack(
 
 
 def empty_batch(
-    microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int, columns: Sequence[Column] = ()
+    microbatches: int,
+    rows: int,
+    row_tokens: int,
+    row_loss_tokens: int,
+    columns: Sequence[Column] = (),
+    inputs: Sequence[Column] = (),
 ) -> PackedBatch:
     """A batch of padding: nothing to read, nothing to train."""
     places, loss_places = (microbatches, rows, row_tokens), (microbatches, rows, row_loss_tokens)
+    blank = lambda column, at: np.broadcast_to(column.blank(1), (*at, *(column.shape or ()))).copy()
     return PackedBatch(
         tokens=np.zeros(places, np.int32),
         positions=np.zeros(places, np.int32),
@@ -104,7 +111,8 @@ def empty_batch(
         advantages=np.zeros(loss_places, np.float32),
         policy_versions=np.zeros(loss_places, np.int32),
         trajectory_ids=np.full(loss_places, PADDING, np.int32),
-        columns={c.name: np.full((*loss_places, *c.shape), c.fill, c.dtype) for c in columns},
+        columns={column.name: blank(column, loss_places) for column in columns},
+        inputs={column.name: blank(column, places) for column in inputs},
     )
 
 

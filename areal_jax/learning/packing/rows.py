@@ -32,6 +32,7 @@ class NextTokenForm:
     behavior_logprobs: np.ndarray  # float32 [A]
     policy_versions: np.ndarray  # int32 [A]
     columns: ColumnArrays = dataclasses.field(default_factory=dict)  # those that are packed, [A, *shape]
+    read: ColumnArrays = dataclasses.field(default_factory=dict)  # of the input tokens, see PackedBatch.inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +132,22 @@ class _RowWriter:
     def write(self, unit: Unit) -> None:
         if len(unit.examples) == 1 or not unit.shares_prompt:  # one segment each: prompt and answer
             for example in unit.examples:
-                start = self._append(example.form.inputs, first_position=0, parent=None)
+                start = self._append(example.form, slice(None), parent=None)
                 self._append_loss(example, example.form.sources + start)
             return
-        prompt_start = self._append(unit.prompt, first_position=0, parent=None)
+        # one copy of the prompt, with what the engine recorded of it for the first of the answers
+        first = unit.examples[0]
+        prompt_start = self._append(first.form, slice(first.prompt_tokens), parent=None)
         prompt_segment = self._segment
         for example in unit.examples:
             n = example.prompt_tokens
-            start = self._append(example.form.inputs[n:], first_position=n, parent=prompt_segment)
+            start = self._append(example.form, slice(n, None), parent=prompt_segment)
             sources = example.form.sources
             self._append_loss(example, np.where(sources < n, prompt_start + sources, start + sources - n))
 
-    def _append(self, tokens: np.ndarray, first_position: int, parent: int | None) -> int:
-        """Appends the tokens as one segment; returns the index of the first in the row."""
+    def _append(self, form: NextTokenForm, part: slice, parent: int | None) -> int:
+        """Appends a part of the inputs as one segment; returns the index of the first in the row."""
+        tokens, first_position = form.inputs[part], part.start or 0
         self._segment += 1
         start, self._token = self._token, self._token + len(tokens)
         place = slice(start, self._token)
@@ -151,6 +155,8 @@ class _RowWriter:
         self._row.positions[place] = first_position + np.arange(len(tokens))
         self._row.segment_ids[place] = self._segment
         self._row.parent_ids[place] = self._segment if parent is None else parent
+        for name, values in form.read.items():
+            self._row.inputs[name][place] = values[part]
         return start
 
     def _append_loss(self, example: Example, sources: np.ndarray) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.columns import SAMPLING_LOGPROBS
+from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing
@@ -20,8 +20,8 @@ from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
-from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
-from areal_jax.rollout.decode.cache import CacheSizes
+from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
+from areal_jax.rollout.decode.cache import CacheSizes, EngineState, write_routes
 from areal_jax.rollout.decode.decode_rows import Batch
 
 
@@ -33,7 +33,8 @@ class Outputs:
     tokens: jax.Array  # int32 [S, B]
     logprobs: jax.Array  # float32 [S, B]
     valid: jax.Array  # bool [S, B]
-    columns: dict[str, jax.Array]  # [S, B, *shape]; SAMPLING_LOGPROBS where rows may change the softmax
+    # [S, B, *shape]; SAMPLING_LOGPROBS where rows may change the softmax, ROUTED_EXPERTS where they are recorded
+    columns: dict[str, jax.Array]
     positions_read: jax.Array  # int32
 
 
@@ -53,7 +54,7 @@ class _Rows:
 
 
 _Sampled = tuple[jax.Array, jax.Array, jax.Array | None]  # of sampling.sample_tokens
-_Carry = tuple[jax.Array, Cache, _Rows, Outputs]  # the first is the number of the step
+_Carry = tuple[jax.Array, EngineState, _Rows, Outputs]  # the first is the number of the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,9 @@ class Generate:
     filtered: bool
     adjusted: bool
 
-    def __call__(self, weights: Params, cache: Cache, batch: Batch, steps: jax.Array) -> tuple[Cache, Outputs]:
+    def __call__(
+        self, weights: Params, state: EngineState, batch: Batch, steps: jax.Array
+    ) -> tuple[EngineState, Outputs]:
         """Up to `steps` tokens for every row; fewer when no row is live any more."""
         keys = sampling.request_keys(batch.seed[:, :2], batch.seed[:, 2], batch.seed[:, 3])
         counts = self._count(batch)
@@ -86,26 +89,34 @@ class Generate:
             return (carry[0] < steps) & jnp.any(carry[2].live)
 
         def step(carry: _Carry) -> _Carry:
-            i, cache, rows, outputs = carry
+            i, state, rows, outputs = carry
             lengths = self._lengths(batch, rows)
-            cache, logits, sums = self._forward(weights, cache, batch, rows, lengths)
+            state, logits, sums, live = self._forward(weights, state, batch, rows, lengths)
             change = lambda z: self._change(z, batch, rows, counts, outputs.tokens, i)
             sampled = self._sample(logits, sums, keys, batch, rows, change)
             read = self.attention.positions_read(lengths, self.sizes.block_tokens)
-            return i + 1, cache, _advance(batch, rows, sampled[0]), _record(outputs, i, rows.live, sampled, read)
+            outputs = _record(outputs, i, rows.live, sampled, read, live)
+            return i + 1, state, _advance(batch, rows, sampled[0]), outputs
 
         rows = _Rows(batch.token, batch.position, batch.limit > 0)
-        _, cache, _, outputs = lax.while_loop(more, step, (jnp.int32(0), cache, rows, self._no_outputs(batch)))
-        return cache, outputs
+        records = state.routes is not None
+        outputs = self._no_outputs(batch, records)
+        _, state, _, outputs = lax.while_loop(more, step, (jnp.int32(0), state, rows, outputs))
+        return state, outputs
 
-    def _no_outputs(self, batch: Batch) -> Outputs:
+    def _no_outputs(self, batch: Batch, records: bool) -> Outputs:
         shape = (self.steps, len(batch.token))
         zeros = jnp.zeros(shape, jnp.float32)
+        columns = {SAMPLING_LOGPROBS.name: zeros} if self.filtered or self.adjusted else {}
+        if records:
+            column = self.decoder.config.routes
+            assert column.shape is not None
+            columns[ROUTED_EXPERTS.name] = jnp.full((*shape, *column.shape), column.fill, column.dtype)
         return Outputs(
             tokens=jnp.zeros(shape, jnp.int32),
             logprobs=zeros,
             valid=jnp.zeros(shape, bool),
-            columns={SAMPLING_LOGPROBS.name: zeros} if self.filtered or self.adjusted else {},
+            columns=columns,
             positions_read=jnp.int32(0),
         )
 
@@ -116,16 +127,20 @@ class Generate:
         return jnp.where(attends, jnp.minimum(rows.position + 1, held), 0)
 
     def _forward(
-        self, weights: Params, cache: Cache, batch: Batch, rows: _Rows, lengths: jax.Array
-    ) -> tuple[Cache, jax.Array, BlockSums | None]:
-        """The cache with the tokens of the rows, the logits behind them, float32 [B, V], and their sums if known."""
+        self, weights: Params, state: EngineState, batch: Batch, rows: _Rows, lengths: jax.Array
+    ) -> tuple[EngineState, jax.Array, BlockSums | None, jax.Array | None]:
+        """The state with the tokens of the rows, the logits behind them, float32 [B, V], their sums if known, and what
+        routers chose, int32 [L, B, k], where there are any."""
         place = jnp.minimum(rows.position // self.sizes.block_tokens, self.sizes.table_blocks - 1)
         block = jnp.take_along_axis(batch.table, place[:, None], axis=1)[:, 0]
         block = jnp.where(rows.live, block, self.sizes.padding_block)
         offset = rows.position % self.sizes.block_tokens
         if self.attention.name == 'native' and self.decoder.can_step(weights):
             read = Read(batch.table, lengths, block, offset)
-            return self.decoder.step(weights, rows.token, rows.position, cache, read, batch.temperature)
+            layers, logits, sums = self.decoder.step(
+                weights, rows.token, rows.position, state.layers, read, batch.temperature
+            )
+            return EngineState(layers, None), logits, sums, None
 
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
@@ -134,10 +149,12 @@ class Generate:
             return self.attention.attend(q, layer, batch.table, lengths, window), layer
 
         routing = Routing(self.mix, valid=rows.live)
-        hidden, cache = self.decoder.hidden(
-            weights, rows.token, rows.position, self.over_heads(attend), cache, routing=routing
+        hidden, layers, routed = self.decoder.hidden_and_routes(
+            weights, rows.token, rows.position, self.over_heads(attend), state.layers, routing=routing
         )
-        return cache, self.decoder.logits(weights, hidden), None
+        live = None if routed is None else routed.live
+        routes = None if live is None else write_routes(state, live, block, offset)
+        return EngineState(layers, routes), self.decoder.logits(weights, hidden), None, live
 
     def _count(self, batch: Batch) -> TokenCounts | None:
         adjustments = batch.adjustments
@@ -209,9 +226,12 @@ def _record(
     live: jax.Array,
     sampled: _Sampled,
     positions_read: jax.Array,
+    routes: jax.Array | None,
 ) -> Outputs:
     tokens, logprobs, changed = sampled
     new = {} if changed is None else {SAMPLING_LOGPROBS.name: changed}
+    if ROUTED_EXPERTS.name in outputs.columns and routes is not None:
+        new[ROUTED_EXPERTS.name] = jnp.moveaxis(routes, 0, 1).astype(outputs.columns[ROUTED_EXPERTS.name].dtype)
     return Outputs(
         tokens=outputs.tokens.at[step].set(tokens),
         logprobs=outputs.logprobs.at[step].set(logprobs),

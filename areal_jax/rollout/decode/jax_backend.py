@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.columns import ROUTED_EXPERTS, ColumnArrays
 from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
@@ -27,7 +28,7 @@ from areal_jax.rollout.decode import cache, decode_weights, parallel, prefill
 from areal_jax.rollout.decode import decode_rows as rows
 from areal_jax.rollout.decode import prefill_buckets as buckets
 from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
-from areal_jax.rollout.decode.attention.contract import Cache
+from areal_jax.rollout.decode.cache import EngineState
 from areal_jax.rollout.decode.decode_weights import PreparedWeights, require_quantizable
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
@@ -35,7 +36,7 @@ from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import Tree
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy
+_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; and one that reads routes, where recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class JaxDecodeBackend:
       attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
       small_batches: also batches that cost a kernel as much as a larger one. Log-probs of batches differ by rounding.
       weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
+      records_routes: rollout.record_routes; of a model with experts.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
     where the attention cannot do what the decoder needs, or fails its check.
@@ -92,6 +94,7 @@ class JaxDecodeBackend:
         adjusted: bool = False,
         weights: str = 'published',
         small_batches: bool = True,
+        records_routes: bool = False,
     ):
         require_quantizable(weights, dtype, decoder.lora, decoder.config)
         if dtype not in DTYPES:
@@ -101,7 +104,10 @@ class JaxDecodeBackend:
         for name, value in (('slots', slots), ('decode_steps', decode_steps), ('block_tokens', block_tokens)):
             if value < 1:
                 raise ConfigError(f'{name}={value} must be at least 1')
+        if records_routes and decoder.config.experts is None:
+            raise ConfigError('rollout.record_routes=True needs a model with experts; set it to False')
         devices = tuple(devices or jax.local_devices()[:1])
+        self.records_context = records_routes
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
@@ -119,19 +125,20 @@ class JaxDecodeBackend:
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
         where = self.placement
-        on, state, prepared = where.rows, where.cache, where.prepared
+        on, state, prepared = where.rows, where.state(records_routes), where.prepared
         self._initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
+        self._read_program = jax.jit(lambda routes, table: routes[table], in_shardings=(on, on), out_shardings=on)
         self._generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
         self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool, small_batches: bool
     ) -> tuple[_Generation, ...]:
         """The last takes every row, the first the rows that need nothing that the last alone has."""
-        most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills)
+        most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills) - self.records_context
         native = self._decoder.tokens == 'native_columns' and self.dtype == jnp.float32
         least = LEAST_COLUMNS if native and not small_batches else 1
         if not adjusted:
@@ -151,14 +158,15 @@ class JaxDecodeBackend:
 
     def _compile(self, form: Generate) -> jax.stages.Wrapped:
         def generate(
-            weights: PreparedWeights, state: Cache, batch: rows.Batch, steps: jax.Array
-        ) -> tuple[Cache, Outputs]:
+            weights: PreparedWeights, state: EngineState, batch: rows.Batch, steps: jax.Array
+        ) -> tuple[EngineState, Outputs]:
             return form(weights.params, state, batch, steps)
 
         where = self.placement
+        state = where.state(self.records_context)
         return jax.jit(
-            generate, in_shardings=(where.prepared, where.cache, where.rows, where.rows),
-            out_shardings=(where.cache, where.rows), donate_argnums=1,
+            generate, in_shardings=(where.prepared, state, where.rows, where.rows),
+            out_shardings=(state, where.rows), donate_argnums=1,
         )  # fmt: skip
 
     def _check(self, shares: Sequence[tuple[int, ...]]) -> None:
@@ -172,7 +180,7 @@ class JaxDecodeBackend:
                 f'cache_blocks={self.cache_blocks} of {self.block_tokens} tokens do not hold one sequence of '
                 f'context_tokens={self.context_tokens}; give at least {self._sizes.table_blocks}'
             )
-        programs = sum(map(len, shares)) + len(self.declared_prefills) + _OTHER_PROGRAMS
+        programs = sum(map(len, shares)) + len(self.declared_prefills) + _OTHER_PROGRAMS + self.records_context
         if programs > MOST_PROGRAMS:
             raise ConfigError(
                 f'prefill_buckets={self._buckets} and batch_buckets={shares[0]} need {programs} programs, more '
@@ -197,8 +205,10 @@ class JaxDecodeBackend:
             announce(done, total)
             empty = rows.empty_batch(size, self._sizes, generation.form.adjusted)
             state, _ = generation.program(weights, state, empty, np.int32(1))
+        if state.routes is not None:
+            self._read_program(state.routes, np.zeros(self._sizes.table_blocks, np.int32))
         jax.block_until_ready(state)
-        return total
+        return total + self.records_context
 
     # The programs as text and numbers, for measurements and tests.
 
@@ -243,7 +253,7 @@ class JaxDecodeBackend:
             return None
         return decode_weights.find_transposed(self._decoder, self.dtype.name)
 
-    def initial_state(self) -> Cache:
+    def initial_state(self) -> EngineState:
         # ready, so that the first prefill is not charged with the pages of the cache
         return jax.block_until_ready(self._initial_program())
 
@@ -254,7 +264,7 @@ class JaxDecodeBackend:
     def largest_piece(self) -> int:
         return self._buckets[-1]
 
-    def prefill(self, weights: PreparedWeights, state: Cache, pieces: Sequence[PrefillPiece]) -> Cache:
+    def prefill(self, weights: PreparedWeights, state: EngineState, pieces: Sequence[PrefillPiece]) -> EngineState:
         """Raises ValueError where no bucket holds the pieces; the state is untouched."""
         bucket = self.prefill_bucket([piece.span for piece in pieces])
         if bucket is None:
@@ -271,8 +281,8 @@ class JaxDecodeBackend:
         return buckets.smallest_that_holds(self._generation(decoded).batches, len(decoded))
 
     def generate(
-        self, weights: PreparedWeights, state: Cache, decoded: Sequence[DecodeRow], steps: int
-    ) -> tuple[Cache, DecodeOutput]:
+        self, weights: PreparedWeights, state: EngineState, decoded: Sequence[DecodeRow], steps: int
+    ) -> tuple[EngineState, DecodeOutput]:
         """Raises ValueError for rows that do not fit the sizes of this backend; the state is untouched."""
         if not 0 < steps <= self._steps:
             raise ValueError(f'steps={steps} must lie between 1 and decode_steps={self._steps}')
@@ -287,7 +297,15 @@ class JaxDecodeBackend:
         read = int(out.positions_read)
         return state, DecodeOutput(given(out.tokens), given(out.logprobs), given(out.valid), columns, read)
 
-    def copy(self, state: Cache, sources: Sequence[int], targets: Sequence[int]) -> Cache:
+    def read_context(self, state: EngineState, blocks: Sequence[int], tokens: int) -> ColumnArrays:
+        table = np.full(self._sizes.table_blocks, self._sizes.padding_block, np.int32)
+        table[: len(blocks)] = blocks[: self._sizes.table_blocks]
+        found = np.asarray(self._read_program(state.routes, table))
+        read = found.reshape(-1, *found.shape[2:])[: tokens - 1]
+        none = np.full_like(found[:1, 0], self._decoder.config.routes.fill)  # the first token is predicted by none
+        return {ROUTED_EXPERTS.name: np.concatenate([none, read])}
+
+    def copy(self, state: EngineState, sources: Sequence[int], targets: Sequence[int]) -> EngineState:
         for start in range(0, len(sources), cache.COPIES):
             at = np.full((2, cache.COPIES), self._sizes.padding_block, np.int32)
             for side, blocks in zip(at, (sources, targets), strict=True):
@@ -310,16 +328,17 @@ class JaxDecodeBackend:
         """Shape and dtype of every array of a state."""
         return jax.eval_shape(self._initial)
 
-    def _initial(self) -> Cache:
-        return self.placement.empty_cache(self._sizes, self.dtype)
+    def _initial(self) -> EngineState:
+        routes = cache.empty_routes(self._decoder.config, self._sizes) if self.records_context else None
+        return EngineState(self.placement.empty_cache(self._sizes, self.dtype), routes)
 
-    def _prefill(self, weights: PreparedWeights, state: Cache, packed: PackedPieces[np.ndarray]) -> Cache:
+    def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
         over_heads = self.placement.over_heads
         return prefill.prefill_pieces(
             self._decoder, self._attention, weights.params, state, packed, over_heads, self.placement.mix
         )
 
-    def _copy(self, state: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+    def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
         return cache.copy_blocks(self._attention, state, sources, targets)
 
 

@@ -26,7 +26,7 @@ from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.cache_check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
-from areal_jax.rollout.decode.cache import CacheSizes, empty_cache
+from areal_jax.rollout.decode.cache import CacheSizes, EngineState, empty_cache
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.rules import param_shardings, replicated
 from areal_jax.types import Tree
@@ -64,6 +64,10 @@ class Placement:
     prepared: Sharding | None  # of weights in the form for decoding; None = as they come out of `prepare`
     layer: tuple[PartitionSpec, ...]  # of the arrays of a layer of the cache
     cache: Tree
+
+    def state(self, records_routes: bool) -> EngineState:
+        """Of each array of an engine's state; routes are whole on every device."""
+        return EngineState(self.cache, self.rows if records_routes else None)  # type: ignore[arg-type]
 
     def empty_cache(self, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
         """Zeros in the layout of each device; inside jax.jit."""

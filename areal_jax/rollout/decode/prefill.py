@@ -29,8 +29,9 @@ from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
+from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
 from areal_jax.rollout.decode.attention.native import NativeAttention
+from areal_jax.rollout.decode.cache import EngineState, write_routes
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
 MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
@@ -258,21 +259,24 @@ def prefill_pieces(
     decoder: Decoder,
     attention: CacheAttention,
     weights: Params,
-    cache: Cache,
+    state: EngineState,
     packed: PackedPieces[np.ndarray],
     over_heads: Callable[[Attend], Attend] = lambda attend: attend,
     mix: Mixer = mix_blocks,
-) -> Cache:
-    """The cache with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
+) -> EngineState:
+    """The state with the keys and values of all pieces. What it holds elsewhere, NaN included, has no influence.
 
     `over_heads` turns attention over the heads of one device into attention over all heads; `mix` is the product of
     experts.
     """
     given = PackedPieces(*map(jnp.asarray, packed))
     attend = over_heads(attend_pieces(attention, given))
-    return decoder.hidden(
-        weights, given.tokens, given.positions, attend, cache, wanted=given.wanted, routing=Routing(mix)
-    )[1]
+    _, layers, routed = decoder.hidden_and_routes(
+        weights, given.tokens, given.positions, attend, state.layers, wanted=given.wanted, routing=Routing(mix)
+    )
+    if routed is None:
+        return EngineState(layers, None)
+    return EngineState(layers, write_routes(state, routed.live, given.blocks, given.offsets))
 
 
 def attend_pieces(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:
