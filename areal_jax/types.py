@@ -183,13 +183,14 @@ class Trajectory:
         return np.concatenate([column.blank(len(self.prompt.tokens)), *own])
 
     def column_with_context(self, column: Column) -> np.ndarray:
-        """`column`, with what engines recorded of tokens that they read, in the place of the fill value."""
-        whole, was_read = self.column(column), ~self.loss_mask
+        """`column`, with what the first of its engines recorded of a token that it read in place of the fill value."""
+        whole, is_open = self.column(column), ~self.loss_mask
         start = len(self.prompt.tokens)
         for segment in self.segments:
             if (known := segment.context.get(column.name)) is not None:
                 place = slice(start - len(known), start)
-                whole[place][was_read[place]] = known[was_read[place]]
+                whole[place][is_open[place]] = known[is_open[place]]
+                is_open[place] = False
             start += len(segment.tokens)
         return whole
 

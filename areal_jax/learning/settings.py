@@ -93,7 +93,8 @@ class LearnerSettings:
     brake: BrakeSettings
     critic: CriticSettings | None  # where the objective trains values
     records_routes: bool  # engines record which experts tokens have reached
-    routes: str  # 'replay': passes of the policy and of the reference reach the recorded ones
+    # 'replay': passes of the policy and of the reference reach the recorded ones; an argument of the programs
+    routes: str = dataclasses.field(compare=False)
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

@@ -45,10 +45,10 @@ def _loads(loads: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def _differences(batch: PackedBatch, recorded: np.ndarray, differs: np.ndarray, version: int) -> dict[str, float]:
-    """By the age of the loss tokens whose prediction has a record of its own."""
+    """By the age of the loss tokens whose prediction has a record."""
     layers = recorded.shape[-2]
     first = np.take_along_axis(recorded[..., 0, 0], batch.sources, axis=-1)  # [M, R, N]
-    known = batch.loss_mask & (first != np.iinfo(recorded.dtype).max) & _first_uses(batch)
+    known = batch.loss_mask & (first != np.iinfo(recorded.dtype).max)
     trained = int(batch.loss_mask.sum())
     metrics = {str(names.ROUTES_RECORDED): float(known.sum() / trained)} if trained else {}
     changed = differs[known]
@@ -59,15 +59,6 @@ def _differences(batch: PackedBatch, recorded: np.ndarray, differs: np.ndarray, 
     for number in np.unique(ranges).tolist():
         metrics |= _shares(f'{names.ROUTES_OF_AGE}{range_label(number)}/', changed[ranges == number], layers)
     return metrics
-
-
-def _first_uses(batch: PackedBatch) -> np.ndarray:
-    """bool [M, R, N]: the first loss token behind each token; a shared prompt has the record of its first answer."""
-    rows = np.arange(batch.sources[..., 0].size).reshape(batch.sources[..., :1].shape)
-    places = np.where(batch.loss_mask, rows * batch.tokens.shape[-1] + batch.sources, -1)
-    first = np.zeros(places.size, bool)
-    first[np.unique(places, return_index=True)[1]] = True
-    return first.reshape(places.shape) & batch.loss_mask
 
 
 def _shares(prefix: str, changed: np.ndarray, layers: int) -> dict[str, float]:
@@ -82,7 +73,7 @@ def _shares(prefix: str, changed: np.ndarray, layers: int) -> dict[str, float]:
 def count_differing_prompts(groups: Sequence[TrajectoryGroup]) -> int:
     """Answers for whose prompt their engine recorded something else than for the first answer of the group.
 
-    A row holds the prompt once, with the record of the first answer in it.
+    New weights arrived between the two; such answers do not share a copy of the prompt.
     """
     count = 0
     for group in groups:

@@ -173,7 +173,7 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], ke
     row_tokens, row_loss_tokens = capacity
     sharing: dict[bytes, list[Example]] = {}  # of the rows of a group that begin with one prompt
     for example in examples:
-        sharing.setdefault(example.prompt.tobytes(), []).append(example)
+        sharing.setdefault(example.prompt_key, []).append(example)
     units = []
     for members in sharing.values():
         bins = pack_first_fit([e.size for e in members], (row_tokens - members[0].prompt_tokens, row_loss_tokens))
@@ -183,7 +183,7 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], ke
 
 def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> Unit:
     """All answers of a group; raises BatchError where no row has room for them."""
-    shares = mode == 'shared_prompt' and len({example.prompt.tobytes() for example in examples}) == 1
+    shares = mode == 'shared_prompt' and len({example.prompt_key for example in examples}) == 1
     unit = Unit(tuple(examples), shares_prompt=shares)
     for field, needed, room in zip(('learner.row_tokens', 'learner.row_loss_tokens'), unit.size, capacity, strict=True):
         if needed > room:

@@ -50,6 +50,15 @@ class Example:
         return self.form.inputs[: self.prompt_tokens]
 
     @property
+    def prompt_key(self) -> bytes:
+        """Equal for two examples that may share one copy of the prompt: of equal tokens, and equal records of them.
+
+        New weights may arrive while the answers of a group begin, so that engines record two versions of a prompt.
+        """
+        read = (np.ascontiguousarray(values[: self.prompt_tokens]).tobytes() for values in self.form.read.values())
+        return b''.join((self.prompt.tobytes(), *read))
+
+    @property
     def size(self) -> tuple[int, int]:
         """(row tokens, loss tokens) without the prompt."""
         return len(self.form.inputs) - self.prompt_tokens, len(self.form.targets)
@@ -135,8 +144,7 @@ class _RowWriter:
                 start = self._append(example.form, slice(None), parent=None)
                 self._append_loss(example, example.form.sources + start)
             return
-        # one copy of the prompt, with what the engine recorded of it for the first of the answers
-        first = unit.examples[0]
+        first = unit.examples[0]  # whose record of the prompt is that of all
         prompt_start = self._append(first.form, slice(first.prompt_tokens), parent=None)
         prompt_segment = self._segment
         for example in unit.examples:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from areal_jax import main_replay
+from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.formats.hf_directory import load_hf
+from areal_jax.models.decoder import Decoder
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, equal, resume_killed
+from tests.rollout.decode.examples import whole_attention
 
 EXPERTS = {
     'model__family': 'qwen3_moe', 'model__experts': 8, 'model__experts_per_token': 2, 'model__d_expert': 32,
 }  # fmt: skip
 
 
+REPLAY = EXPERTS | {'rollout__record_routes': True, 'learner__routes': 'replay'}
+
+
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    return SmallRun(tmp_path_factory.mktemp('experts') / 'run', run__export=True, **EXPERTS).train()
+    fields = REPLAY | {'learner__routes': 'live', 'run__export': True}
+    return SmallRun(tmp_path_factory.mktemp('experts') / 'run', **fields).train()
 
 
 def test_engine_and_learner_agree(run):
@@ -26,12 +36,42 @@ def test_engine_and_learner_agree(run):
     assert any(event['kind'] == 'interrupt' for event in run.events)
 
 
+def test_the_routes_of_a_token_are_those_of_the_pass_that_gave_its_logprob(run):
+    """Of interrupted answers each part has those of its own version; a prompt those of the first token's."""
+    config, _ = load_hf(run.workdir / 'export')
+    decoder, mixed = Decoder(config), 0
+    live_of = jax.jit(
+        lambda params, tokens: decoder.hidden_and_routes(params, tokens, jnp.arange(16), whole_attention)[2].live
+    )
+    for trajectory in [t for batch in run.batches for group in batch for t in group.trajectories]:
+        found = trajectory.column_with_context(config.routes)
+        versions = trajectory.policy_versions
+        first = trajectory.segments[0].policy_version
+        mixed += len(trajectory.segments) > 1
+        padded = np.zeros(16, np.int32)
+        padded[: len(versions)] = trajectory.tokens
+        for version in {first, *versions[trajectory.loss_mask].tolist()}:
+            live = np.moveaxis(np.asarray(live_of(run.weights[version], padded)), 0, 1)
+            own = np.flatnonzero(np.where(trajectory.loss_mask, versions, first) == version)
+            own = own[own > 0]
+            np.testing.assert_array_equal(np.sort(found[own]), np.sort(live[own - 1]))
+    assert mixed > 0
+    assert ROUTED_EXPERTS.name in run.batches[0][0].trajectories[0].segments[0].columns
+
+
+def test_metrics_tell_numerics_from_drift(run):
+    rows = [row for row in read_metrics(run.workdir / 'metrics.jsonl') if 'routes/recorded' in row]
+    assert {row['routes/recorded'] for row in rows} == {1.0}
+    assert max(row.get('routes/of_age/0/sets_changed', 0) for row in rows) == 0
+    assert max(row.get('routes/of_age/1/sets_changed', 0) for row in rows) > 0
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
-    resume_killed(tmp_path, checkpoint__every=1, **EXPERTS)
+    resume_killed(tmp_path, checkpoint__every=1, **REPLAY)
 
 
 def test_a_run_of_the_real_clock_is_replayed_bit_for_bit(tmp_path):
-    run = SmallRun(tmp_path / 'run', run__clock='real', run__steps=3, **EXPERTS).train()
+    run = SmallRun(tmp_path / 'run', run__clock='real', run__steps=3, **REPLAY).train()
     assert main_replay.main([f'--workdir={run.workdir}', f'--out={tmp_path / "again"}']) == 0
 
 
