@@ -26,7 +26,7 @@ TAKEN = frozenset({
     'advantages', 'policy_version', 'policy_versions', 'trajectory_ids', 'recomputed_logprobs', 'reference_logprobs',
     'token_weights', 'sequence_starts', 'gate', 'uniform', 'proximal', 'reference', 'index', 'text', 'message', 'delta',
     'finish_reason', 'stop_reason', 'logprobs', 'logprobs_length', 'prompt_logprobs', 'token_ids', 'prompt_token_ids',
-    'response_token_ids', 'tokens_as_token_ids', 'meta_info', 'weight_versions',
+    'response_token_ids', 'tokens_as_token_ids', 'meta_info', 'weight_versions', 'context', 'inputs',
 })  # fmt: skip
 
 

@@ -397,7 +397,7 @@ MUTATIONS = [
     Mutation(
         'share the prompt of a group with rows that begin otherwise',
         'areal_jax.learning.packing.packing:_units',
-        'sharing.setdefault(example.prompt.tobytes(), [])',
+        'sharing.setdefault(example.prompt_key, [])',
         "sharing.setdefault(b'', [])",
         'tests/learning/packing/test_packing.py',
     ),

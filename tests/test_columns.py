@@ -12,7 +12,8 @@ import pytest
 import areal_jax
 from areal_jax import columns
 from areal_jax.checkpoint.state import decode_run_state, encode_run_state
-from areal_jax.columns import SAMPLING_LOGPROBS, Column, ColumnError, declare
+from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS, Column, ColumnError, declare
+from areal_jax.control.episode import Row
 from areal_jax.distributed.codec import decode, encode
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.likelihood import Likelihood
@@ -219,17 +220,21 @@ def test_what_is_not_generated_or_not_known_has_the_fill_value(places):
         (Column('more', 'int64'), 'is packed as int64: devices hold 32 bits: declare such a dtype or packed=False'),
         (Column('more', 'uint8', fill=-1), "column 'more' has the fill value -1: use one of uint8"),
         (Column('more', 'int32', is_logprob=True), "column 'more' is a log-prob of int32"),
+        (
+            Column('more', 'uint8', None),
+            "column 'more' has no shape of its own: declare an unsigned integer, published",
+        ),
     ],
 )
 def test_a_declaration_that_does_not_hold_is_refused(places, column, message):
     with pytest.raises(ColumnError, match=message):
         declare(column)
-    assert [*columns.DECLARED] == ['sampling_logprobs', 'places']
+    assert [*columns.DECLARED] == ['sampling_logprobs', 'routed_experts', 'places']
 
 
 def test_the_same_declaration_again_changes_nothing(places):
     assert declare(dataclasses.replace(PLACES)) == PLACES
-    assert columns.declared() == (SAMPLING_LOGPROBS, PLACES)
+    assert columns.declared() == (SAMPLING_LOGPROBS, ROUTED_EXPERTS, PLACES)
 
 
 def test_no_column_can_be_named_as_what_stands_beside_it():
@@ -237,8 +242,8 @@ def test_no_column_can_be_named_as_what_stands_beside_it():
     fields = {f.name for kind in (Segment, areal_jax.types.PackedBatch) for f in dataclasses.fields(kind)}
     call = name_answers(vllm.parse({'token_ids': [1], 'sampling_params': {}}), 'r')
     choice = vllm.render(call, [Answer('r', np.ones(1, np.int32))], ReplyInfo('', 0))['choices'][0]
-    # vLLM's choices have two fields that are null here: a column may fill them
-    assert {*rows, *fields, *choice} - columns.TAKEN == {'columns', 'routed_experts', 'sampling_mask'}
+    # vLLM's choices have a field that is null here: a column may fill it
+    assert {*rows, *fields, *choice} - columns.TAKEN == {'columns', ROUTED_EXPERTS.name, 'sampling_mask'}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +280,49 @@ def test_lists_come_back_as_they_were(places):
     ):
         found = column.read(json.loads(json.dumps(values.tolist())), len(values))
         assert (found.dtype, found.shape, found.tobytes()) == (values.dtype, values.shape, values.tobytes())
+
+
+def test_a_column_of_the_model_is_written_as_bytes_and_read_as_it_was():
+    values = np.arange(24, dtype=np.uint16).reshape(3, 4, 2)
+    written = json.loads(json.dumps(ROUTED_EXPERTS.write(values)))
+    assert (written['dtype'], written['shape'], len(written['data'])) == ('uint16', [3, 4, 2], 64)
+    for n in (3, None):
+        found = ROUTED_EXPERTS.read(written, n)
+        assert (found.dtype, found.tolist()) == (np.uint16, values.tolist())
+    own = ROUTED_EXPERTS.of_model('uint16', (4, 2))
+    assert (own.blank(2).tolist(), own.fill) == ([[[65535] * 2] * 4] * 2, 65535)
+    with pytest.raises(
+        ColumnError, match="'routed_experts' has no shape of its own: ask the declaration for the model"
+    ):
+        ROUTED_EXPERTS.blank(1)
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'data': 'AAAA!'}, {'data': 'AAAA'}, {'dtype': 'float16'}, {'dtype': 'what'}, {'shape': [2, 6, 2]},
+        {'shape': [7, 7]}, {'shape': None}, {'data': None},
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_column_of_the_model_are_refused(changes):
+    written = ROUTED_EXPERTS.write(np.arange(24, dtype=np.uint16).reshape(3, 4, 2))
+    with pytest.raises(ColumnError, match="column 'routed_experts'"):
+        ROUTED_EXPERTS.read(written | changes, 3)
+    with pytest.raises(ColumnError, match="column 'routed_experts'"):
+        ROUTED_EXPERTS.read([1, 2, 3], 3)
+
+
+def test_a_row_keeps_the_part_of_a_context_that_no_policy_generated():
+    values = np.arange(6, dtype=np.uint8).reshape(6, 1, 1)
+    ones = lambda n, version: Segment(np.ones(n, np.int32), np.zeros(n, np.float32), version)
+    row = Row()
+    row.append(dataclasses.replace(ones(2, 0), context={'routed_experts': values[:2]}))
+    row.append(ones(1, areal_jax.types.NOT_GENERATED))
+    row.append(dataclasses.replace(ones(1, 0), context={'routed_experts': values[:5]}))
+    kept = [s.context.get('routed_experts', np.zeros(0)).ravel().tolist() for s in row.segments]
+    assert kept == [[0, 1], [], [4]]
+    with pytest.raises(ColumnError, match='routed_experts'):
+        dataclasses.replace(ones(1, 0), context={'routed_experts': values.astype(np.float32)})
 
 
 def test_one_place_declares_each_column_and_few_others_name_it():

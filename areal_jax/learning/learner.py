@@ -104,9 +104,7 @@ class SpmdLearner:
         self._ratio: RatioSampler | None = None
         if settings.ratio_split is not None:
             working = describe_cast(first.described.params, settings.dtype)
-            self._ratio = RatioSampler(
-                settings.ratio_split, self._passes, self._layout, self.programs, working, settings.records_routes
-            )
+            self._ratio = RatioSampler(settings.ratio_split, self._passes, self._layout, self.programs, working)
         self._closing, self._is_traced, self._may_compile = False, threading.Event(), threading.Event()
         self._ahead: threading.Thread | None = None
         if compile_ahead:

@@ -33,16 +33,9 @@ class RatioSampler:
     """
 
     def __init__(
-        self,
-        settings: RatioSettings,
-        passes: Passes,
-        layout: RowLayout,
-        programs: CompiledPrograms,
-        weights: Tree,
-        records_routes: bool = False,
+        self, settings: RatioSettings, passes: Passes, layout: RowLayout, programs: CompiledPrograms, weights: Tree
     ):
         self._settings, self._passes, self._layout, self._programs = settings, passes, layout, programs
-        self._records_routes = records_routes
         self._ring = WeightRing(settings.ring_bytes, weights)
         self._keep_s = 0.0  # wall seconds since the last update
 
@@ -93,7 +86,7 @@ class RatioSampler:
             held=self._ring.versions,
             is_chosen=self._is_chosen,
             score=score,
-            score_routing=score_routing if self._records_routes else None,
+            score_routing=score_routing if self._layout.inputs else None,
         )
         seconds, self._keep_s = self._keep_s + time.perf_counter() - began_s, 0.0
         share = seconds / max(update_s + seconds, 1e-9)

@@ -52,7 +52,7 @@ class RowLayout:
         self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
         self._columns = tuple(column for column in declared() if column.packed)
-        self._inputs = (config.routes,) if settings.records_routes else ()
+        self.inputs = (config.routes,) if settings.records_routes else ()
 
     def pack(
         self,
@@ -86,7 +86,7 @@ class RowLayout:
             keeps_groups=keeps_groups,
             row_trajectories=self._row_trajectories,
             columns=self._columns,
-            inputs=self._inputs,
+            inputs=self.inputs,
         )
 
     def split(self, rows: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
@@ -115,7 +115,7 @@ class RowLayout:
             sizes += [2 << i for i in range(max(settings.max_microbatches - 1, 0).bit_length())]
         for size in sizes:
             for bucket in self._buckets:
-                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns, self._inputs)
+                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns, self.inputs)
 
 
 def _require_model(config: ModelConfig, mesh: Mesh) -> None:

@@ -102,7 +102,7 @@ def test_keys_beyond_the_schema_are_carried():
 
 def test_decoded_arrays_have_the_types_of_the_contract_even_when_empty():
     prompt = records.decode_prompt({'draw': 0, 'tokens': [], 'task': 't', 'problem': {}})
-    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'sampling_logprobs': [-1]}
+    record = {'tokens': [1], 'behavior_logprobs': [-1], 'policy_version': 0, 'context': {}, 'sampling_logprobs': [-1]}
     segment = records.decode_segment(record)
     assert (prompt.tokens.dtype, segment.tokens.dtype) == (np.int32, np.int32)
     assert (segment.behavior_logprobs.dtype, segment.columns['sampling_logprobs'].dtype) == (np.float32, np.float32)
@@ -114,11 +114,23 @@ def test_a_segment_has_the_columns_that_are_saved_and_earlier_checkpoints_have_f
         columns.declare(columns.Column(name, 'int32', saved=saved))
     ones = np.ones(1, np.int32)
     record = records.encode_segment(Segment(ones, np.zeros(1, np.float32), 0, {'kept': ones, 'left': ones}))
-    assert (list(record)[3:], record['kept']) == (['sampling_logprobs', 'kept'], [1])
+    assert (list(record)[3:], record['kept']) == (['sampling_logprobs', 'routed_experts', 'kept', 'context'], [1])
     assert {n: a.tolist() for n, a in records.decode_segment(record).columns.items()} == {'kept': [1]}
     assert records.decode_segment({n: v for n, v in record.items() if n != 'kept'}).columns == {}
-    with pytest.raises(columns.ColumnError, match="column 'more' is not declared, only sampling_logprobs, kept, left"):
+    with pytest.raises(
+        columns.ColumnError, match="column 'more' is not declared, only sampling_logprobs, routed_experts"
+    ):
         records.decode_segment(record | {'more': [1]})
+
+
+def test_routes_and_the_context_of_a_segment_come_back_as_bytes():
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    columns_of = lambda part: {'routed_experts': part}
+    tokens = np.ones(2, np.int32)
+    segment = Segment(tokens, np.zeros(2, np.float32), 0, columns_of(routes[:2]), columns_of(routes))
+    back = records.decode_segment(_through_json(records.encode_segment(segment)))
+    for found, expected in ((back.columns, routes[:2]), (back.context, routes)):
+        assert (found['routed_experts'].dtype, found['routed_experts'].tolist()) == (np.uint8, expected.tolist())
 
 
 @pytest.mark.parametrize('key', ['format', *records.SCHEMA])
@@ -138,7 +150,7 @@ def test_a_missing_key_of_a_part_is_named():
 
 def test_another_format_and_a_wrong_type_are_refused():
     record = encode_run_state(_state())
-    with pytest.raises(RunStateError, match='format 2, this version reads 6: resume with the one that saved'):
+    with pytest.raises(RunStateError, match='format 2, this version reads 7: resume with the one that saved'):
         decode_run_state({**record, 'format': 2})
     with pytest.raises(RunStateError, match="'gate' is 3, not of type dict"):
         decode_run_state({**record, 'gate': 3})

@@ -67,6 +67,14 @@ def test_a_stored_array_is_told_without_what_its_reader_keeps():
     assert isinstance(found.pieces[0], Piece)
 
 
+def _columns(version, n, floats):
+    """(columns, context), each of which some segments have and others have not."""
+    routes = np.arange(4 * n, dtype=np.uint8).reshape(2 * n, 1, 2)
+    if version == 0:
+        return {'routed_experts': routes[:n]}, {'routed_experts': routes}
+    return {'sampling_logprobs': floats(n)} if version == 1 else {}, {}
+
+
 def _groups():
     rng = np.random.default_rng(0)
     floats = lambda n: -rng.random(n, np.float32)
@@ -78,7 +86,7 @@ def _groups():
         for sample in range(2 + draw):
             sizes = [3, 1, 5][: sample + 1]
             segments = tuple(
-                Segment(tokens(n), floats(n), version - 1, {'sampling_logprobs': floats(n)} if version == 1 else {})
+                Segment(tokens(n), floats(n), version - 1, *_columns(version, n, floats))
                 for version, n in enumerate(sizes)
             )
             prompt = shared if sample else Prompt(draw, shared.tokens.copy(), 'task', {'answer': 'another'})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
 import shutil
 import threading
+import time
 
 import psutil
 import pytest
@@ -85,17 +87,21 @@ class InjectedError(Exception):
     pass
 
 
+def open_files():
+    descriptors = set()
+    for number in os.listdir('/proc/self/fd'):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            descriptors.add((int(number), os.readlink(f'/proc/self/fd/{number}')))
+    return descriptors
+
+
 def held():
     """What this process holds now, each with a name; what tests before left to the collector is freed first."""
     gc.collect()
-    descriptors = {}
-    for number in os.listdir('/proc/self/fd'):
-        try:
-            descriptors[int(number)] = os.readlink(f'/proc/self/fd/{number}')
-        except FileNotFoundError:  # the one that listed them
-            continue
+    before = open_files()
+    time.sleep(0.01)  # a thread of a library may read a file just now: not held
     return {
-        'files': descriptors,
+        'files': before & open_files(),
         'processes': {child.pid for child in psutil.Process().children(recursive=True)},
         'threads': set(threading.enumerate()),
         'listeners': len(monitoring.get_event_duration_listeners()),
