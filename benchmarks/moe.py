@@ -2,9 +2,12 @@
 
     python -m benchmarks.moe --torch-python=PYTHON --out=FILE
 
-Parts (--parts=parity,product,torch), by the rows of the table:
+Parts (--parts=parity,exact,rounded,foreign,product,torch), by the rows of the table:
 
   parity   1  tiny Qwen3-MoE, Mixtral and OLMoE against transformers 5.23.0: logits, live routes, gradients
+  exact    2  log-probs of an engine against a learner's pass, same weights, recorded experts followed, float32
+  rounded  3  the same with an engine in bfloat16, without and with following
+  foreign  4  the same with an engine whose experts are drawn, float32
   product  5  CPU of a layer, forward and gradient, at B: a scan over all experts and `ragged_dot` over ours; memory
   torch    6  the same in torch 2.13.0 (`grouped_mm` of transformers 5.23.0) over ours, at A and B
 
@@ -21,6 +24,7 @@ from collections.abc import Sequence
 
 from benchmarks.moe_parts.parity import measure_parity
 from benchmarks.moe_parts.product import measure_against_torch, measure_products
+from benchmarks.moe_parts.replay import measure_exact, measure_foreign, measure_rounded
 from benchmarks.options import Row, make_parser, report, run, split_choices
 from benchmarks.parts import Part, judge, measure_part
 
@@ -31,6 +35,19 @@ PARTS = {
         'routes that differ though the k-th and next score do not lie within 1e-6',
         '1e-5; 1e-4; 0',
         measure_parity,
+    ),
+    'exact': Part(
+        'log-probs of an engine against a learner pass with the recorded experts: 4 layers of (32, 4, 256, 128), '
+        'float32, same weights, 6 groups of 4 answers of 64 tokens, packed, interrupted, preempted: largest difference',
+        '1e-5', measure_exact,
+    ),
+    'rounded': Part(
+        'the same with an engine in bfloat16: live sets that differ; p99 of the difference and k3, without over with '
+        'following', '> 0; 4x; 8x', measure_rounded,
+    ),
+    'foreign': Part(
+        'the same, float32, with an engine whose experts are drawn: largest difference with following; mean without',
+        '1e-5; > 0.1', measure_foreign,
     ),
     'product': Part(
         'a layer, forward and gradient, 512 tokens, B: CPU of a scan over all experts and of ragged_dot over ours; '

@@ -6,12 +6,13 @@ The controller drives them, workflows fill episodes (protocols.Episode), checkpo
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from areal_jax.columns import ColumnArrays, join
+from areal_jax.columns import ROUTED_EXPERTS, ColumnArrays, join
 from areal_jax.files import JsonObject
 from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
 
@@ -201,6 +202,16 @@ class RunningGroup:
     def group(self) -> TrajectoryGroup:
         ordered = tuple(row for sample in sorted(self.finished) for row in self.finished[sample])
         return TrajectoryGroup(self.prompt.draw, ordered)
+
+
+def digest_routes(segments: Iterable[Segment]) -> str:
+    """16 hexadecimal digits for what was recorded of the experts of these tokens and their contexts; '' = nothing."""
+    digest, known = hashlib.sha256(), False
+    for columns in (columns for segment in segments for columns in (segment.context, segment.columns)):
+        if (routes := columns.get(ROUTED_EXPERTS.name)) is not None:
+            digest.update(f'{routes.dtype} {routes.shape}'.encode() + np.ascontiguousarray(routes).tobytes())
+            known = True
+    return digest.hexdigest()[:16] if known else ''
 
 
 def join_segments(first: Segment, second: Segment) -> Segment:

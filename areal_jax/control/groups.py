@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from areal_jax.control.disturbances import Disturbances
-from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup
+from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup, digest_routes
 from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
@@ -130,6 +130,7 @@ class RunningGroups:
             **({'turns': sum(call.reply is not None for call in episode.calls)} if episode.label else {}),
             **({'discarded': sorted(map(list, episode.discarded.items()))} if episode.discarded else {}),
             **({'counts': sorted(map(list, episode.counts.items()))} if episode.counts else {}),
+            **({'routes': digest} if (digest := digest_routes(segments)) else {}),
         )  # fmt: skip
         self._unrecorded += 1
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))

@@ -25,6 +25,9 @@ class FinishEvent(Header):
     counts: NotRequired[
         Annotated[list[list[str | int]], 'of an agent: [what its program did, how often], see docs/agents.md']
     ]
+    routes: NotRequired[
+        Annotated[str, 'sha256, 16 digits, of the experts that prompt and answer have reached, where they are recorded']
+    ]
     forks: NotRequired[Annotated[list[str], 'why each row after the first one began']]
 
 

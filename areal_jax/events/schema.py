@@ -43,7 +43,7 @@ FILE = 'events.jsonl'  # in the workdir
 # prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing
 # for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside
 # training, no `audit`; 1: no `log`
-VERSION = 11
+VERSION = 12
 
 
 class LogEvent(Header):

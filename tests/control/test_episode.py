@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from areal_jax.control.episode import Episode, RunningGroup
+from areal_jax.control.episode import Episode, RunningGroup, digest_routes
 from areal_jax.types import Prompt, Segment, Verdict
 
 
@@ -62,3 +64,17 @@ def test_rows_of_an_episode_become_trajectories_with_its_reward():
     assert made.heads == made.trajectories[:1]
     episode.append(_segment([8], 5, cut=False))
     assert [len(row.segments[0].tokens) for row in before.episodes[0].rows] == [1, 2]  # a snapshot does not grow
+
+
+def test_a_digest_of_routes_tells_any_entry_and_which_tokens_have_them():
+    routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+
+    def digest(context, own):
+        segment = Segment(np.ones(len(own), np.int32), np.zeros(len(own), np.float32), 0, {'routed_experts': own})
+        return digest_routes([dataclasses.replace(segment, context={'routed_experts': context})])
+
+    found = [digest(routes, routes), digest(routes, routes ^ 1), digest(routes[:2], routes), digest(routes, routes[:2])]
+    assert len({*found}) == 4
+    assert found[0] == digest(routes.copy(), routes.copy())
+    assert {len(one) for one in found} == {16}
+    assert digest_routes([Segment(np.ones(1, np.int32), np.zeros(1, np.float32), 0)]) == ''
