@@ -1,4 +1,4 @@
-"""Importance ratios over a run: by age, and split by cause. Made from the metrics of the updates.
+"""Importance ratios over a run: by age, split by cause, and what routers of experts add to them, from the metrics.
 
 Intervals take the updates as clusters: tokens of one update share weights, prompts and groups.
 """
@@ -55,6 +55,68 @@ def ratio_split(metrics: Metrics) -> contents.RatioSplit | None:
         'seconds': seconds,
         'share': seconds / spent if spent else None,
     }
+
+
+def summarize_experts(metrics: Metrics) -> contents.Experts | None:
+    """None of a model without experts."""
+    if not any(names.EXPERT_LOAD in line for line in metrics):
+        return None
+    labels = _labels(metrics, names.ROUTES_OF_AGE)
+    prefixes = [('', names.ROUTES, names.RATIO), *((x, f'{names.ROUTES_OF_AGE}{x}/', _of(x)) for x in labels)]
+    return {
+        'load': aggregates.mean(metrics, names.EXPERT_LOAD),
+        'dead': aggregates.ends(metrics, names.EXPERTS_DEAD),
+        'recorded': aggregates.mean(metrics, names.ROUTES_RECORDED),
+        'prompts_differ': int(aggregates.total(metrics, names.ROUTE_PROMPTS)),
+        'routes': [_route_row(metrics, *one) for one in prefixes] if labels else [],
+    }
+
+
+def _of(label: str) -> str:
+    return f'{names.RATIO_OF_AGE}{label}/'
+
+
+def _route_row(metrics: Metrics, age: str, prefix: str, ratio: str) -> contents.RouteRow:
+    tokens = f'{prefix}tokens'
+    return {
+        'age': age,
+        'tokens': int(aggregates.total(metrics, tokens)),
+        'sets_changed': aggregates.weighted_mean(metrics, f'{prefix}sets_changed', tokens),
+        'tokens_changed': aggregates.weighted_mean(metrics, f'{prefix}tokens_changed', tokens),
+        'routing_rms': _part(metrics, f'{ratio}routing', f'{ratio}tokens')['rms'],
+    }
+
+
+def route_rows(experts: contents.Experts | None) -> list[tuple[str, ...]]:
+    """Of the page's table."""
+    return [
+        (
+            row['age'] or 'all',
+            str(row['tokens']),
+            format_percent(row['sets_changed']),
+            format_percent(row['tokens_changed']),
+            format_number(row['routing_rms']),
+        )
+        for row in (experts['routes'] if experts else [])
+    ]
+
+
+def describe_experts(experts: contents.Experts | None) -> str:
+    """The sentence on loads and on what was recorded."""
+    if experts is None:
+        return ''
+    first, last = experts['dead']['first'], experts['dead']['last']
+    load = (
+        f'The fullest expert of a layer had {format_number(experts["load"])} times the mean of its layer; '
+        f'{format_number(first)} experts had no token in the first update, {format_number(last)} in the last.'
+    )
+    if experts['recorded'] is None:
+        return load
+    return (
+        f'{load} Engines recorded the experts of {format_percent(experts["recorded"])} of the trained tokens; for '
+        f'{experts["prompts_differ"]} answers those of the prompt differ from the first answer of the group. The table '
+        "compares what the learner's routers choose with the record: at age 0 numerics, above it also the updates."
+    )
 
 
 def warn_of_wrong_versions(split: contents.RatioSplit | None) -> str:

@@ -36,7 +36,7 @@ from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.pages.run_plots import write_plots
 from areal_jax.report.pages.web_page import describe_missing_library
 from areal_jax.report.publications import publication_rows
-from areal_jax.report.ratios import ratio_split, ratios_by_age
+from areal_jax.report.ratios import ratio_split, ratios_by_age, summarize_experts
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
 from areal_jax.report.servers import server_rows
@@ -195,6 +195,7 @@ def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> conte
         'mismatch': aggregates.mismatch(metrics),
         'ratios_by_age': ratios_by_age(metrics),
         'ratio_split': ratio_split(metrics),
+        'experts': summarize_experts(metrics),
     }
 
 

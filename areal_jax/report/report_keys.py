@@ -283,6 +283,26 @@ class RatioSplit(TypedDict):
     share: float | None  # of the seconds of the updates
 
 
+class RouteRow(TypedDict):
+    """What the learner's routers chose otherwise than the engines recorded, of tokens of a range of ages."""
+
+    age: str  # '' = of all
+    tokens: int
+    sets_changed: float | None  # share of the sets of experts, one a token and layer
+    tokens_changed: float | None  # share of the tokens with such a set
+    routing_rms: float | None  # nats: log-prob with the recorded experts less that with the live ones
+
+
+class Experts(TypedDict):
+    """Of a model with experts, over the updates."""
+
+    load: float | None  # tokens of the fullest expert of a layer over the mean of the layer
+    dead: Ends  # experts of all layers that no token of the update reached
+    recorded: float | None  # share of the trained tokens with a record
+    prompts_differ: int  # answers whose prompt was recorded otherwise than for the first of their group
+    routes: list[RouteRow]
+
+
 class Causes(TypedDict):
     """Numbers that separate the causes."""
 
@@ -293,6 +313,7 @@ class Causes(TypedDict):
     mismatch: Mismatch
     ratios_by_age: list[AgeRow]
     ratio_split: RatioSplit | None  # None where it was not measured
+    experts: Experts | None  # None of a model without
 
 
 class Flow(TypedDict):

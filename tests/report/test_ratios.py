@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_jax.report.pages.markdown_page import render_page
-from areal_jax.report.ratios import ratio_split, ratios_by_age, split_rows, warn_of_wrong_versions
+from areal_jax.report.ratios import ratio_split, ratios_by_age, split_rows, summarize_experts, warn_of_wrong_versions
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 
@@ -102,3 +102,39 @@ def test_several_optimizer_steps_are_said():
     assert 'up to 4 optimizer steps' in found
     assert 'were 0.25 publications and 5.5 optimizer steps old on average, at most 11 steps' in found
     assert not [w for w in build_report(two_updates(), two_metrics(), two_facts())['warnings'] if w.startswith('Ages')]
+
+
+def test_experts_over_the_run_by_hand():
+    first, second = two_metrics()
+    of_age = lambda age, tokens, sets: {
+        f'routes/of_age/{age}/tokens': tokens, f'routes/of_age/{age}/sets_changed': sets,
+        f'routes/of_age/{age}/tokens_changed': 2 * sets,
+    }  # fmt: skip
+    first |= {
+        'experts/load': 2.0, 'experts/dead': 3.0, 'routes/recorded': 1.0, 'routes/prompts_differ': 4.0,
+        'routes/tokens': 10.0, 'routes/sets_changed': 0.1, 'routes/tokens_changed': 0.2, **of_age('0', 10.0, 0.1),
+        'ratio/tokens': 5.0, **moments('ratio/routing', 0.1, 0.3),
+    }  # fmt: skip
+    second |= {
+        'experts/load': 4.0, 'experts/dead': 1.0, 'routes/recorded': 0.5, 'routes/prompts_differ': 1.0,
+        'routes/tokens': 30.0, 'routes/sets_changed': 0.2, 'routes/tokens_changed': 0.4, **of_age('1', 30.0, 0.2),
+        'ratio/tokens': 15.0, **moments('ratio/routing', 0.1, 0.5),
+    }  # fmt: skip
+    found = summarize_experts([first, second])
+    assert found is not None
+    assert (found['load'], found['dead']) == (3.0, {'first': 3.0, 'last': 1.0})
+    assert (found['recorded'], found['prompts_differ']) == (0.75, 5)
+    whole, young, old = found['routes']
+    assert (whole['tokens'], whole['sets_changed']) == (40, pytest.approx((10 * 0.1 + 30 * 0.2) / 40))
+    assert whole['routing_rms'] == pytest.approx(((5 * 0.09 + 15 * 0.25) / 20) ** 0.5)
+    assert (young['age'], young['tokens'], old['age'], old['tokens_changed']) == ('0', 10, '1', 0.4)
+    page = render_page(build_report(two_updates(), [first, second], two_facts()), [])
+    assert '| all | 40 | 18% | 35% | 0.458 |' in page
+    assert (
+        'The fullest expert of a layer had 3 times the mean of its layer; 3 experts had no token in the first' in page
+    )
+
+
+def test_a_dense_model_has_no_experts():
+    assert summarize_experts(two_metrics()) is None
+    assert 'Experts' not in render_page(build_report(two_updates(), two_metrics(), two_facts()), [])

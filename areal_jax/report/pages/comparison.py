@@ -86,6 +86,7 @@ def _tables(parts: Mapping[str, Parts]) -> list[tuple[str, Table]]:
         'Held-out accuracy': 'accuracy', 'Evaluation beside training': 'evaluation', 'Learning': 'learning',
         'Staleness and interruption': 'staleness', 'Ratios by age': 'ratios', 'Token ledger': 'fates',
         'Importance ratio by cause (nats)': 'split', 'Censoring': 'answers', 'Lane seconds an update': 'time',
+        'Experts': 'routes',
         'Work of the engines': 'work', 'Rates': 'rates', 'Memory': 'memory', 'Groups': 'groups',
     }  # fmt: skip
     return [

@@ -208,6 +208,8 @@ def _agreement(run: Run, parts: Parts) -> Iterator[Block]:
             drawn['split_by_step'] = figures.draw_metrics(SPLIT, run.metrics, figures.new_updates())
         drawn |= {name: figures.draw_ratio_rows(title, x, found) for name, title, x, found in rows if found}
     yield from _curves(run, AGREEMENT, drawn)
+    yield parts.experts
+    yield parts.routes
     if split is None:
         yield Absent('The run did not split the importance ratio by cause (diagnostics.ratio_sample).')
         return

@@ -21,6 +21,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         *(render_part(part) for part in _results(parts)),
         '## Staleness and interruption',
         *(render_part(part) for part in (parts.staleness, parts.ratios, parts.split, parts.split_cost)),
+        *_headed('## Experts', parts.experts, parts.routes),
         *_headed('## Tokens', parts.fates, parts.answers),
         '## Time and limit',
         *(render_part(part) for part in _time(parts)),

@@ -17,7 +17,7 @@ from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.engine_work import describe_attention, work_rows
 from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
 from areal_jax.report.publications import describe_publications
-from areal_jax.report.ratios import age_rows, describe_split, split_rows
+from areal_jax.report.ratios import age_rows, describe_experts, describe_split, route_rows, split_rows
 from areal_jax.report.report_keys import Groups, Interval, OptimizerSteps, Report, Time
 from areal_jax.report.servers import HEAD as SERVERS_HEAD
 from areal_jax.report.servers import describe_servers
@@ -77,6 +77,8 @@ class Parts:
     ratios: Table
     split: Table
     split_cost: Text
+    experts: Text
+    routes: Table
     fates: Table
     answers: Table
     cause_of_gap: Text
@@ -116,6 +118,11 @@ def tell_parts(report: Report) -> Parts:
         ),
         split=Table(('importance ratio (nats)', 'tokens', 'mean', 'RMS'), split_rows(report['ratio_split'])),
         split_cost=Text(describe_split(report['ratio_split'])),
+        experts=Text(describe_experts(report['experts'])),
+        routes=Table(
+            ('experts, age', 'tokens', 'sets that differ', 'tokens with one', 'routing, RMS (nats)'),
+            route_rows(report['experts']),
+        ),
         fates=Table(('fate', 'tokens', 'share', 'age, mean'), fate_rows(report['token_fates'])),
         answers=Table(answers, censoring_rows(report['censoring'])),
         cause_of_gap=Text(report['cause_of_gap']),
