@@ -19,6 +19,7 @@ from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.shape import ModelConfig
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 from benchmarks.workload import Work, Workload
 
@@ -50,6 +51,29 @@ def make_groups(work: Work) -> list[TrajectoryGroup]:
             trajectories.append(Trajectory(prompt, sample, (segment,), float(work.rewards[i]), 'stop', '', 0.0, 0.0))
         groups.append(TrajectoryGroup(draw, tuple(trajectories)))
     return groups
+
+
+def give_routes(groups: list[TrajectoryGroup], config: ModelConfig) -> list[TrajectoryGroup]:
+    """The groups with experts drawn for every token, those of a prompt the same for the answers to it."""
+    column, experts = config.routes, config.experts
+    assert column.shape is not None
+    assert experts is not None
+    rng = np.random.default_rng(0)
+
+    def draw(tokens: int) -> dict[str, np.ndarray]:
+        order = rng.random((tokens, column.shape[0], experts.count)).argsort(axis=-1)
+        return {column.name: order[..., : experts.per_token].astype(column.dtype)}
+
+    given = []
+    for group in groups:
+        context = draw(len(group.trajectories[0].prompt.tokens))
+        rows = []
+        for one in group.trajectories:
+            (segment,) = one.segments
+            told = dataclasses.replace(segment, columns=draw(len(segment.tokens)), context=context)
+            rows.append(dataclasses.replace(one, segments=(told,)))
+        given.append(TrajectoryGroup(group.draw, tuple(rows)))
+    return given
 
 
 def learner_settings(**changes: object) -> LearnerSettings:

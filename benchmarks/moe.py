@@ -2,7 +2,7 @@
 
     python -m benchmarks.moe --torch-python=PYTHON --out=FILE
 
-Parts (--parts=parity,exact,rounded,foreign,product,torch), by the rows of the table:
+Parts (--parts=parity,exact,rounded,foreign,product,torch,train,routes), by the rows of the table:
 
   parity   1  tiny Qwen3-MoE, Mixtral and OLMoE against transformers 5.23.0: logits, live routes, gradients
   exact    2  log-probs of an engine against a learner's pass, same weights, recorded experts followed, float32
@@ -10,6 +10,8 @@ Parts (--parts=parity,exact,rounded,foreign,product,torch), by the rows of the t
   foreign  4  the same with an engine whose experts are drawn, float32
   product  5  CPU of a layer, forward and gradient, at B: a scan over all experts and `ragged_dot` over ours; memory
   torch    6  the same in torch 2.13.0 (`grouped_mm` of transformers 5.23.0) over ours, at A and B
+  train    7  a train step of 4 layers of A: torch, padded rows sorted by length, over ours
+  routes  11  the same step with routes recorded and replayed over off; bytes of a token
 
 A = 128 experts, 8 a token, width 256, of an expert 128; B = 32, 4, 512, 256; 512 tokens, float32, one thread a side.
 PYTHON is the interpreter of an environment with torch and transformers.
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from benchmarks.moe_parts.parity import measure_parity
 from benchmarks.moe_parts.product import measure_against_torch, measure_products
 from benchmarks.moe_parts.replay import measure_exact, measure_foreign, measure_rounded
+from benchmarks.moe_parts.train import measure_routes, measure_training
 from benchmarks.options import Row, make_parser, report, run, split_choices
 from benchmarks.parts import Part, judge, measure_part
 
@@ -56,6 +59,14 @@ PARTS = {
     'torch': Part(
         'the same in torch 2.13.0 + transformers 5.23.0 (grouped_mm) over ours, A and B, forward and with the '
         'gradient', '1.0x', measure_against_torch,
+    ),
+    'train': Part(
+        'a train step, 4 layers of A, 4 groups of 8 answers, prompts 32, lognormal answers of mean 64, cap 256: CPU of '
+        'torch, padded, sorted by length, grouped_mm, over ours', '1.3x', measure_training,
+    ),
+    'routes': Part(
+        'routes recorded and replayed over off, the same step: bytes a token; CPU', 'MoE layers x k; <= 1.05x',
+        measure_routes,
     ),
 }  # fmt: skip
 

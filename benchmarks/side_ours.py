@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams
-from benchmarks.case import default_optimizer, learner_settings, make_groups
+from benchmarks.case import default_optimizer, give_routes, learner_settings, make_groups
 from benchmarks.sides import Call, Compilations, Start, serve
 from benchmarks.workload import load_work
 
@@ -23,6 +24,9 @@ BLOCK_TOKENS, PREFILL_TOKENS = 64, 1024
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
+    """`core`: the one that it runs on, where all threads share one."""
+    if 'core' in arguments:
+        os.sched_setaffinity(0, {arguments['core']})  # before jax makes its pools of threads
     return {'train': prepare_training, 'generate': prepare_generation}[arguments['task']](arguments)
 
 
@@ -32,6 +36,8 @@ def prepare_training(arguments: Mapping[str, Any]) -> Start:
     decoder = Decoder(config, **arguments['decoder'])
     groups = make_groups(load_work(arguments['work']))
     settings = learner_settings(**arguments['settings'])
+    if settings.records_routes:
+        groups = give_routes(groups, config)
 
     def start() -> tuple[Call, Any]:
         compilations = Compilations()

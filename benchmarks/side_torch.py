@@ -5,6 +5,7 @@ Needs torch, transformers and numpy, and nothing of ours.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,13 @@ CLIP_EPSILON = 0.2
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
+    """`core`: the one that it runs on, with one thread; `experts`: how transformers multiplies them."""
+    if 'core' in arguments:
+        os.sched_setaffinity(0, {arguments['core']})
+        torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments['model'], dtype=torch.float32)
+    if 'experts' in arguments:
+        model.config._experts_implementation = arguments['experts']
     work = load_work(arguments['work'])
     kind = {'train': start_training, 'generate': start_generation}[arguments['task']]
     facts = {
