@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer
@@ -18,8 +19,8 @@ from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import training_rows
+from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.shape import ModelConfig
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 from benchmarks.workload import Work, Workload
 
@@ -53,27 +54,34 @@ def make_groups(work: Work) -> list[TrajectoryGroup]:
     return groups
 
 
-def give_routes(groups: list[TrajectoryGroup], config: ModelConfig) -> list[TrajectoryGroup]:
-    """The groups with experts drawn for every token, those of a prompt the same for the answers to it."""
-    column, experts = config.routes, config.experts
-    assert column.shape is not None
-    assert experts is not None
-    rng = np.random.default_rng(0)
+def give_routes(groups: list[TrajectoryGroup], decoder: Decoder, params: Any) -> list[TrajectoryGroup]:
+    """The groups with the experts that the routers choose, recorded for every token."""
+    column = decoder.config.routes
+    longest = max(len(one.tokens) for group in groups for one in group.trajectories)
+    ones, positions = jnp.ones(longest, jnp.int32), jnp.arange(longest)
 
-    def draw(tokens: int) -> dict[str, np.ndarray]:
-        order = rng.random((tokens, column.shape[0], experts.count)).argsort(axis=-1)
-        return {column.name: order[..., : experts.per_token].astype(column.dtype)}
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Any, window: int | None) -> tuple[jax.Array, Any]:
+        scale = q.shape[-1] ** -0.5
+        return packed_attention(q, k, v, ones, ones, scale=scale, positions=positions, window=window), entry
 
-    given = []
-    for group in groups:
-        context = draw(len(group.trajectories[0].prompt.tokens))
-        rows = []
-        for one in group.trajectories:
-            (segment,) = one.segments
-            told = dataclasses.replace(segment, columns=draw(len(segment.tokens)), context=context)
-            rows.append(dataclasses.replace(one, segments=(told,)))
-        given.append(TrajectoryGroup(group.draw, tuple(rows)))
-    return given
+    @jax.jit
+    def choose(tokens: jax.Array) -> jax.Array:
+        routed = decoder.hidden_and_routes(params, tokens, positions, attend)[2]
+        assert routed is not None
+        return jnp.moveaxis(routed.live, 0, 1)
+
+    def give(one: Trajectory) -> Trajectory:
+        tokens = np.zeros(longest, np.int32)
+        tokens[: len(one.tokens)] = one.tokens
+        live = np.asarray(choose(jnp.asarray(tokens)))[: len(one.tokens) - 1].astype(column.dtype)
+        whole, start = np.concatenate([column.blank(1), live]), len(one.prompt.tokens)
+        (segment,) = one.segments
+        told = dataclasses.replace(
+            segment, columns={column.name: whole[start:]}, context={column.name: whole[:start]}
+        )  # fmt: skip
+        return dataclasses.replace(one, segments=(told,))
+
+    return [TrajectoryGroup(group.draw, tuple(map(give, group.trajectories))) for group in groups]
 
 
 def learner_settings(**changes: object) -> LearnerSettings:

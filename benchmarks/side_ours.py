@@ -37,7 +37,7 @@ def prepare_training(arguments: Mapping[str, Any]) -> Start:
     groups = make_groups(load_work(arguments['work']))
     settings = learner_settings(**arguments['settings'])
     if settings.records_routes:
-        groups = give_routes(groups, config)
+        groups = give_routes(groups, Decoder(config), params)
 
     def start() -> tuple[Call, Any]:
         compilations = Compilations()
