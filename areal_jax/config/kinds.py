@@ -90,7 +90,7 @@ SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:conn
 
 _READ_BY_SERVERS = (
     *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
-    *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
+    *('rollout.prefill_buckets', 'rollout.attention', 'rollout.record_routes', 'server', 'cluster.engines'),
     *('publication.channel', 'publication.reader_deadline_s', 'publication.record_deadline_s'),
 )  # of this project
 IN_PROCESS = ServerKind(
@@ -114,6 +114,7 @@ OWN = ServerKind(
     reads_deltas=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
+    gives_routes=True,
     limits_streams=True,
     reads_records=True,
     reads=_READ_BY_SERVERS,

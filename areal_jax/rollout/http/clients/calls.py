@@ -9,6 +9,7 @@ import numpy as np
 from areal_jax.columns import of_request
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling
+from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.types import GenerationRequest, concatenate
 
 _SEED_MASK = 2**31 - 1  # what every server takes
@@ -40,9 +41,14 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
     )
 
 
-def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: str) -> Call:
-    """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before."""
-    sampling = request.sampling
+def make_own_call(
+    request: GenerationRequest, generated: np.ndarray, wire_id: str, routes: RouteForm | None = None
+) -> Call:
+    """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before.
+
+    The routes of a prompt come with the first call for its answer.
+    """
+    sampling, prompt = request.sampling, concatenate([request.prompt_tokens, generated], np.int32)
     parameters = CallSampling(
         max_new_tokens=sampling.max_new_tokens - len(generated),
         temperature=sampling.temperature,
@@ -55,13 +61,16 @@ def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: st
         skip_special_tokens=False,
     )
     return Call(
-        prompts=(concatenate([request.prompt_tokens, generated], np.int32),),
+        prompts=(prompt,),
         prompt_field='prompt',
         sampling=(parameters,),
         request_ids=(wire_id,),
         stream=True,
         logprobs=True,
         columns=tuple(column.name for column in of_request(sampling) if column.published),
+        return_routes=routes is not None,
+        routes_start=len(prompt) - 1 if routes is not None and len(generated) else 0,
+        routes=routes,
         draw=request.draw,
         sample=request.noise_sample,
     )

@@ -275,7 +275,7 @@ class ServerEngine:
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
                     self._start('abort', self._abort_call(arrival.wire_id))
                 elif len(piece.tokens):
-                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns))
+                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns, piece.context))
 
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
         """What is wrong with a piece, '' for nothing."""
