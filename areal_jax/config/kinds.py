@@ -148,6 +148,7 @@ VLLM = ServerKind(
         require='areal_jax.app.roles.vllm_server:find_python',
     ),
     reads_deltas=True,
+    gives_routes=True,
     reads=('cluster.engines',),
 )
 SGLANG = ServerKind(
@@ -159,9 +160,10 @@ SGLANG = ServerKind(
         require='areal_jax.app.roles.sglang_server:find_python',
     ),
     reads_deltas=True,
+    gives_routes=True,
     reads=('cluster.engines',),
 )
-EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
+EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True, gives_routes=True)
 
 DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
 FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True, has_deltas=True)

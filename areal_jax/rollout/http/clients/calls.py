@@ -15,11 +15,19 @@ from areal_jax.types import GenerationRequest, concatenate
 _SEED_MASK = 2**31 - 1  # what every server takes
 
 
-def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *, seeds: bool, streams: bool) -> Call:
+def make_call(
+    request: GenerationRequest,
+    generated: np.ndarray,
+    wire_id: str,
+    *,
+    seeds: bool,
+    streams: bool,
+    routes: RouteForm | None = None,
+) -> Call:
     """The call for what is left of the answer; `generated` int32 [n] is the answer so far, its prefix included.
 
     A seed is of the request and of the position: with the request's alone, the rest of an answer would be drawn with
-    the noise of its beginning.
+    the noise of its beginning. Routes come with whole replies: most servers have none in their events.
     """
     sampling = request.sampling
     parameters = CallSampling(
@@ -36,8 +44,10 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
         prompt_field='prompt',
         sampling=(parameters,),
         request_ids=(wire_id,),
-        stream=streams,
+        stream=streams and routes is None,
         logprobs=True,
+        return_routes=routes is not None,
+        routes=routes,
     )
 
 

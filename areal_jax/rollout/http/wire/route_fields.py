@@ -25,7 +25,7 @@ from areal_jax.rollout.http.wire.route_form import UNKNOWN, RouteForm
 
 ASKED, FIELD = 'return_routed_experts', ROUTED_EXPERTS.name
 _RAW = np.dtype('<i4')  # of SGLang
-_OLDER = 'int16'  # of vLLM, before it had the smallest integers
+_OF_VLLM = ('uint8', 'int16')  # the first also where an id is 255; the second in older versions
 _NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -90,32 +90,25 @@ def parse_npy(choice: Reply, call: Call, n_tokens: int, first: int) -> FoundRout
         rows = _read_npy(_read(choice))
     except (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
         raise choice.error(FIELD, f'no .npy file of integers ({type(error).__name__}: {error})') from error
-    if rows.dtype.name not in (form.column.dtype, _OLDER):
+    if rows.dtype.name not in (form.column.dtype, *_OF_VLLM):
         raise choice.error(FIELD, f'the dtype {rows.dtype.name}, and routes of this model are {form.column.dtype}')
     return _split(choice, call, rows, n_tokens, first)
 
 
 def parse_raw(meta: Reply, call: Call, n_tokens: int) -> FoundRoutes:
-    """What `render_raw` has written of an answer; raises ReplyError.
-
-    Servers that count layers without experts too have rows for all layers.
-    """
+    """What `render_raw` has written of an answer; raises ReplyError."""
     if not call.return_routes or not n_tokens:
         return NO_ROUTES
     form, length = _form_of(call), len(call.prompts[0]) - 1 - call.routes_start + n_tokens
     if meta.values.get(f'{FIELD}_dtype', 'int32') != 'int32':
         raise meta.error(FIELD, f'the dtype {meta.values[f"{FIELD}_dtype"]!r}: have the server send int32')
     data = _read(meta)
-    layers, choices = form.row
-    found = len(data) / (_RAW.itemsize * choices)  # as if a row had one layer
-    if found == length * layers:
-        rows = np.frombuffer(data, _RAW).reshape(length, layers, choices)
-    elif found == length * form.n_layers:
-        rows = np.frombuffer(data, _RAW).reshape(length, form.n_layers, choices)[:, list(form.layers)]
-    else:
-        fault = f'{len(data)} bytes, and {length} rows of int32 {form.row} belong there (layers with experts, choices)'
-        raise meta.error(FIELD, fault)
-    return _split(meta, call, rows, n_tokens, 0)
+    for layers in {form.row[0], form.n_layers}:
+        if len(data) == length * layers * form.row[1] * _RAW.itemsize:
+            rows = np.frombuffer(data, _RAW).reshape(length, layers, form.row[1])
+            return _split(meta, call, rows, n_tokens, 0)
+    fault = f'{len(data)} bytes, and {length} rows of int32 {form.row} belong there (layers with experts, choices)'
+    raise meta.error(FIELD, fault)
 
 
 def _form_of(call: Call) -> RouteForm:
@@ -124,8 +117,12 @@ def _form_of(call: Call) -> RouteForm:
 
 
 def _split(reply: Reply, call: Call, rows: np.ndarray, n_tokens: int, first: int) -> FoundRoutes:
-    """Checked rows, of which the last `n_tokens` are of the passes that gave those tokens."""
+    """Checked rows, of which the last `n_tokens` are of the passes that gave those tokens.
+
+    Servers of others have rows for all layers, whatever they hold for those without experts.
+    """
     form = _form_of(call)
+    rows = form.pick(rows)
     of_prompt = 0 if first else len(call.prompts[0]) - 1 - call.routes_start
     if fault := form.find_fault(rows, of_prompt + n_tokens, of_prompt):
         raise reply.error(FIELD, fault)

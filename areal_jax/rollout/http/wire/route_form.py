@@ -35,6 +35,10 @@ class RouteForm:
         layers, choices = self.column.shape
         return layers, choices
 
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of the layers with experts, of rows for these or for all layers."""
+        return rows[:, list(self.layers)] if rows.shape[1:2] == (self.n_layers,) else rows
+
     def find_fault(self, rows: np.ndarray, length: int, of_prompt: int) -> str:
         """What is wrong with rows that must be `length`, '' for nothing.
 

@@ -1,8 +1,9 @@
-"""Routes as a run gets them: segments of a served answer are those of the engine in this process."""
+"""Routes as a run gets them: from servers of our own those of the engine in this process, from others what they say."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 
@@ -12,9 +13,16 @@ import pytest
 from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect
+from areal_jax.rollout.http.clients.sglang import SglangDialect
+from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.servers.remote_engine import RequestFailedError
 from areal_jax.types import Segment
-from tests.rollout.http.expert_rig import LIMITS, NAME, NEW, PROMPT, ExpertServer, InProcess, drive, request, take
+from tests.rollout.engine_contract import LONGEST, Bench
+from tests.rollout.engine_contract import PROMPT as ASKED
+from tests.rollout.http.clients.fake_server import FakeSglang, FakeVllm, choose_experts
+from tests.rollout.http.clients.test_engine import LIMITS as LIMITS_OF_OTHERS
+from tests.rollout.http.clients.test_engine import PACE, Factory
+from tests.rollout.http.expert_rig import FORM, LIMITS, NAME, NEW, PROMPT, ExpertServer, InProcess, drive, request, take
 
 
 @pytest.fixture(scope='module')
@@ -121,3 +129,55 @@ def test_sound_rows_of_a_script_are_taken():
 def test_a_request_whose_rows_can_not_be_trusted_fails_by_name(rows, fault):
     with pytest.raises(RequestFailedError, match=f'engine/0: request 7/0/0: routed_experts in the choice .*{fault}'):
         drive(ScriptedServer(rows), lambda engine: take(engine.generate(request())))
+
+
+OTHERS = {'vllm': (FakeVllm, VllmDialect()), 'sglang': (FakeSglang, SglangDialect(reads_routes=True))}
+WITH_ROUTES = dataclasses.replace(LIMITS_OF_OTHERS, routes=FORM)
+
+
+@pytest.fixture(params=OTHERS)
+def other(request, tmp_path):
+    """(server of others that tells experts, factory of engines that ask for them)."""
+    server, dialect = OTHERS[request.param]
+    with server(token_s=0.01 * PACE) as server:
+        server.gives_routes = True
+        yield server, Factory(server, dialect, tmp_path, WITH_ROUTES)
+
+
+def expected(position, version):
+    """[2, 3]: the layers with experts alone, of the token that the token at a position was drawn after."""
+    return np.array(choose_experts(position - 1, version))[[0, 2]]
+
+
+def test_answers_of_others_have_the_routes_of_the_passes_that_gave_their_tokens(other):
+    """Also over an update, which ends the call: the rest comes from another one."""
+    server, factory = other
+
+    async def script(bench):
+        (one,) = bench.collect(0)
+        await bench.pass_time(0.045)
+        await bench.load(1)
+        await bench.end_of(one)
+        return one
+
+    one = Bench(factory).run(script)
+    _, context, column = whole(one.segments)
+    assert set(one.versions()) == {0, 1}
+    wanted = [expected(len(ASKED) + place, version) for place, version in enumerate(one.versions())]
+    np.testing.assert_array_equal(column, wanted)
+    np.testing.assert_array_equal(context[1:], [expected(position, 0) for position in range(1, len(ASKED))])
+    assert (column.dtype, len(column), len(context)) == (np.uint8, LONGEST, len(ASKED))
+    asked = server.sent('/inference/v1/generate' if isinstance(server, FakeVllm) else '/generate')
+    assert len(asked) > 1
+    assert all(body['return_routed_experts'] and not body['stream'] for body in asked)
+
+
+def test_a_server_of_others_that_tells_nothing_fails_the_request_by_name(other):
+    server, factory = other
+    server.gives_routes = False
+
+    async def script(bench):
+        with pytest.raises(RequestFailedError, match=r'routed_experts in the .* of the server has no base64 but'):
+            await take(bench.engine.generate(request()))
+
+    Bench(factory).run(script)
