@@ -117,6 +117,15 @@ def test_sound_rows_of_a_script_are_taken():
     assert 'routed_experts_prompt_start' not in sent['sampling_params']
 
 
+def test_the_rest_of_an_answer_is_asked_for_without_rows_of_its_prompt():
+    begun = [Segment(np.array([1, 2, 3], np.int32), np.zeros(3, np.float32), 0, {NAME: ROWS[:3]})]
+    server = ScriptedServer(npy(ROWS[:NEW]))
+    with pytest.raises(RequestFailedError, match='8 tokens under version .*, 5 were left'):  # the script says too much
+        drive(server, lambda engine: take(engine.generate(request(prefix=begun))))
+    (sent,) = server.connection.sent
+    assert sent['sampling_params']['routed_experts_prompt_start'] == len(sent['token_ids']) - 1 == len(PROMPT) + 2
+
+
 @pytest.mark.parametrize(
     ('rows', 'fault'),
     [
