@@ -215,10 +215,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize('server', ['own', 'vllm', 'sglang'])
+@pytest.mark.parametrize('server', ['in_process', 'own', 'vllm', 'sglang', 'external'])
 def test_servers_that_tell_which_experts_tokens_reach_may_record_them(server):
     config = default_config()
     config.update_from_flattened_dict(_ROUTES | {'rollout.server': server, 'learner.routes': 'replay'})
+    config.rollout.urls = ('vllm+http://host:1',) if server == 'external' else ()
     validate(config)
 
 

@@ -55,7 +55,7 @@ class Job:
     def __init__(self, prompt, limit, stop):
         self.prompt, self.limit, self.stop = prompt, limit, stop
         self.tokens, self.versions, self.reason = [], [], None
-        self.weights = []  # `w`, of each token
+        self.weights = []  # `w` of the pass that each token came from, or that computed its KV again
         self.ended, self.news = asyncio.Event(), asyncio.Event()
 
     def end(self, reason):
@@ -270,6 +270,8 @@ class FakeSglang(FakeServer):
             return 200, ''
         elif path == '/update_weights_from_disk':
             self._load(body['model_path'])
+            for job in self.jobs.values():  # retracted
+                job.weights = [self.w] * len(job.tokens)
             self.version = body['weight_version']
         found = find_exchange('sglang/control', method=method, path=path)['response']
         return found['status'], found['json']

@@ -120,7 +120,7 @@ def test_sound_rows_of_a_script_are_taken():
 def test_the_rest_of_an_answer_is_asked_for_without_rows_of_its_prompt():
     begun = [Segment(np.array([1, 2, 3], np.int32), np.zeros(3, np.float32), 0, {NAME: ROWS[:3]})]
     server = ScriptedServer(npy(ROWS[:NEW]))
-    with pytest.raises(RequestFailedError, match='8 tokens under version .*, 5 were left'):  # the script says too much
+    with pytest.raises(RequestFailedError, match=r'8 tokens under version .*, 5 were left'):  # the script says too much
         drive(server, lambda engine: take(engine.generate(request(prefix=begun))))
     (sent,) = server.connection.sent
     assert sent['sampling_params']['routed_experts_prompt_start'] == len(sent['token_ids']) - 1 == len(PROMPT) + 2
@@ -150,7 +150,7 @@ def other(request, tmp_path):
     server, dialect = OTHERS[request.param]
     with server(token_s=0.01 * PACE) as server:
         server.gives_routes = True
-        yield server, Factory(server, dialect, tmp_path, WITH_ROUTES)
+        yield server, Factory(server, dialect, tmp_path, WITH_ROUTES, asks=True)
 
 
 def expected(position, version):
@@ -177,8 +177,9 @@ def test_answers_of_others_have_the_routes_of_the_passes_that_gave_their_tokens(
     np.testing.assert_array_equal(context[1:], [expected(position, 0) for position in range(1, len(ASKED))])
     assert (column.dtype, len(column), len(context)) == (np.uint8, LONGEST, len(ASKED))
     asked = server.sent('/inference/v1/generate' if isinstance(server, FakeVllm) else '/generate')
-    assert len(asked) > 1
-    assert all(body['return_routed_experts'] and not body['stream'] for body in asked)
+    assert len(asked) > 2
+    assert [body.get('return_routed_experts', False) for body in asked] == [False, *[True] * (len(asked) - 1)]
+    assert not any(body['stream'] for body in asked)
 
 
 def test_a_server_of_others_that_tells_nothing_fails_the_request_by_name(other):
