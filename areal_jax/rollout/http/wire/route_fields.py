@@ -24,6 +24,7 @@ from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.route_form import UNKNOWN, RouteForm
 
 ASKED, FIELD = 'return_routed_experts', ROUTED_EXPERTS.name
+_RECORDING = 'with rollout.record_routes=True, a server of others with --enable-return-routed-experts'
 _RAW = np.dtype('<i4')  # of SGLang
 _OF_VLLM = ('uint8', 'int16')  # the first also where an id is 255; the second in older versions
 _NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -138,6 +139,8 @@ def _write(data: bytes) -> str:
 
 def _read(reply: Reply) -> bytes:
     text = reply.values.get(FIELD)
+    if text is None:
+        raise reply.error(FIELD, f'nothing in it: start the server {_RECORDING}')
     try:
         if isinstance(text, str):
             return base64.b64decode(text, validate=True)

@@ -129,7 +129,8 @@ def test_the_rest_of_an_answer_is_asked_for_without_rows_of_its_prompt():
 @pytest.mark.parametrize(
     ('rows', 'fault'),
     [
-        (None, 'no base64 but'),
+        (None, 'nothing in it: start the server'),
+        ('?', 'no base64 but'),
         (npy(ROWS[1:]), '11 rows where 12 belong'),
         (npy(ROWS + np.uint8(3)), 'the expert 8 in row 0'),
         (npy(ROWS.astype(np.float32)), 'no .npy file of integers'),
@@ -187,7 +188,7 @@ def test_a_server_of_others_that_tells_nothing_fails_the_request_by_name(other):
     server.gives_routes = False
 
     async def script(bench):
-        with pytest.raises(RequestFailedError, match=r'routed_experts in the .* of the server has no base64 but'):
+        with pytest.raises(RequestFailedError, match=r'routed_experts in the .* has nothing in it: start the server'):
             await take(bench.engine.generate(request()))
 
     Bench(factory).run(script)

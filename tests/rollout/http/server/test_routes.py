@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import io
 
+import jsonschema
 import numpy as np
 import pytest
 
+from areal_jax.rollout.http.server.openapi import describe_server
 from tests.rollout.http.expert_rig import FORM, NEW, PROMPT, ExpertServer, in_process
 from tests.rollout.http.server.rig import ToyServer
 
@@ -92,6 +94,19 @@ def test_rows_of_openai_are_those_of_the_engine(server, path):
     streamed, found = joined(events(server, path, OPENAI[path]))
     assert streamed == tokens
     np.testing.assert_array_equal(found, rows)
+
+
+@pytest.mark.parametrize(
+    ('path', 'body'), [('/inference/v1/generate', VLLM), ('/generate', SGLANG), *OPENAI.items()], ids=str
+)
+def test_the_page_of_routes_has_the_fields(server, path, body):
+    route = describe_server()['paths'][path]['post']
+    asked = route['requestBody']['content']['application/json']['schema']
+    jsonschema.validate(body, asked)
+    assert 'return_routed_experts' in asked['properties']
+    said = route['responses']['200']['content']['application/json']['schema']
+    jsonschema.validate(post(server, path, body), said)
+    assert 'routed_experts' in str(said)
 
 
 def test_answers_to_one_prompt_have_rows_of_their_own(server):

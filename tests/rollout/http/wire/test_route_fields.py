@@ -188,7 +188,15 @@ def test_rows_that_can_not_be_trusted_are_refused(dialect, rows, fault):
 
 
 @pytest.mark.parametrize('dialect', READ, ids=name_of)
-@pytest.mark.parametrize('text', [None, 5, [1], 'no base64', 'AAA', 'ü'], ids=str)
+def test_a_server_that_records_none_is_said_to(dialect):
+    with pytest.raises(
+        ReplyError, match=r'^routed_experts in .* has nothing in it: start the server with rollout'
+    ):
+        parse(dialect, None)
+
+
+@pytest.mark.parametrize('dialect', READ, ids=name_of)
+@pytest.mark.parametrize('text', [5, [1], 'no base64', 'AAA', 'ü'], ids=str)
 def test_what_is_no_base64_is_refused(dialect, text):
     with pytest.raises(ReplyError, match=r'^routed_experts in the .* of the server has no base64 but '):
         parse(dialect, text)
