@@ -20,11 +20,10 @@ VLLM = {'token_ids': IDS, 'sampling_params': {'max_tokens': NEW, 'logprobs': 0, 
 SAMPLING = {'max_new_tokens': NEW, 'ignore_eos': True, 'sampling_seed': 7}
 SGLANG = {'input_ids': IDS, 'sampling_params': SAMPLING, 'return_logprob': True, **ASKED}
 OPENAI = {
-    '/v1/completions': {'prompt': IDS}, '/v1/chat/completions': {'input_ids': IDS},
-}  # fmt: skip
-OPENAI = {
-    path: given | {'max_tokens': NEW, 'return_token_ids': True, **NOISE, **ASKED} for path, given in OPENAI.items()
+    path: {prompt: IDS, 'max_tokens': NEW, 'return_token_ids': True, **NOISE, **ASKED}
+    for path, prompt in (('/v1/completions', 'prompt'), ('/v1/chat/completions', 'input_ids'))
 }
+BODIES = {'/inference/v1/generate': VLLM, '/generate': SGLANG, **OPENAI}
 
 
 @pytest.fixture(scope='module')
@@ -96,10 +95,9 @@ def test_rows_of_openai_are_those_of_the_engine(server, path):
     np.testing.assert_array_equal(found, rows)
 
 
-@pytest.mark.parametrize(
-    ('path', 'body'), [('/inference/v1/generate', VLLM), ('/generate', SGLANG), *OPENAI.items()], ids=str
-)
-def test_the_page_of_routes_has_the_fields(server, path, body):
+@pytest.mark.parametrize('path', BODIES)
+def test_the_page_of_routes_has_the_fields(server, path):
+    body = BODIES[path]
     route = describe_server()['paths'][path]['post']
     asked = route['requestBody']['content']['application/json']['schema']
     jsonschema.validate(body, asked)
@@ -146,13 +144,11 @@ def test_nothing_is_said_where_nothing_is_asked(server):
     assert 'routed_experts' not in meta
 
 
-@pytest.mark.parametrize(
-    ('path', 'body'), [('/inference/v1/generate', VLLM), ('/generate', SGLANG), *OPENAI.items()], ids=str
-)
-def test_a_server_that_records_none_refuses_by_name(path, body):
+@pytest.mark.parametrize('path', BODIES)
+def test_a_server_that_records_none_refuses_by_name(path):
     with ToyServer() as toy:
         for more in ({}, {'stream': True}):
-            status, reply = toy.run(lambda client, more=more: client.post(path, body | more))
+            status, reply = toy.run(lambda client, more=more: client.post(path, BODIES[path] | more))
             assert status == 400
             message = reply['error']['message']
             assert message.startswith('return_routed_experts=True is not served: ')

@@ -189,9 +189,7 @@ def test_rows_that_can_not_be_trusted_are_refused(dialect, rows, fault):
 
 @pytest.mark.parametrize('dialect', READ, ids=name_of)
 def test_a_server_that_records_none_is_said_to(dialect):
-    with pytest.raises(
-        ReplyError, match=r'^routed_experts in .* has nothing in it: start the server with rollout'
-    ):
+    with pytest.raises(ReplyError, match=r'^routed_experts in .* has nothing in it: start the server with rollout'):
         parse(dialect, None)
 
 
