@@ -90,7 +90,7 @@ SGLANG_CLIENT = ClientKind('sglang', 'areal_jax.rollout.http.clients.sglang:conn
 
 _READ_BY_SERVERS = (
     *('rollout.slots', 'rollout.decode_steps', 'rollout.block_tokens', 'rollout.cache_tokens'),
-    *('rollout.prefill_buckets', 'rollout.attention', 'server', 'cluster.engines'),
+    *('rollout.prefill_buckets', 'rollout.attention', 'rollout.record_routes', 'server', 'cluster.engines'),
     *('publication.channel', 'publication.reader_deadline_s', 'publication.record_deadline_s'),
 )  # of this project
 IN_PROCESS = ServerKind(
@@ -114,6 +114,7 @@ OWN = ServerKind(
     reads_deltas=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
+    gives_routes=True,
     limits_streams=True,
     reads_records=True,
     reads=_READ_BY_SERVERS,
@@ -147,6 +148,7 @@ VLLM = ServerKind(
         require='areal_jax.app.roles.vllm_server:find_python',
     ),
     reads_deltas=True,
+    gives_routes=True,
     reads=('cluster.engines',),
 )
 SGLANG = ServerKind(
@@ -158,9 +160,10 @@ SGLANG = ServerKind(
         require='areal_jax.app.roles.sglang_server:find_python',
     ),
     reads_deltas=True,
+    gives_routes=True,
     reads=('cluster.engines',),
 )
-EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True)
+EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True, gives_routes=True)
 
 DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
 FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True, has_deltas=True)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from areal_jax.app.parts.clock import SERVERS_S, build_clock
-from areal_jax.app.parts.server_builder import ClientMaker, build_server_settings, find_needs
+from areal_jax.app.parts.server_builder import ClientMaker, build_server_settings, find_needs, find_routes
 from areal_jax.config import TrackedConfig
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
@@ -78,6 +78,21 @@ def test_a_server_that_does_not_fit_is_refused_by_name(facts, fields, says):
     with pytest.raises(UserError) as refused:
         make_client(entry(**facts), **fields)
     assert str(refused.value) == f'the server a at http://host:1 has {says}: start it with the config of the run'
+
+
+EXPERTS = {
+    'model__family': 'qwen3_moe', 'model__experts': 8, 'model__experts_per_token': 2, 'model__d_expert': 32,
+}  # fmt: skip
+
+
+def test_clients_know_the_routes_of_the_model_where_servers_record_them():
+    assert find_routes(TrackedConfig(small_config(**EXPERTS))) is None
+    form = find_routes(TrackedConfig(small_config(rollout__record_routes=True, **EXPERTS)))
+    layers = form.n_layers
+    assert (form.row, form.experts, form.column.dtype) == ((layers, 2), 8, 'uint8')
+    make_client(entry(), rollout__record_routes=True, **EXPERTS)
+    with pytest.raises(UserError, match=r"record_routes=True needs a model with experts, and model\.path='' has"):
+        find_routes(TrackedConfig(small_config(rollout__record_routes=True)))
 
 
 def test_at_temperature_one_either_softmax_has_the_same_logprobs():

@@ -55,6 +55,11 @@ def test_the_page_names_default_rule_and_meaning():
 _SERVERS = {'rollout.server': 'own', 'publication.channel': 'files'}
 _DELTA = {'publication.delta': True, 'publication.channel': 'files', 'publication.dtype': 'bfloat16'}
 _VLLM = _SERVERS | {'rollout.server': 'vllm'}
+_ROUTES = {
+    'rollout.record_routes': True, 'model.family': 'qwen3_moe', 'model.experts': 8, 'model.experts_per_token': 2,
+    'model.d_expert': 32, 'run.clock': 'real', 'publication.channel': 'files',
+}  # fmt: skip
+
 BAD = [
     ({'run.clock': 'fast'}, r"run\.clock='fast' is not known; use one of real, virtual"),
     ({'run.steps': 0}, r'run\.steps=0 must be at least 1'),
@@ -201,7 +206,21 @@ BAD = [
         r'rollout\.top_k=4 .*: these servers give no log-probs of the part of the softmax that is sampled',
     ),
     ({'rollout.max_mismatch': 0.0}, r'rollout\.max_mismatch=0\.0 must be above 0'),
+    (
+        _ROUTES | {'rollout.server': 'jetstream'},
+        r"record_routes=True with rollout\.server='jetstream': these servers .* use 'in_process' or 'own' or",
+    ),
+    ({'rollout.record_routes': True}, r'rollout\.record_routes=True needs a model with experts, and model\.experts=0'),
+    ({'learner.routes': 'replay'}, r"learner\.routes='replay' follows .* rollout\.record_routes=False: set it to True"),
 ]
+
+
+@pytest.mark.parametrize('server', ['in_process', 'own', 'vllm', 'sglang', 'external'])
+def test_servers_that_tell_which_experts_tokens_reach_may_record_them(server):
+    config = default_config()
+    config.update_from_flattened_dict(_ROUTES | {'rollout.server': server, 'learner.routes': 'replay'})
+    config.rollout.urls = ('vllm+http://host:1',) if server == 'external' else ()
+    validate(config)
 
 
 @pytest.mark.parametrize(('fields', 'message'), BAD, ids=[' '.join(fields) for fields, _ in BAD])

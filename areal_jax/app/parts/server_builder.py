@@ -16,12 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
+from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts.extras import API_KEY
 from areal_jax.app.parts.part_settings import build_requirements
 from areal_jax.app.parts.server_parts import EndedBy, Servers, ServersBeside
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve
+from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -29,6 +31,7 @@ from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.probe import Score
@@ -65,6 +68,19 @@ def find_needs(config: TrackedConfig) -> ServerFacts:
     rollout = config.rollout
     mode: LogprobsMode | None = None if rollout.temperature == 1.0 else 'processed'
     return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)
+
+
+def find_routes(config: TrackedConfig) -> RouteForm | None:
+    """What servers are to tell of the experts of the run's model; raises ConfigError for a model that has none."""
+    if not config.rollout.record_routes:
+        return None
+    shape = read_shape(config)
+    if shape.experts is None:
+        raise ConfigError(
+            f'rollout.record_routes=True needs a model with experts, and model.path={config.model.path!r} has none: '
+            'set it to False'
+        )
+    return RouteForm.of(shape)
 
 
 def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> ServerSettings:
@@ -178,7 +194,7 @@ class ClientMaker:
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._api_key = os.environ.get(API_KEY, '')
         slots = min(server.max_streams, server.max_requests) if kind.limits_streams else rollout.slots
-        self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens)
+        self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens, find_routes(config))
         self._needs = find_needs(config)
         self._name_lanes = name_lanes
         self._numbers: dict[str, int] = {}  # by name in the registry

@@ -272,7 +272,7 @@ class _Server:
         )  # fmt: skip
         served = self._served = ServedModel(
             Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts,
-            config.server.required, self._parser,
+            config.server.required, self._parser, config.rollout.record_routes,
         )  # fmt: skip
         limits = Limits(
             body_bytes=config.server.max_body_bytes,

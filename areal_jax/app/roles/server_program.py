@@ -82,6 +82,7 @@ class ServerProgram:
             *(sys.executable, '-m', self.module, f'--workdir={workdir}', f'--publication={directory}'),
             *(f'--dtype={publication.dtype}', f'--context_tokens={rollout.context_tokens}'),
             *(['--receiver'] if publication.delta else []),
+            *(['--routes'] if rollout.record_routes else []),
             *(f'--slots={rollout.slots}', *([f'--tensor={tensor}'] if tensor > 1 else [])),
             *(f'--name={name}', *([] if index is None else [f'--index={index}']), f'--host={host}'),
         ]
@@ -149,6 +150,11 @@ class ServerProgram:
             _end(server)
 
 
+def name_route_flag(values: flags.FlagValues) -> list[str]:
+    """Both servers have it under one name."""
+    return ['--enable-return-routed-experts'] if values.routes else []
+
+
 def keep_environment(given: Mapping[str, str]) -> Mapping[str, str]:
     """What a server gets of the environment: it must not import modules of this project."""
     return {name: value for name, value in given.items() if name not in ('PYTHONPATH', 'XLA_FLAGS')}
@@ -166,6 +172,7 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer('context_tokens', 2048, 'Most tokens of a sequence.', flag_values=values)
     flags.DEFINE_integer('tensor', 1, 'Devices over which the server cuts its weights.', flag_values=values)
     flags.DEFINE_integer('slots', 8, 'Answers that are decoded at once.', flag_values=values)
+    flags.DEFINE_bool('routes', False, 'Replies have the experts of each token.', flag_values=values)
     flags.DEFINE_bool('receiver', False, 'Start one beside it, for deltas.', flag_values=values)
     try:
         values(list(argv))

@@ -15,7 +15,7 @@ import sys
 from absl import flags
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, keep_environment
+from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, keep_environment, name_route_flag
 from areal_jax.config.kinds import SGLANG_CLIENT
 from areal_jax.errors import UserError
 from areal_jax.workers.interpreter import Interpreter
@@ -40,6 +40,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
         *('--dtype', values.dtype, '--context-length', str(context), '--max-running-requests', str(running)),
         *('--tp-size', str(values.tensor), '--skip-tokenizer-init', '--skip-server-warmup', '--disable-radix-cache'),
         *([] if on_gpu else name_cpu_flags(running * context)),
+        *name_route_flag(values),
         *('--host', values.host, '--port', str(port)),
     ]
     return ServerCommand(words, _VARIABLES if on_gpu else _VARIABLES | _OF_CPU)

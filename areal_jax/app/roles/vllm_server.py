@@ -13,7 +13,7 @@ import sys
 from absl import flags
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.roles.server_program import ServerCommand, ServerProgram
+from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, name_route_flag
 from areal_jax.config.kinds import VLLM_CLIENT
 from areal_jax.workers.interpreter import Interpreter
 
@@ -33,6 +33,7 @@ def build_command(python: str, directory: pathlib.Path, port: int, values: flags
         *('--max-num-seqs', str(values.slots), '--enforce-eager', '--enable-scale-out'),
         *('--tensor-parallel-size', str(values.tensor)),
         *('--logprobs-mode', 'processed_logprobs', '--skip-tokenizer-init'),
+        *name_route_flag(values),
         *('--host', values.host, '--port', str(port)),
     ]
     return ServerCommand(words, _VARIABLES)

@@ -215,7 +215,7 @@ class GenerationService:
 
     def _piece(self, segment: Segment) -> Piece:
         label = self._labels[segment.policy_version]
-        return Piece(segment.tokens, segment.behavior_logprobs, label, segment.columns)
+        return Piece(segment.tokens, segment.behavior_logprobs, label, segment.columns, context=segment.context)
 
     async def score(self, request: ScoringRequest) -> Scored | None:
         """The scores of a sequence under the weights then in use; None where it was cancelled. Raises UserError."""

@@ -263,6 +263,7 @@ def test_a_budget_ends_the_turns_and_a_program_that_goes_on_asking_is_ended():
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400),
         (b'{"messages": []}', 400),
+        (b'{"messages": [{"role": "user", "content": "q"}], "return_routed_experts": true}', 400),
         (b'', 400),
     ],
 )

@@ -88,6 +88,18 @@ def read_scores(workdir):
 
 
 @pytest.mark.slow
+def test_a_learner_follows_the_experts_that_servers_recorded(tmp_path):
+    experts = {'family': 'qwen3_moe', 'experts': 8, 'experts_per_token': 2, 'd_expert': 32}
+    flags = [f'--config.model.{field}={value}' for field, value in experts.items()]
+    flags += ['--config.rollout.record_routes=True', '--config.learner.routes=replay', '--config.run.steps=2']
+    events, metrics = finish(launch(tmp_path, *flags), tmp_path)
+    check_whole(events, metrics, 2)
+    assert min(line['routes/recorded'] for line in metrics) > 0.5  # a prompt that answers share has one record
+    assert metrics[0]['routes/of_age/0/sets_changed'] == 0  # the servers had the weights of the learner
+    assert metrics[1]['routes/sets_changed'] > 0
+
+
+@pytest.mark.slow
 def test_a_server_that_is_killed_comes_back_and_nothing_is_lost(tmp_path):
     steps = 100  # enough left when the log shows the update: it is written in parts
     process = launch(tmp_path, f'--config.run.steps={steps}', '--config.cluster.engines=2 x shared')

@@ -65,6 +65,17 @@ def test_a_server_of_a_run_with_deltas_has_a_receiver(tmp_path):
         assert server_program.parse_flags(words[2:]).receiver is delta
 
 
+@pytest.mark.parametrize('module', MODULES)
+def test_a_server_of_a_run_that_records_routes_is_told_to_give_them(tmp_path, monkeypatch, module):
+    monkeypatch.setattr(sglang_server, 'has_gpu', lambda python: True)
+    config = default_config()
+    for records in (False, True):
+        config.rollout.record_routes = records
+        values = server_program.parse_flags(module.PROGRAM.describe_command(config, tmp_path, 'engine-0')[2:])
+        words = module.build_command('python', tmp_path, 8000, values).words
+        assert ('--enable-return-routed-experts' in words) is records
+
+
 def test_an_interpreter_without_torch_is_refused_by_name(tmp_path):
     python = tmp_path / 'python'
     python.write_text('#!/bin/bash\necho "ModuleNotFoundError: No module named torch" >&2\nexit 1\n')

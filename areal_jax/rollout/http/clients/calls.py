@@ -9,16 +9,25 @@ import numpy as np
 from areal_jax.columns import of_request
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling
+from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.types import GenerationRequest, concatenate
 
 _SEED_MASK = 2**31 - 1  # what every server takes
 
 
-def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *, seeds: bool, streams: bool) -> Call:
+def make_call(
+    request: GenerationRequest,
+    generated: np.ndarray,
+    wire_id: str,
+    *,
+    seeds: bool,
+    streams: bool,
+    routes: RouteForm | None = None,
+) -> Call:
     """The call for what is left of the answer; `generated` int32 [n] is the answer so far, its prefix included.
 
     A seed is of the request and of the position: with the request's alone, the rest of an answer would be drawn with
-    the noise of its beginning.
+    the noise of its beginning. Routes come with whole replies: most servers have none in their events.
     """
     sampling = request.sampling
     parameters = CallSampling(
@@ -35,14 +44,21 @@ def make_call(request: GenerationRequest, generated: np.ndarray, wire_id: str, *
         prompt_field='prompt',
         sampling=(parameters,),
         request_ids=(wire_id,),
-        stream=streams,
+        stream=streams and routes is None,
         logprobs=True,
+        return_routes=routes is not None,
+        routes=routes,
     )
 
 
-def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: str) -> Call:
-    """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before."""
-    sampling = request.sampling
+def make_own_call(
+    request: GenerationRequest, generated: np.ndarray, wire_id: str, routes: RouteForm | None = None
+) -> Call:
+    """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before.
+
+    The routes of a prompt come with the first call for its answer.
+    """
+    sampling, prompt = request.sampling, concatenate([request.prompt_tokens, generated], np.int32)
     parameters = CallSampling(
         max_new_tokens=sampling.max_new_tokens - len(generated),
         temperature=sampling.temperature,
@@ -55,13 +71,16 @@ def make_own_call(request: GenerationRequest, generated: np.ndarray, wire_id: st
         skip_special_tokens=False,
     )
     return Call(
-        prompts=(concatenate([request.prompt_tokens, generated], np.int32),),
+        prompts=(prompt,),
         prompt_field='prompt',
         sampling=(parameters,),
         request_ids=(wire_id,),
         stream=True,
         logprobs=True,
         columns=tuple(column.name for column in of_request(sampling) if column.published),
+        return_routes=routes is not None,
+        routes_start=len(prompt) - 1 if routes is not None and len(generated) else 0,
+        routes=routes,
         draw=request.draw,
         sample=request.noise_sample,
     )

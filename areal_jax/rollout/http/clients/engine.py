@@ -256,7 +256,8 @@ class ServerEngine:
 
     def _make_call(self, request: ServerRequest) -> Call:
         seeds, streams = self._server.seeds, self._server.streams
-        return make_call(request.request, request.tokens, request.wire_id, seeds=seeds, streams=streams)
+        routes = self._limits.routes
+        return make_call(request.request, request.tokens, request.wire_id, seeds=seeds, streams=streams, routes=routes)
 
     def _is_open(self, request: ServerRequest) -> bool:
         """False after a `cancel` or a `fence`, also where the same request has come again."""
@@ -275,7 +276,8 @@ class ServerEngine:
                     request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {fault}'))
                     self._start('abort', self._abort_call(arrival.wire_id))
                 elif len(piece.tokens):
-                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns))
+                    context = {} if request.received_tokens else piece.context  # the rest's prompt has the answer
+                    request.take(Segment(piece.tokens, piece.logprobs, version, piece.columns, context))
 
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
         """What is wrong with a piece, '' for nothing."""

@@ -13,6 +13,7 @@ from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
+from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
@@ -27,6 +28,7 @@ class ServerLimits:
     slots: int  # calls at the same time; further requests wait in the engine
     vocab_size: int
     context_tokens: int  # of prompt and answer
+    routes: RouteForm | None = None  # of the model, where replies are to have them (rollout.record_routes)
     request_s: float = 3600.0  # of one call: longer than the longest answer takes
     control_s: float = 120.0  # of a pause, an abort or a question
     load_s: float = 600.0  # of loading weights

@@ -29,12 +29,14 @@ class SglangDialect:
 
     Args:
       seeds: the server takes `sampling_seed`: SGLang does with --enable-deterministic-inference.
+      reads_routes: calls ask for routes. No answer stays on the server then: computing its KV again replaces the routes
+        of its tokens by those under the new weights.
     """
 
     streams = False
 
-    def __init__(self, seeds: bool = False):
-        self.seeds = seeds
+    def __init__(self, seeds: bool = False, reads_routes: bool = False):
+        self.seeds, self._reads_routes = seeds, reads_routes
         self.keeps_answers = False  # until a reply has spans
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
@@ -44,7 +46,7 @@ class SglangDialect:
         reply = await connection.require('POST', '/generate', sglang.render_request(call))
         (answer,) = sglang.parse_reply(reply.content, call, vocab_size)
         if answer.pieces:
-            self.keeps_answers = all(piece.version for piece in answer.pieces)
+            self.keeps_answers = not self._reads_routes and all(piece.version for piece in answer.pieces)
         return answer
 
     async def stream(
@@ -85,4 +87,4 @@ class SglangDialect:
 
 def connect(parts: ClientParts) -> ServerEngine:
     """The client of one server of this kind."""
-    return connect_dialect(parts, SglangDialect())
+    return connect_dialect(parts, SglangDialect(reads_routes=parts.limits.routes is not None))

@@ -43,8 +43,12 @@ class VllmDialect:
         self, connection: Connection, call: Call, vocab_size: int, deliver: Callable[[Sequence[Piece]], None]
     ) -> FinishWord:
         """Delivers at the end, which tells the versions of all tokens, or where the stream is cut off: what came until
-        then is right as long as no other client loads weights into the server.
+        then is right as long as no other client loads weights into the server. Calls with routes are not streamed.
         """
+        if not call.stream:
+            answer = await self.generate(connection, call, vocab_size)
+            deliver(answer.pieces)
+            return 'abort' if answer.finish is None else answer.finish.reason
         pieces: list[Piece] = []
         last: JsonObject = {}
 

@@ -34,6 +34,8 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
     tokenize_call,
 )
+from areal_jax.rollout.http.wire.request_fields import refuse
+from areal_jax.rollout.http.wire.route_fields import ASKED
 from areal_jax.rollout.http.wire.wishes import Required, find_misses, grant
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
@@ -53,13 +55,14 @@ class Bridge:
       seed: of the noise of requests that bring none.
       required: what becomes of a request whose answers must be a call of a tool or JSON.
       parser: of calls in another notation than that of Hermes.
+      records_routes: pieces have the experts that tokens have reached.
     """
 
     def __init__(
         self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int,
-        required: Required = 'refuse', parser: AnswerParser | None = None,
+        required: Required = 'refuse', parser: AnswerParser | None = None, records_routes: bool = False,
     ):  # fmt: skip
-        self.counts, self.required = Counts(), required
+        self.counts, self.required, self._records_routes = Counts(), required, records_routes
         self._readers = AnswerReaders(texts, parser)
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
         self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
@@ -94,6 +97,9 @@ class Bridge:
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
+        if call.return_routes and not self._records_routes:
+            fix = 'is not served: start the server with rollout.record_routes=True and a model with experts'
+            raise refuse(ASKED, True, fix)
         call = await self.encode(call)
         for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
             self._require_fit(call, cast(np.ndarray, prompt), sampling)

@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from areal_jax.columns import Column, ColumnArrays, check, join
+from areal_jax.columns import Column, ColumnArrays, check, check_alike, join
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.types import TokenScores, concatenate
 
 INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
@@ -105,6 +106,9 @@ class Call:
     stream_usage: bool = False  # OpenAI: a last event with the usage
     logprobs: bool = False  # wanted in the reply
     columns: tuple[str, ...] = ()  # and what else of each token
+    return_routes: bool = False  # and the experts that each token has reached
+    routes_start: int = 0  # first token of the prompt whose experts are wanted
+    routes: RouteForm | None = None  # of the model, for who reads the reply
     echo: bool = False  # OpenAI: the prompt is part of the text, and of the log-probs
     prompt_texts: tuple[str, ...] = ()  # one a prompt, of a tokenized call with `echo`
     alternatives: int = 0  # k likeliest tokens in the place of each generated one, and of prompt tokens with log-probs
@@ -174,9 +178,11 @@ class Piece:
     text: str = ''  # that it adds to the answer's text; a character is in the piece that completes it
     calls: tuple[ToolCall, ...] = ()  # that it completes; their notation is not in the text
     reasoning: str = ''  # all of the answer's, which is before its text
+    context: ColumnArrays = dataclasses.field(default_factory=dict)  # of the prompt, with the first piece of an answer
 
     def __post_init__(self) -> None:
         check(self.columns, (len(self.tokens),))
+        check_alike(self.context)
 
     @property
     def parts(self) -> list[Part]:
@@ -213,6 +219,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         ''.join(piece.text for piece in pieces),
         tuple(_join_calls(pieces)),
         ''.join(piece.reasoning for piece in pieces),
+        pieces[0].context,
     )
 
 

@@ -21,6 +21,7 @@ from areal_jax.rollout.http.wire.exchange import (
     count_usage,
 )
 from areal_jax.rollout.http.wire.request_fields import Fields
+from areal_jax.rollout.http.wire.route_fields import ASKED, render_npy
 from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling
 from areal_jax.rollout.http.wire.sse import frame
 from areal_jax.rollout.http.wire.tools import read_calls
@@ -83,6 +84,7 @@ def read_call(
         stream_usage=usage,
         logprobs=wants_logprobs,
         columns=read_wanted(fields.take_flag),
+        return_routes=fields.take_flag(ASKED),
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,) * len(prompts),
@@ -144,7 +146,7 @@ def render_choice(call: Call, answer: Answer, part: Answer, info: ReplyInfo, who
         choice['prompt_token_ids'] = answer.prompt_tokens.tolist()
     if call.return_meta_info:
         choice['meta_info'] = sglang.meta_info(call, answer, info)
-    return choice | render_columns(call, part)
+    return choice | render_columns(call, part) | render_npy(call, part.pieces)
 
 
 def render_end(call: Call, answer: Answer) -> JsonObject:

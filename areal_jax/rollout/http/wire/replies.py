@@ -15,6 +15,7 @@ from areal_jax.types import LARGEST_LOGPROB
 _MISSING_LOGPROB = -9999.0  # what vLLM writes where it has none
 _LARGEST_TOKEN = 2**31 - 1
 _LARGEST_NUMBER = 1e30  # also keeps integers away that no float holds
+_NO_COLUMNS: ColumnArrays = {}
 
 
 class Reply:
@@ -74,18 +75,25 @@ def read_logprobs(
 
 
 def cut_by_spans(
-    reply: Reply, tokens: np.ndarray, logprobs: np.ndarray, columns: ColumnArrays, first: int = 0
+    reply: Reply,
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    columns: ColumnArrays,
+    first: int = 0,
+    context: ColumnArrays = _NO_COLUMNS,
 ) -> list[Piece]:
     """One piece for each span of `weight_versions`; of version '' where the server sends none.
 
-    `first` is the index of tokens[0] in the answer: spans count from the answer's beginning.
+    `first` is the index of tokens[0] in the answer: spans count from the answer's beginning. `context` is that of the
+    first piece.
     """
     spans = reply.values.get('weight_versions')
     if not spans:
-        return [Piece(tokens, logprobs, '', columns)] if len(tokens) else []
+        return [Piece(tokens, logprobs, '', columns, context=context)] if len(tokens) else []
     if not isinstance(spans, list):
         raise reply.error('weight_versions', f'no list but {spans!r}')
-    pieces, end, last = [], first, first + len(tokens)
+    pieces: list[Piece] = []
+    end, last = first, first + len(tokens)
     for span in spans:
         version, begin, behind = _read_span(reply, span)
         if behind <= end:
@@ -93,7 +101,8 @@ def cut_by_spans(
         if max(begin, first) != end or behind > last:
             break
         part = slice(end - first, behind - first)
-        pieces.append(Piece(tokens[part], logprobs[part], version, cut(columns, part)))
+        before = _NO_COLUMNS if pieces else context
+        pieces.append(Piece(tokens[part], logprobs[part], version, cut(columns, part), context=before))
         end = behind
     if end != last:
         raise reply.error('weight_versions', f'spans that do not cover {len(tokens)} tokens: {spans!r}')

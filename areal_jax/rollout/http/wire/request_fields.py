@@ -310,6 +310,8 @@ def require_scored(call: Call, limit_field: str, alternatives_field: str) -> Non
             raise refuse(limit_field, 0, 'generates nothing: ask for log-probs of the prompt, or for tokens')
         if call.n > 1:
             raise refuse('n', call.n, f'scores the same prompt {call.n} times with {limit_field}=0: use 1')
+        if call.return_routes:
+            raise refuse('return_routed_experts', True, f'is not served with {limit_field}=0: ask for a token at least')
     if call.stream and call.alternatives:
         fix = 'is not served with stream=true, for they are known when the answer is complete: leave one of them out'
         raise refuse(alternatives_field, call.alternatives, fix)

@@ -29,6 +29,7 @@ from areal_jax.rollout.http.wire.request_fields import (
     require_same,
     require_scored,
 )
+from areal_jax.rollout.http.wire.route_fields import ASKED, NO_ROUTES, parse_raw, read_start, render_raw
 from areal_jax.rollout.http.wire.sampling_fields import SGLANG, read_sampling, render_sampling
 from areal_jax.rollout.http.wire.sse import frame_text, write_json
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores
@@ -44,11 +45,12 @@ _SAMPLING_UNSERVED = (
 _UNSERVED = (
     'image_data', 'video_data', 'audio_data', 'input_embeds', 'modalities', 'return_hidden_states', 'lora_path',
     'lora_id', 'session_params', 'custom_logit_processor', 'token_ids_logprob',
-    'return_routed_experts', 'return_indexer_topk', 'return_sampling_mask', 'return_prompt_token_ids',
+    'return_indexer_topk', 'return_sampling_mask', 'return_prompt_token_ids',
     'return_flat_raw_output_top_logprobs', 'return_flat_raw_output_top_logprobs_b64', 'bootstrap_host',
     'bootstrap_port', 'bootstrap_room',
 )  # fmt: skip
-_IGNORED = ('log_metrics', 'background', 'extra_key', 'routed_experts_start_len', 'conversation_id', 'routing_key')
+_IGNORED = ('log_metrics', 'background', 'extra_key', 'conversation_id', 'routing_key')
+_ROUTES_START = 'routed_experts_start_len'
 
 
 def parse(body: object) -> Call:
@@ -70,6 +72,8 @@ def parse(body: object) -> Call:
         stream=fields.take_flag('stream'),
         logprobs=wanted,
         columns=columns,
+        return_routes=fields.take_flag(ASKED),
+        routes_start=read_start(fields, _ROUTES_START, min(map(_length, prompts))),
         alternatives=alternatives,
         prompt_starts=starts,
         text_in_logprobs=fields.take_flag('return_text_in_logprobs'),
@@ -146,7 +150,7 @@ def _meta_facts(call: Call, answer: Answer, info: ReplyInfo) -> JsonObject:
             found['output_top_logprobs'] = _top(answer.alternatives, answer.n_tokens, call, info)
     if answer.scored_version:
         found['scored_weight_version'] = answer.scored_version
-    return found
+    return found | (render_raw(call, answer.pieces) if answer.finish else {})
 
 
 def _top(scores: TokenScores | None, length: int, call: Call, info: ReplyInfo) -> list[object]:
@@ -202,7 +206,8 @@ def render_request(call: Call) -> JsonObject:
     if call.logprobs:
         body |= {'return_logprob': True, 'logprob_start_len': len(prompt) - 1}
     body |= {_MODE.format(name): 'selected' for name in call.columns}
-    optional = {'session_id': call.session, 'cache_salt': call.cache_salt, 'priority': call.priority}
+    routes = {ASKED: call.return_routes, _ROUTES_START: call.routes_start}
+    optional = {**routes, 'session_id': call.session, 'cache_salt': call.cache_salt, 'priority': call.priority}
     return body | {name: value for name, value in optional.items() if value}
 
 
@@ -273,10 +278,15 @@ def _read_starts(fields: Fields, prompts: Sequence[Prompt], wanted: bool) -> tup
     if len(starts) != len(prompts):
         raise fields.refuse(field, given, f'must have one entry for each of {len(prompts)} prompts')
     for start, prompt in zip(starts, prompts, strict=True):
-        most = len(prompt) if isinstance(prompt, np.ndarray) else _LONGEST_PROMPT
+        most = _length(prompt)
         if start is not None and (type(start) is not int or not -1 <= start <= most):
             raise fields.refuse(field, start, f'must be -1 or a position of the prompt, at most {most}')
     return tuple(-1 if start is None else typing.cast(int, start) for start in starts) if wanted else ()
+
+
+def _length(prompt: Prompt) -> int:
+    """Tokens of a prompt; of a text, the most that it may have."""
+    return len(prompt) if isinstance(prompt, np.ndarray) else _LONGEST_PROMPT
 
 
 def _read_alternatives(fields: Fields, n_prompts: int, wanted: bool) -> int:
@@ -338,11 +348,13 @@ def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, voca
         raise meta.error('output_token_logprobs', f'{len(entries)} entries for completion_tokens={n_tokens}')
     pairs = [entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (math.nan, -1) for entry in entries]
     tokens, logprobs = read_logprobs(meta, 'output_token_logprobs', pairs, vocab_size)
+    columns, context = parse_raw(meta, call, len(tokens)) if finish else NO_ROUTES
+    columns = {**parse_columns(meta, call, tokens, _COLUMN), **columns}
     return Answer(
         request_id=meta.text('id'),
         prompt_tokens=prompt,
         index=reply.integer('index', call.n - 1) if 'index' in reply.values else index,
-        pieces=cut_by_spans(meta, tokens, logprobs, parse_columns(meta, call, tokens, _COLUMN)),
+        pieces=cut_by_spans(meta, tokens, logprobs, columns, 0, context),
         finish=finish,
         version=meta.text('weight_version'),
         cached_tokens=int(meta.number('cached_tokens')),

@@ -12,6 +12,7 @@ from areal_jax.rollout.http.wire.column_fields import parse_columns, read_wanted
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.request_fields import Fields, read_token_ids, require_scored
+from areal_jax.rollout.http.wire.route_fields import ASKED, parse_npy, read_start, render_npy
 from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling, render_sampling
 from areal_jax.rollout.http.wire.sse import frame
 from areal_jax.types import MOST_ALTERNATIVES
@@ -37,7 +38,8 @@ _SAMPLING_UNSERVED = (
     'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprob_token_ids',
     'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
 )  # fmt: skip
-_SAMPLING_IGNORED = ('detokenize', 'routed_experts_prompt_start', 'spaces_between_special_tokens')
+_SAMPLING_IGNORED = ('detokenize', 'spaces_between_special_tokens')
+_ROUTES_START = 'routed_experts_prompt_start'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ def parse(body: object) -> Call:
     asked = parameters.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
     wanted, alternatives = asked is not None, (asked or 0) if (asked or 0) > 1 else 0  # 1 is the sampled token alone
     of_prompt = parameters.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
+    routes_start = read_start(parameters, _ROUTES_START, len(prompt) - 1)
     parameters.take_unserved(*_SAMPLING_UNSERVED)
     parameters.take_ignored(*_SAMPLING_IGNORED)
     parameters.finish()
@@ -77,6 +80,8 @@ def parse(body: object) -> Call:
         stream_usage=options.take_flag('include_usage'),
         logprobs=wanted,
         columns=read_wanted(fields.take_flag),
+        return_routes=fields.take_flag(ASKED),
+        routes_start=routes_start,
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,),
@@ -154,6 +159,7 @@ def render_request(call: Call) -> JsonObject:
         'max_tokens': sampling.max_new_tokens,
         'logprobs': 0 if call.logprobs else None,
         'n': call.n if call.n > 1 else None,
+        _ROUTES_START: call.routes_start or None,
     }
     parameters |= {name: value for name, value in optional.items() if value is not None}
     body: JsonObject = {'token_ids': prompt.tolist(), 'sampling_params': parameters, 'stream': call.stream}
@@ -165,6 +171,7 @@ def render_request(call: Call) -> JsonObject:
         'draw': call.draw,
         'sample': call.sample,
         **{f'return_{name}': True for name in call.columns},
+        ASKED: call.return_routes,
     }
     return body | {name: value for name, value in given.items() if value}
 
@@ -233,7 +240,7 @@ def _render_choice(call: Call, answer: Answer, pieces: list[Piece], first: int) 
                 for (t, logprob), top in zip(pairs, tops, strict=True)
             ]
         }
-    return choice | render_columns(call, part)
+    return choice | render_columns(call, part) | render_npy(call, pieces)
 
 
 def render_prompt_logprobs(call: Call, answer: Answer, info: ReplyInfo) -> list[JsonObject | None] | None:
@@ -292,7 +299,9 @@ def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None)
             raise entry.error('token', f'{given!r}, which is not the sampled token {token}')
         pairs.append((entry.values.get('logprob'), token))
     tokens, logprobs = read_logprobs(choice, 'logprobs', pairs, vocab_size)
-    pieces = cut_by_spans(choice, tokens, logprobs, parse_columns(choice, call, tokens), first)
+    columns, context = parse_npy(choice, call, len(tokens), first)
+    columns = {**parse_columns(choice, call, tokens), **columns}
+    pieces = cut_by_spans(choice, tokens, logprobs, columns, first, context)
     return Delta(choice.integer('index', call.n - 1), tuple(pieces), finish)
 
 

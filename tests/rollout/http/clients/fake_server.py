@@ -7,11 +7,14 @@ spans and reason replaced. A checkpoint is a directory whose config.json has the
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
+import io
 import json
 import pathlib
 import threading
 
+import numpy as np
 from aiohttp import web
 
 RECORDED = pathlib.Path(__file__).parents[4] / 'third_party'
@@ -40,18 +43,30 @@ def write_checkpoint(directory, w):
     return str(directory)
 
 
+def choose_experts(position, w):
+    """[3 layers, 3 choices] of 8 experts, of the token at a position; the layer in the middle has none."""
+    chosen = [[(position + w + layer + choice) % 8 for choice in range(3)] for layer in range(3)]
+    return [chosen[0], [0] * 3, chosen[2]]
+
+
 class Job:
     """One answer in the making."""
 
     def __init__(self, prompt, limit, stop):
         self.prompt, self.limit, self.stop = prompt, limit, stop
         self.tokens, self.versions, self.reason = [], [], None
+        self.weights = []  # `w` of the pass that each token came from, or that computed its KV again
         self.ended, self.news = asyncio.Event(), asyncio.Event()
 
     def end(self, reason):
         self.reason = reason
         self.news.set()
         self.ended.set()
+
+    def routes(self):
+        """[rows, 3 layers, 3 choices]: of the prompt under the weights of the first token, and of all but the last."""
+        weights = [*[self.weights[0]] * (len(self.prompt) - 1), *self.weights]
+        return np.array([choose_experts(position, w) for position, w in enumerate(weights)])
 
     def spans(self):
         cuts = [i for i, v in enumerate(self.versions) if i == 0 or v != self.versions[i - 1]]
@@ -64,7 +79,8 @@ class FakeServer:
 
     `faults` is a list of (path, fault), each used once: 'drop' does nothing and cuts the connection, 'cut' cuts it
     after the request was served, 'garbage' answers with half a body, 'die' cuts a stream after its first tokens, an int
-    is a status. `spans` and `moves` say whether replies name versions, and whether an update changes the weights.
+    is a status. `spans` and `moves` say whether replies name versions, and whether an update changes the weights, and
+    `gives_routes` whether they tell experts.
     """
 
     def __init__(self, slots=2, token_s=0.01):
@@ -72,6 +88,7 @@ class FakeServer:
         self.faults, self.requests = [], []
         self.version, self.w, self.is_paused = 'default', 0, False
         self.spans = self.moves = True
+        self.gives_routes = False
         self.jobs = {}
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -121,6 +138,7 @@ class FakeServer:
             for name, job in list(self.jobs.items())[: 0 if self.is_paused else self.slots]:
                 job.tokens.append(1 + (7 * self.w + len(job.prompt) + len(job.tokens)) % 9)
                 job.versions.append(self.version)
+                job.weights.append(self.w)
                 job.news.set()
                 if job.tokens[-1] in job.stop or len(job.tokens) == job.limit:
                     del self.jobs[name]
@@ -228,6 +246,9 @@ class FakeVllm(FakeServer):
             'token_ids': job.tokens, 'finish_reason': job.reason, 'logprobs': {'content': logprobs},
             'weight_versions': job.spans() if self.spans else None,
         }  # fmt: skip
+        if self.gives_routes and job.tokens:
+            np.save(file := io.BytesIO(), job.routes().astype(np.uint8))
+            choice['routed_experts'] = base64.b64encode(file.getvalue()).decode()
         return content
 
 
@@ -249,6 +270,8 @@ class FakeSglang(FakeServer):
             return 200, ''
         elif path == '/update_weights_from_disk':
             self._load(body['model_path'])
+            for job in self.jobs.values():  # retracted
+                job.weights = [self.w] * len(job.tokens)
             self.version = body['weight_version']
         found = find_exchange('sglang/control', method=method, path=path)['response']
         return found['status'], found['json']
@@ -272,4 +295,6 @@ class FakeSglang(FakeServer):
         }  # fmt: skip
         if not self.spans:
             del meta['weight_versions']
+        if self.gives_routes and body.get('return_routed_experts'):
+            meta['routed_experts'] = base64.b64encode(job.routes().astype('<i4').tobytes()).decode()
         return content

@@ -60,7 +60,10 @@ class ToyServer:
     on_failed_dispatch = None  # see LocalEngine
     context, vocabulary = CONTEXT, 10
 
-    def __init__(self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None, required='refuse'):
+    def __init__(
+        self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None, required='refuse',
+        records_routes=False,
+    ):  # fmt: skip
         self.decode_steps, self.tokenizer = decode_steps, tokenizer or CharacterTokenizer('abcdefghi')
         self.log = EventLog()
         self.clock = RealClock({'engine/0': 1, 'publish/0': 1}, self.log, stall_timeout_s=30.0)
@@ -79,7 +82,9 @@ class ToyServer:
         self.end = self.clock.event('end')
         texts = self.texts = Texts(self.tokenizer)
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
-        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts, required, self.make_parser())
+        model = ServedModel(
+            texts, self.context, self.vocabulary, 7, self.facts, required, self.make_parser(), records_routes
+        )
         listener = bind('127.0.0.1', 0)
         self.url = describe_url(listener)
         self.http = self.make_front(model, listener, limits or Limits(), api_key)
