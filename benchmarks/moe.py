@@ -2,11 +2,12 @@
 
     python -m benchmarks.moe --torch-python=PYTHON --out=FILE
 
-Parts (--parts=parity,product,torch), by the rows of the table:
+Parts (--parts=parity,product,torch,mesh), by the rows of the table:
 
   parity   1  tiny Qwen3-MoE, Mixtral and OLMoE against transformers 5.23.0: logits, live routes, gradients
   product  5  CPU of a layer, forward and gradient, at B: a scan over all experts and `ragged_dot` over ours; memory
   torch    6  the same in torch 2.13.0 (`grouped_mm` of transformers 5.23.0) over ours, at A and B
+  mesh    10  a learner of two layers of A over eight virtual devices against one: loss, gradient of each leaf
 
 A = 128 experts, 8 a token, width 256, of an expert 128; B = 32, 4, 512, 256; 512 tokens, float32, one thread a side.
 PYTHON is the interpreter of an environment with torch and transformers.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from benchmarks.moe_parts.mesh import measure_mesh
 from benchmarks.moe_parts.parity import measure_parity
 from benchmarks.moe_parts.product import measure_against_torch, measure_products
 from benchmarks.options import Row, make_parser, report, run, split_choices
@@ -39,6 +41,11 @@ PARTS = {
     'torch': Part(
         'the same in torch 2.13.0 + transformers 5.23.0 (grouped_mm) over ours, A and B, forward and with the '
         'gradient', '1.0x', measure_against_torch,
+    ),
+    'mesh': Part(
+        '8 virtual devices (expert 4 x fsdp 2; expert 2 x tensor 2 x data 2) against one, an update of two layers of '
+        'A: difference of the loss over the loss; of the gradient of each leaf over its norm, the largest',
+        '1e-5; 1e-4', measure_mesh,
     ),
 }  # fmt: skip
 

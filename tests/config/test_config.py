@@ -195,6 +195,7 @@ BAD = [
         r'run\.export_every=4 must be a multiple of checkpoint\.every=3',
     ),
     (_SERVERS | {'staleness.schedule': 'fixed(2)'}, r'servers do not go back to an earlier version of the weights'),
+    (_VLLM | {'cluster.engines': '2 x expert=4'}, r"='2 x expert=4' with rollout\.server='vllm': .* '2 x tensor=4'"),
     (_VLLM | {'rollout.kv_policy': 'keep'}, r"kv_policy='keep' with rollout\.server='vllm': .* use .*='recompute'"),
     (
         _VLLM | {'rollout.top_k': 4, 'loss.truncated_sampling': 'full_softmax'},
