@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-LAYERS, GROUPS, GROUP_SIZE, VOCABULARY, VERSION = 2, 4, 8, 256, 2
+LAYERS, GROUPS, GROUP_SIZE, VOCABULARY, VERSION = 2, 24, 8, 256, 2
 RATE = 10.0  # so that a step is far above the rounding of its weight
 _DEVICES = '--xla_force_host_platform_device_count=8'
 

@@ -78,7 +78,7 @@ WRONG = [
     (
         parse_learner,
         'fdsp=4',
-        "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, co",
+        "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, ex",
     ),
     (parse_learner, 'fsdp=0', "cluster.learner='fsdp=0': the size of fsdp must be a whole number, at least 1"),
     (parse_learner, 'fsdp=-1', 'the size of fsdp must be'),

@@ -35,10 +35,10 @@ def test_a_run_of_the_real_clock_is_replayed_bit_for_bit(tmp_path):
     assert main_replay.main([f'--workdir={run.workdir}', f'--out={tmp_path / "again"}']) == 0
 
 
+@pytest.mark.slow
 def test_a_run_over_several_devices_goes_on_on_one(tmp_path):
-    own = {'cluster__learner': 'fsdp=2,expert=2', 'cluster__engines': '1 x expert=2', 'learner__rows_per_microbatch': 4}
-    fields = {**EXPERTS, 'checkpoint__every': 1}
-    run = SmallRun(tmp_path, **fields, **own)
+    fields = {**EXPERTS, 'checkpoint__every': 1, 'cluster__engines': '1 x expert=2', 'learner__rows_per_microbatch': 4}
+    run = SmallRun(tmp_path, **fields, cluster__learner='fsdp=2,expert=2')
     train_until_killed(run, 3)
     rows = read_metrics(tmp_path / 'metrics.jsonl')
     assert max(row['mismatch/max_abs'] for row in rows if 'mismatch/max_abs' in row) < 1e-5
