@@ -97,7 +97,7 @@ BAD = [
     ({'learner.row_loss_tokens': 8}, r'learner\.row_loss_tokens=8 must hold.*max_new_tokens=16'),
     (
         {'cluster.learner': 'fsdp=4'},
-        r"rows_per_microbatch=1 must be a multiple of data \* fsdp = 4 of cluster\.learner='fsdp=4'",
+        r"rows_per_microbatch=1 must be a multiple of data \* fsdp \* expert = 4 of cluster\.learner='fsdp=4'",
     ),
     ({'model.source': 'gguf'}, r"model\.source='gguf' needs model\.path"),
     (

@@ -43,7 +43,11 @@ def expected():
     return differentiate(mix_blocks, *INPUTS)
 
 
-@pytest.mark.parametrize(('axes', 'token_axes'), _MESHES, ids=lambda value: ' '.join(value))
+def _name(value):
+    return ','.join(f'{axis}={size}' for axis, size in value.items()) if isinstance(value, dict) else ' '.join(value)
+
+
+@pytest.mark.parametrize(('axes', 'token_axes'), _MESHES, ids=_name)
 def test_a_mesh_computes_the_same_output_and_gradients(expected, axes, token_axes):
     found = differentiate(make_mix('cpu', make_mesh(**axes), token_axes), *INPUTS)
     for name, value, reference in zip(NAMES, found, expected, strict=True):
