@@ -114,7 +114,7 @@ class Load:
     @property
     def engine(self) -> Roofline:
         """One engine as one chip; all-reduces between its chips are left out."""
-        n, model = self.plan.engines_layout.tensor, self.plan.model
+        n, model = self.plan.engines_layout.devices_each, self.plan.model
         chip = dataclasses.replace(
             H800, flops=n * H800.flops, bytes_s=n * H800.bytes_s, memory_bytes=n * H800.memory_bytes
         )

@@ -2,7 +2,7 @@
 
     python -m benchmarks.moe --torch-python=PYTHON --out=FILE
 
-Parts (--parts=parity,exact,rounded,foreign,product,torch,train,routes), by the rows of the table:
+Parts (--parts=parity,exact,rounded,foreign,product,torch,train,mesh,routes), by the rows of the table:
 
   parity   1  tiny Qwen3-MoE, Mixtral and OLMoE against transformers 5.23.0: logits, live routes, gradients
   exact    2  log-probs of an engine against a learner's pass, same weights, recorded experts followed, float32
@@ -11,6 +11,7 @@ Parts (--parts=parity,exact,rounded,foreign,product,torch,train,routes), by the 
   product  5  CPU of a layer, forward and gradient, at B: a scan over all experts and `ragged_dot` over ours; memory
   torch    6  the same in torch 2.13.0 (`grouped_mm` of transformers 5.23.0) over ours, at A and B
   train    7  a train step of 4 layers of A: torch, padded rows sorted by length, over ours
+  mesh    10  a learner of two layers of A over eight virtual devices against one: loss, gradient of each leaf
   routes  11  the same step with routes recorded and replayed over off; bytes of a token
 
 A = 128 experts, 8 a token, width 256, of an expert 128; B = 32, 4, 512, 256; 512 tokens, float32, one thread a side.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from benchmarks.moe_parts.mesh import measure_mesh
 from benchmarks.moe_parts.parity import measure_parity
 from benchmarks.moe_parts.product import measure_against_torch, measure_products
 from benchmarks.moe_parts.replay import measure_exact, measure_foreign, measure_rounded
@@ -63,6 +65,11 @@ PARTS = {
     'train': Part(
         'a train step, 4 layers of A, 4 groups of 8 answers, prompts 32, lognormal answers of mean 64, cap 256: CPU of '
         'torch, padded, sorted by length, grouped_mm, over ours', '1.3x', measure_training,
+    ),
+    'mesh': Part(
+        '8 virtual devices (expert 4 x fsdp 2; expert 2 x tensor 2 x data 2) against one, an update of two layers of '
+        'A: difference of the loss over the loss; of the gradient of each leaf over its norm, the largest',
+        '1e-5; 1e-4', measure_mesh,
     ),
     'routes': Part(
         'routes recorded and replayed over off, the same step: bytes a token; CPU', 'MoE layers x k; <= 1.05x',

@@ -37,6 +37,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'experts on a mesh: every device has the first ones',
+        'areal_jax.models.expert_mesh:_over_experts',
+        'experts - jax.lax.axis_index(axis) * own',
+        'experts',
+        'tests/models/test_expert_mesh.py',
+    ),
+    Mutation(
+        'experts on a mesh: a choice of another device takes the nearest own expert',
+        'areal_jax.models.expert_mesh:_over_experts',
+        'jnp.where((number >= 0) & (number < own), number, own)',
+        'jnp.clip(number, 0, own - 1)',
+        'tests/models/test_expert_mesh.py',
+    ),
+    Mutation(
+        'experts on a mesh: gather them all',
+        'areal_jax.models.expert_mesh:make_mix',
+        "_divides(mesh, 'expert', gate.shape[0])",
+        'None',
+        'tests/models/test_expert_mesh.py',
+    ),
+    Mutation(
+        'experts on a mesh: devices of an engine keep their parts of a sum',
+        'areal_jax.models.expert_mesh:_over_experts',
+        'else jax.lax.psum(y, axis)',
+        'else y',
+        'tests/models/test_expert_mesh.py',
+    ),
+    Mutation(
         'let a critic pass values from one answer to the next',
         'areal_jax.learning.objective.gae:generalized_advantages',
         'is_last = mask[:, t], ids[:, t] != next_id',

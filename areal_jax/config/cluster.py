@@ -19,7 +19,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import suggest
 
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
-AXES = ('data', 'fsdp', 'context', 'tensor')  # of the learner's mesh
+AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')  # of the learner's mesh
+ENGINE_AXES = ('expert', 'tensor')  # of an engine's
 MOST_ENGINES = 1024  # each has a thread
 Role: TypeAlias = Literal['controller', 'learner', 'engine', 'exporter']
 _MOST_DEVICES = 2**31 - 1
@@ -39,6 +40,7 @@ class LearnerLayout:
 
     data: int = 1  # replicas
     fsdp: int = 1  # shards of parameters, optimizer state and batch rows
+    expert: int = 1  # shards of the experts of a layer, and of batch rows
     context: int = 1  # slices of a row's tokens
     tensor: int = 1  # slices of heads, MLP and vocabulary
     hosts: int | None = None  # processes, each with as many of the devices; None: one, which may also lead the run
@@ -56,7 +58,7 @@ class LearnerLayout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """In the order of AXES."""
-        return self.data, self.fsdp, self.context, self.tensor
+        return self.data, self.fsdp, self.expert, self.context, self.tensor
 
     @property
     def devices(self) -> int:
@@ -73,7 +75,7 @@ class LearnerLayout:
     @property
     def data_shards(self) -> int:
         """Groups of devices that share out the rows of a micro-batch."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     def __str__(self) -> str:
         """As in the config: 'data=2,fsdp=2', 'hosts=2 x fsdp=8'."""
@@ -88,15 +90,24 @@ class EnginesLayout:
 
     count: int = 1
     shared: bool = True  # they decode on the learner's first device; False: on their own, after the learner's
-    tensor: int = 1  # devices of each engine, over which heads, MLP and KV cache are cut
+    tensor: int = 1  # parts of heads, MLP, vocabulary and KV cache
+    expert: int = 1  # parts of the experts of a layer
 
     @property
     def devices(self) -> int:
         """Devices besides the learner's."""
-        return 0 if self.shared else self.count * self.tensor
+        return 0 if self.shared else self.count * self.devices_each
+
+    @property
+    def devices_each(self) -> int:
+        """Devices of each engine."""
+        return self.expert * self.tensor
 
     def __str__(self) -> str:
-        return f'{self.count} x {"shared" if self.shared else f"tensor={self.tensor}"}'
+        """As in the config: '2 x shared', '2 x tensor=4', '2 x expert=2,tensor=2'."""
+        sizes = zip(ENGINE_AXES, (self.expert, self.tensor), strict=True)
+        named = [f'{axis}={size}' for axis, size in sizes if size > 1]
+        return f'{self.count} x {"shared" if self.shared else ",".join(named) or "tensor=1"}'
 
 
 def parse_learner(text: str) -> LearnerLayout:
@@ -105,14 +116,8 @@ def parse_learner(text: str) -> LearnerLayout:
     Raises ConfigError for an unknown or repeated axis, for a size that is not a positive whole number, and for a mesh
     that cannot be shared out among the processes.
     """
-    sizes: dict[str, int] = {}
     hosts, mesh = _split_hosts(text)
-    for part in mesh.split(','):
-        axis, size = _parse_axis(part, LEARNER, text, "'fsdp=4' or 'data=2,fsdp=2'")
-        if axis in sizes:
-            raise ConfigError(f'{LEARNER}={text!r} names the axis {axis} twice; give it one size')
-        sizes[axis] = size
-    return LearnerLayout(**sizes, hosts=hosts)
+    return LearnerLayout(**_parse_axes(mesh, LEARNER, text, "'fsdp=4' or 'data=2,fsdp=2'"), hosts=hosts)
 
 
 def _split_hosts(text: str) -> tuple[int | None, str]:
@@ -131,7 +136,7 @@ def _split_hosts(text: str) -> tuple[int | None, str]:
 def parse_engines(text: str) -> EnginesLayout:
     """'2 x tensor=4' -> two engines on four devices each; '2 x shared' -> two on the learner's first device.
 
-    Raises ConfigError for a text of another form.
+    '1 x expert=2,tensor=2' -> one on four devices. Raises ConfigError for a text of another form.
     """
     forms = "'2 x shared' (on the learner's first device) or '2 x tensor=1' (on one device each)"
     count, times, where = (part.strip() for part in text.partition('x'))
@@ -145,12 +150,14 @@ def parse_engines(text: str) -> EnginesLayout:
         return EnginesLayout(int(count))
     if '=' not in where:
         raise ConfigError(f'{ENGINES}={text!r}: {where!r} is not known{suggest(where, ["shared"])}; write {forms}')
-    axis, size = _parse_axis(where, ENGINES, text, forms)
-    if axis != 'tensor':
-        raise ConfigError(
-            f"{ENGINES}={text!r}: the devices of an engine share the axis tensor alone; use '{count} x tensor={size}'"
-        )
-    return EnginesLayout(int(count), shared=False, tensor=size)
+    sizes = _parse_axes(where, ENGINES, text, forms)
+    for axis, size in sizes.items():
+        if axis not in ENGINE_AXES:
+            raise ConfigError(
+                f'{ENGINES}={text!r}: the devices of an engine share the axes {" and ".join(ENGINE_AXES)} alone; use '
+                f"'{count} x tensor={size}'"
+            )
+    return EnginesLayout(int(count), shared=False, **sizes)
 
 
 def require_fit(learner: LearnerLayout, engines: EnginesLayout, available: int, platform: str) -> None:
@@ -182,7 +189,7 @@ def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
     roles = [RoleCount('controller', 1, 0), RoleCount('learner', learner.processes, learner.devices_per_process)]
     if find_server(config.rollout.server).launch:
         engines = parse_engines(config.cluster.engines)
-        roles.append(RoleCount('engine', engines.count, engines.tensor))
+        roles.append(RoleCount('engine', engines.count, engines.devices_each))
     if config.run.export_every:
         roles.append(RoleCount('exporter', 1, 0))
     return roles
@@ -214,6 +221,17 @@ def describe_former(fields: Mapping[str, object]) -> str | None:
     given = ', '.join(f'{path}={value}' for path, value in named.items())
     use = ', '.join(f'{path}={value!r}' for path, value in new.items())
     return f'{given}: {"these fields were" if len(named) > 1 else "this field was"} replaced; use {use}'
+
+
+def _parse_axes(mesh: str, field: str, text: str, forms: str) -> dict[str, int]:
+    """'data=2,fsdp=2' -> {'data': 2, 'fsdp': 2}."""
+    sizes: dict[str, int] = {}
+    for part in mesh.split(','):
+        axis, size = _parse_axis(part, field, text, forms)
+        if axis in sizes:
+            raise ConfigError(f'{field}={text!r} names the axis {axis} twice; give it one size')
+        sizes[axis] = size
+    return sizes
 
 
 def _parse_axis(part: str, field: str, text: str, forms: str) -> tuple[str, int]:

@@ -188,6 +188,11 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
             "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
         )
+    if (engines := parse_engines(c.cluster.engines)).expert > 1 and not kind.cuts_experts:
+        yield (
+            f'cluster.engines={c.cluster.engines!r} with {setting}: these servers are not asked to cut experts; use '
+            f"'{engines.count} x tensor={engines.devices_each}', or rollout.server='own'"
+        )
 
 
 def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -367,8 +372,8 @@ def _device_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     layout = parse_learner(c.cluster.learner)
     if c.learner.rows_per_microbatch % layout.data_shards:
         yield (
-            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp = '
-            f'{layout.data_shards} of cluster.learner={c.cluster.learner!r}'
+            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp * expert '
+            f'= {layout.data_shards} of cluster.learner={c.cluster.learner!r}'
         )
     if layout.tensor > 1 and 'tensor' not in c.cluster.strategy:
         yield (

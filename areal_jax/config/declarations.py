@@ -238,10 +238,13 @@ SECTIONS: Mapping[str, Section] = {
         'Which devices train and which generate',
         learner=Text(
             'data=1',
-            "sizes of the learner's mesh over data, fsdp, context, tensor: 'data=2,fsdp=2'; over processes: 'hosts=2 x "
-            "fsdp=8'",
+            "sizes of the learner's mesh over data, fsdp, expert, context, tensor: 'data=2,fsdp=2'; over processes: "
+            "'hosts=2 x fsdp=8'",
         ),
-        engines=Text('1 x shared', "'N x shared' with the learner's first device | 'N x tensor=K': K devices for each"),
+        engines=Text(
+            '1 x shared',
+            "'N x shared' with the learner's first device | 'N x tensor=K' or 'N x expert=K': K devices for each",
+        ),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
     ),
     'distributed': Section(

@@ -53,6 +53,7 @@ class ServerKind:
     keeps_kv: bool = False  # under new weights, as rollout.kv_policy='keep' and 'wait' ask
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     gives_routes: bool = False  # which experts each token has reached (rollout.record_routes)
+    cuts_experts: bool = False  # over devices, as expert=K of cluster.engines asks
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
     modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
     reads_records: bool = False  # loads versions that a channel sends as records, and not only directories of files
@@ -100,6 +101,7 @@ IN_PROCESS = ServerKind(
     keeps_kv=True,
     gives_sampling_logprobs=True,
     gives_routes=True,
+    cuts_experts=True,
     modules=(),
 )
 OWN = ServerKind(
@@ -115,6 +117,7 @@ OWN = ServerKind(
     keeps_kv=True,
     gives_sampling_logprobs=True,
     gives_routes=True,
+    cuts_experts=True,
     limits_streams=True,
     reads_records=True,
     reads=_READ_BY_SERVERS,
@@ -135,6 +138,7 @@ JETSTREAM = ServerKind(
     reads_records=True,
     keeps_kv=True,
     gives_sampling_logprobs=True,
+    cuts_experts=True,
     limits_streams=True,
     modules=('grpc', 'google.protobuf'),
     reads=_READ_BY_SERVERS,

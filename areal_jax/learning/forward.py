@@ -1,8 +1,8 @@
 """The forward pass: packed rows on a mesh become log-probs of their loss tokens.
 
 Dense layers see one flat stream of tokens. On a mesh the stream is ordered by device, so that flattening moves no data:
-[R, T], with R sharded over data and fsdp and T over context, is viewed as
-[data * fsdp, context, R / (data * fsdp), T / context] and flattened from there. If `context` > 1, the tokens of a row
+[R, T], with R sharded over data, fsdp and expert, S shards together, and T over context, is viewed as
+[S, context, R / S, T / context] and flattened from there. If `context` > 1, the tokens of a row
 are in slice order (sharding/slices.py); only attention and the choice of the predicting tokens depend on it.
 """
 
@@ -97,8 +97,8 @@ def predicting_states(
       rows: 'tokens', 'positions', 'segment_ids', 'parent_ids' int [R, T]; 'sources' int [R, N]; 'routed_experts' int
         [R, T, L, k] where they are recorded.
       follows: bool [], whether recorded routes are taken (see Routing); None = they are not read.
-      mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp, and with
-        context > 1 T one of 2 * context and N one of context.
+      mesh: the devices that hold the rows; None = one device. R must be a multiple of data * fsdp * expert, and
+        with context > 1 T one of 2 * context and N one of context.
     """
     tokens = Stream(mesh, *rows['tokens'].shape)
     inputs, positions, sources = rows['tokens'], rows['positions'], rows['sources']

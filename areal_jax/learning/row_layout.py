@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.columns import declared
+from areal_jax.config.cluster import LEARNER
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.forward import require_heads
 from areal_jax.learning.packing.balance import decoder_cost
@@ -17,6 +18,7 @@ from areal_jax.learning.packing.packing import empty_batch, pack
 from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
+from areal_jax.models.expert_mesh import require_experts
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import data_shards, row_sharding
@@ -120,6 +122,7 @@ class RowLayout:
 
 def _require_model(config: ModelConfig, mesh: Mesh) -> None:
     tensor = mesh.shape['tensor']
+    require_experts(config, mesh.shape['expert'], LEARNER)
     require_heads(config.n_heads, config.n_kv_heads, tensor)
     if config.vocab_size % tensor:
         raise ConfigError(
@@ -133,7 +136,7 @@ def _require_rows(buckets: Sequence[RowShape], rows_per_microbatch: int, mesh: M
     if rows_per_microbatch % shards:
         raise ConfigError(
             f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {shards} '
-            'devices that rows lie over (data * fsdp of cluster.learner)'
+            'devices that rows lie over (data * fsdp * expert of cluster.learner)'
         )
     halves = 2 * context if context > 1 else 1  # each device has an early and a late slice of a row
     for bucket in buckets:

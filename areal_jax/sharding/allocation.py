@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from areal_jax.config.cluster import ENGINES, EnginesLayout, LearnerLayout, require_fit
 from areal_jax.config.ranges import ConfigError
 from areal_jax.lanes import engine_lane
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.mesh import make_mesh, mesh_of
 
 EngineDevices: TypeAlias = tuple[jax.Device, ...]  # of one engine and of this process, one or more
 
@@ -25,7 +25,7 @@ EngineDevices: TypeAlias = tuple[jax.Device, ...]  # of one engine and of this p
 class Allocation:
     """The devices of a run, by who uses them."""
 
-    learner: Mesh  # data x fsdp x context x tensor, over all processes
+    learner: Mesh  # data x fsdp x expert x context x tensor, over all processes
     engines: tuple[EngineDevices, ...]  # by engine
 
     def engine_shares(self, index: int) -> bool:
@@ -68,7 +68,7 @@ def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
             f"processes (hosts) are not built yet; use '{engines.count} x shared'"
         )
     require_fit(learner, engines, len(available), available[0].platform)
-    mesh = make_mesh(learner.data, learner.fsdp, context=learner.context, tensor=learner.tensor)
+    mesh = mesh_of(learner)
     if engines.shared:
         return Allocation(mesh, ((jax.local_devices()[0],),) * engines.count)
     return Allocation(mesh, _share_out(available[learner.devices :], engines))
@@ -94,4 +94,5 @@ def allocate_engines(engines: EnginesLayout) -> Allocation:
 
 def _share_out(devices: Sequence[jax.Device], engines: EnginesLayout) -> tuple[EngineDevices, ...]:
     """The devices of each engine, one engine after the other."""
-    return tuple(tuple(devices[i * engines.tensor : (i + 1) * engines.tensor]) for i in range(engines.count))
+    each = engines.devices_each
+    return tuple(tuple(devices[i * each : (i + 1) * each]) for i in range(engines.count))

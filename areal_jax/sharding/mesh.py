@@ -15,25 +15,30 @@ from areal_jax.config.cluster import AXES, LEARNER, EnginesLayout, LearnerLayout
 from areal_jax.config.ranges import ConfigError
 
 # Neighbouring devices differ in the last axis of AXES, which has the heaviest traffic.
-ROW_AXES = ('data', 'fsdp')  # the rows of a batch are sharded over both
-TOKEN_AXES = ('data', 'fsdp', 'context')  # the flat stream of tokens is sharded over all three
+ROW_AXES = ('data', 'fsdp', 'expert')  # the rows of a batch are sharded over all three
+TOKEN_AXES = (*ROW_AXES, 'context')  # and the flat stream of tokens over these
 
 
 def make_mesh(
     data: int = 1,
     fsdp: int = 1,
     *,
+    expert: int = 1,
     context: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh of data x fsdp x context x tensor devices, the first of `devices` (default: all, of all processes).
+    """`mesh_of` these sizes."""
+    return mesh_of(LearnerLayout(data, fsdp, expert, context, tensor), devices)
+
+
+def mesh_of(layout: LearnerLayout, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with the sizes of the layout, over the first of `devices` (default: all, of all processes).
 
     On CPU and GPU devices are in row-major order; on TPU jax orders them by their links.
 
     Raises ConfigError where the mesh needs more devices than there are, or fewer than a run of several processes has.
     """
-    layout = LearnerLayout(data, fsdp, context, tensor)
     available = jax.devices() if devices is None else list(devices)
     require_fit(layout, EnginesLayout(), len(available), available[0].platform)
     if devices is None and jax.process_count() > 1 and layout.devices < len(available):

@@ -34,12 +34,14 @@ class WeightAxes:
 _ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first
 _SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: each part is computed without the others
 
+_EXPERTS = {'expert': ('experts',)}  # the axis of the mesh exists for them, whatever else a strategy shards
+
 # axis of the mesh -> logical axes that it may shard, best first; at most one of a leaf
 STRATEGIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    'replicated': {},
-    'fsdp': {'fsdp': _ANY},
-    'tensor': {'tensor': _SPLIT},
-    'fsdp_tensor': {'tensor': _SPLIT, 'fsdp': _ANY},
+    'replicated': _EXPERTS,
+    'fsdp': {**_EXPERTS, 'fsdp': _ANY},
+    'tensor': {**_EXPERTS, 'tensor': _SPLIT},
+    'fsdp_tensor': {**_EXPERTS, 'tensor': _SPLIT, 'fsdp': _ANY},
 }
 
 
@@ -94,7 +96,7 @@ def partition(axes: tuple[str, ...], parts: Mapping[str, int], mesh: Mesh, strat
 
 
 def row_sharding(mesh: Mesh, leading_axes: int = 0) -> NamedSharding:
-    """The sharding of arrays [..., R, T]: rows over data and fsdp, tokens over context, leading axes whole."""
+    """The sharding of arrays [..., R, T]: rows over ROW_AXES, tokens over context, leading axes whole."""
     return NamedSharding(mesh, PartitionSpec(*[None] * leading_axes, ROW_AXES, 'context'))
 
 

@@ -21,13 +21,14 @@ from areal_jax.config.ranges import ConfigError
 
 
 def test_sizes_not_named_are_1():
-    assert parse_learner('data=1') == LearnerLayout(1, 1, 1, 1)
-    assert parse_learner('tensor=3, data=2').sizes == (2, 1, 1, 3)
+    assert parse_learner('data=1') == LearnerLayout(1, 1, 1, 1, 1)
+    assert parse_learner('tensor=3, data=2').sizes == (2, 1, 1, 1, 3)
     assert parse_learner('data=2,fsdp=2,tensor=3').devices == 12
     assert parse_learner('data=2,fsdp=2,tensor=3').data_shards == 4
+    assert parse_learner('fsdp=2,expert=4,tensor=3').data_shards == 8
 
 
-@pytest.mark.parametrize('sizes', [*itertools.product((1, 3), repeat=4)])
+@pytest.mark.parametrize('sizes', [*itertools.product((1, 3), repeat=5)])
 def test_a_layout_is_written_as_it_is_parsed(sizes):
     layout = LearnerLayout(**dict(zip(AXES, sizes, strict=True)))
     assert parse_learner(str(layout)) == layout
@@ -46,6 +47,7 @@ def test_hosts_are_the_processes_that_share_the_mesh():
     ('learner', 'engines', 'server', 'roles'),
     [
         ('hosts=4 x fsdp=8,tensor=2', '8 x tensor=2', 'own', [('learner', 4, 4), ('engine', 8, 2)]),
+        ('hosts=1 x expert=4', '2 x expert=2,tensor=2', 'own', [('learner', 1, 4), ('engine', 2, 4)]),
         ('data=2', '3 x shared', 'vllm', [('learner', 1, 2), ('engine', 3, 1)]),
         ('hosts=2 x data=2', '3 x tensor=1', 'external', [('learner', 2, 1)]),
     ],
@@ -66,8 +68,9 @@ def test_an_exporter_is_a_role_where_it_is_asked_for():
 def test_engines_share_the_learners_device_or_have_their_own():
     assert parse_engines('1 x shared') == EnginesLayout(1, shared=True)
     assert parse_engines('2xtensor=4') == EnginesLayout(2, shared=False, tensor=4)
-    assert [parse_engines(text).devices for text in ('3 x shared', '3 x tensor=1', '3 x tensor=2')] == [0, 3, 6]
-    texts = ['3 x shared', '2 x tensor=1', '2 x tensor=4']
+    assert parse_engines('2 x tensor=4, expert=2') == EnginesLayout(2, shared=False, tensor=4, expert=2)
+    texts = ['3 x shared', '2 x tensor=1', '2 x tensor=4', '1 x expert=2', '3 x expert=2,tensor=2']
+    assert [parse_engines(text).devices for text in texts] == [0, 2, 8, 2, 12]
     assert [str(parse_engines(text.replace(' x ', 'x'))) for text in texts] == texts
 
 
@@ -75,7 +78,7 @@ WRONG = [
     (
         parse_learner,
         'fdsp=4',
-        "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, co",
+        "cluster.learner='fdsp=4': there is no axis 'fdsp'; did you mean fsdp?; use data, fsdp, ex",
     ),
     (parse_learner, 'fsdp=0', "cluster.learner='fsdp=0': the size of fsdp must be a whole number, at least 1"),
     (parse_learner, 'fsdp=-1', 'the size of fsdp must be'),
@@ -103,7 +106,9 @@ WRONG = [
     (parse_engines, 'two x shared', "'two' engines must be a whole number"),
     (parse_engines, '2 x shard', "'shard' is not known; did you mean shared?; write '2 x shared'"),
     (parse_engines, '2 x tensr=1', "there is no axis 'tensr'; did you mean tensor?"),
-    (parse_engines, '2 x fsdp=3', "the devices of an engine share the axis tensor alone; use '2 x tensor=3'"),
+    (parse_engines, '2 x fsdp=3', "an engine share the axes expert and tensor alone; use '2 x tensor=3'"),
+    (parse_engines, '2 x tensor=2,tensor=2', "cluster.engines='2 x tensor=2,tensor=2' names the axis tensor twice"),
+    (parse_engines, '2 x tensor=2,', "'' has no 'AXIS=SIZE'"),
     (parse_engines, '2 x tensor=0', 'the size of tensor must be a whole number, at least 1'),
 ]
 

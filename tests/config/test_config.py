@@ -102,7 +102,7 @@ BAD = [
     ({'learner.row_loss_tokens': 8}, r'learner\.row_loss_tokens=8 must hold.*max_new_tokens=16'),
     (
         {'cluster.learner': 'fsdp=4'},
-        r"rows_per_microbatch=1 must be a multiple of data \* fsdp = 4 of cluster\.learner='fsdp=4'",
+        r"rows_per_microbatch=1 must be a multiple of data \* fsdp \* expert = 4 of cluster\.learner='fsdp=4'",
     ),
     ({'model.source': 'gguf'}, r"model\.source='gguf' needs model\.path"),
     (
@@ -200,6 +200,7 @@ BAD = [
         r'run\.export_every=4 must be a multiple of checkpoint\.every=3',
     ),
     (_SERVERS | {'staleness.schedule': 'fixed(2)'}, r'servers do not go back to an earlier version of the weights'),
+    (_VLLM | {'cluster.engines': '2 x expert=4'}, r"='2 x expert=4' with rollout\.server='vllm': .* '2 x tensor=4'"),
     (_VLLM | {'rollout.kv_policy': 'keep'}, r"kv_policy='keep' with rollout\.server='vllm': .* use .*='recompute'"),
     (
         _VLLM | {'rollout.top_k': 4, 'loss.truncated_sampling': 'full_softmax'},

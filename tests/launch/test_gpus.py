@@ -48,6 +48,7 @@ def test_without_device_files_or_the_plugin_there_are_none(devices, monkeypatch)
 @pytest.mark.parametrize(('learner', 'engines', 'server', 'shared'), [
     ('hosts=2 x fsdp=4', '2 x tensor=2', 'own',
      {'learner-0': 'a,b', 'learner-1': 'c,d', 'engine-0': 'e,f', 'engine-1': 'g,h'}),
+    ('hosts=1 x expert=2', '1 x expert=2,tensor=2', 'own', {'learner-0': 'a,b', 'engine-0': 'c,d,e,f'}),
     ('fsdp=2', '3 x tensor=1', 'vllm', {'learner-0': 'a,b', 'engine-0': 'c', 'engine-1': 'd', 'engine-2': 'e'}),
     ('fsdp=2', '2 x shared', 'own', {'learner-0': 'a,b', 'engine-0': 'a', 'engine-1': 'a'}),
     ('fsdp=8', '2 x tensor=1', 'external', {'learner-0': 'a,b,c,d,e,f,g,h'}),

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
@@ -34,6 +35,16 @@ _MESHES = {
 }
 
 
+EXPERTS = dataclasses.replace(CONFIG, family='qwen3_moe', experts=Experts(8, 2, 24))
+EXPERT_PARAMS = Decoder(EXPERTS).init(seed=2, scale=2.0)
+_EXPERT_MESHES = {
+    'fsdp=2 x context=2 x tensor=2': _MESHES['fsdp=2 x context=2 x tensor=2'],
+    'expert=4 x fsdp=2': {'expert': 4, 'fsdp': 2},
+    'expert=2 x tensor=2 x data=2': {'expert': 2, 'tensor': 2, 'data': 2, 'strategy': 'tensor'},
+    'expert=2 x context=2 x fsdp=2': {'expert': 2, 'context': 2, 'fsdp': 2},
+}
+
+
 def make_learner(
     *, optimizer=SGD, config=CONFIG, params=PARAMS, layers='list', lora=None, strategy='fsdp', changes=None, **mesh
 ):
@@ -45,8 +56,8 @@ def make_learner(
     return SpmdLearner(decoder, params, make_mesh(**mesh), optimizer=optimizer, learning_rate=rate, settings=settings)
 
 
-def update_once(learner):
-    metrics = learner.update(GROUPS, version=2)
+def update_once(learner, groups=GROUPS):
+    metrics = learner.update(groups, version=2)
     return metrics, learner.save()['params']
 
 
@@ -61,6 +72,13 @@ _CASES = [
     pytest.param(mesh, layers, id=f'{name} {layers}', marks=() if _FAST.get(name) == layers else pytest.mark.slow)
     for name, mesh in _MESHES.items()
     for layers in ('list', 'stacked')
+]
+
+_EXPERT_FAST = {'fsdp=2 x context=2 x tensor=2': 'stacked', 'expert=4 x fsdp=2': 'list'}
+_EXPERT_CASES = [
+    pytest.param(mesh, layers, id=f'{name} {layers}', marks=() if name in _EXPERT_FAST else pytest.mark.slow)
+    for name, mesh in _EXPERT_MESHES.items()
+    for layers in [_EXPERT_FAST.get(name, 'stacked')]
 ]
 
 
@@ -79,21 +97,104 @@ def test_a_mesh_changes_nothing(alone, mesh, layers):
         assert np.linalg.norm(other) > 0
 
 
-def test_a_mesh_changes_nothing_of_experts():
-    config = dataclasses.replace(CONFIG, family='qwen3_moe', experts=Experts(8, 2, 24))
-    params = Decoder(config).init(seed=2, scale=2.0)
-    learners = [
-        make_learner(config=config, params=params, layers=layers, **mesh)
-        for layers, mesh in (('list', {}), ('stacked', _MESHES['fsdp=2 x context=2 x tensor=2']))
-    ]
-    (expected, weights), (metrics, found) = map(update_once, learners)
+def make_expert_learner(**changes):
+    return make_learner(config=EXPERTS, params=EXPERT_PARAMS, **changes)
+
+
+def assert_equal_steps(expected, found):
+    """Loss and weights of two first updates, the latter relative to the step of each leaf, which is its gradient."""
+    (expected, weights), (metrics, found) = expected, found
     for name in ('loss/value', 'update/grad_norm', 'mismatch/mean_abs'):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, err_msg=name)
     for path, after in jax.tree_util.tree_leaves_with_path(weights):
-        before, other = (functools.reduce(lambda tree, key: tree[key.key], path, tree) for tree in (params, found))
+        before, other = (functools.reduce(lambda tree, key: tree[key.key], path, t) for t in (EXPERT_PARAMS, found))
         step = np.linalg.norm(np.asarray(after) - np.asarray(before))
         assert np.linalg.norm(np.asarray(after) - np.asarray(other)) <= 1e-4 * step + 1e-9, path
         assert step > 0
+
+
+@pytest.fixture(scope='module')
+def experts_alone():
+    return update_once(make_expert_learner())
+
+
+@pytest.mark.parametrize(('mesh', 'layers'), _EXPERT_CASES)
+def test_a_mesh_changes_nothing_of_experts(experts_alone, mesh, layers):
+    learner = make_expert_learner(layers=layers, **mesh)
+    gate = jax.tree.leaves(learner.state.params['layers'])  # of all leaves, those of experts alone have three axes
+    cut = {leaf.shape[-3] // leaf.sharding.shard_shape(leaf.shape)[-3] for leaf in gate if _is_of_experts(leaf)}
+    assert cut == {mesh.get('expert', 1)}
+    assert_equal_steps(experts_alone, update_once(learner))
+
+
+def _is_of_experts(leaf):
+    return leaf.shape[-3:] in ((8, 32, 24), (8, 24, 32))
+
+
+def with_routes(groups, seed=3):
+    """The groups with a record of random distinct experts for each token but the last, which nothing is fed to."""
+    rng, column = np.random.default_rng(seed), EXPERTS.routes
+    draw = lambda n: np.argsort(rng.random((n, EXPERTS.n_layers, 8)))[..., :2].astype(column.dtype)
+    for group in groups:
+        prompt = draw(len(group.trajectories[0].prompt.tokens))
+        trajectories = [
+            dataclasses.replace(
+                t,
+                segments=tuple(
+                    dataclasses.replace(
+                        s,
+                        columns={column.name: draw(len(s.tokens))},
+                        context={column.name: prompt} if number == 0 else {},
+                    )
+                    for number, s in enumerate(t.segments)
+                ),
+            )
+            for t in group.trajectories
+        ]
+        yield dataclasses.replace(group, trajectories=tuple(trajectories))
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        pytest.param(_EXPERT_MESHES['expert=4 x fsdp=2'], id='expert=4 x fsdp=2', marks=pytest.mark.slow),
+        pytest.param(_EXPERT_MESHES['expert=2 x context=2 x fsdp=2'], id='expert=2 x context=2 x fsdp=2'),
+    ],
+)
+def test_recorded_routes_are_followed_on_a_mesh_too(experts_alone, mesh):
+    changes = {'records_routes': True, 'routes': 'replay'}
+    groups = [*with_routes(GROUPS)]
+    expected, found = (update_once(make_expert_learner(changes=changes, **kind), groups) for kind in ({}, mesh))
+    assert_equal_steps(expected, found)
+    assert expected[0]['routes/sets_changed'] == found[0]['routes/sets_changed'] > 0.5
+    assert abs(expected[0]['mismatch/mean_abs'] - experts_alone[0]['mismatch/mean_abs']) > 1e-3  # other experts
+
+
+def test_what_a_mesh_with_experts_saves_goes_on_on_one_device():
+    many, one = (make_expert_learner(optimizer=ADAM, **mesh) for mesh in (_EXPERT_MESHES['expert=4 x fsdp=2'], {}))
+    many.update(GROUPS, version=2)
+    saved = many.save()
+    one.restore(saved)
+    jax.tree.map(np.testing.assert_array_equal, one.save(), saved)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one.publish(3)), jax.device_get(many.publish(3)))
+    for learner in (many, one):
+        learner.update(GROUPS, version=3)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2 * _ADAM_RATE),
+        *(jax.device_get(learner.save()['params']) for learner in (many, one)),
+    )
+
+
+@pytest.mark.parametrize(
+    ('config', 'expert', 'message'),
+    [
+        (CONFIG, 2, 'expert=2 of cluster.learner shares out the experts of a layer, and this model has none'),
+        (EXPERTS, 3, 'expert=3 of cluster.learner does not divide the 8 experts of the model; use a divisor'),
+    ],
+)
+def test_an_axis_without_experts_to_cut_is_refused(config, expert, message):
+    with pytest.raises(ConfigError, match=message):
+        make_learner(config=config, params=Decoder(config).init(0), expert=expert)
 
 
 @pytest.mark.slow

@@ -27,16 +27,23 @@ def test_the_default_is_one_device_for_all():
 def test_engines_have_the_devices_after_the_learners():
     found = _allocate('data=2,fsdp=2', '2 x tensor=1')
     assert found.describe() == {'learner': [0, 1, 2, 3], 'engines': {'engine/0': [4], 'engine/1': [5]}}
-    assert found.learner.shape == {'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 1}
+    assert found.learner.shape == {'data': 2, 'fsdp': 2, 'expert': 1, 'context': 1, 'tensor': 1}
     assert [found.engine_shares(index) for index in (0, 1)] == [False, False]
     assert found.by_devices() == {(jax.devices()[4],): [0], (jax.devices()[5],): [1]}
 
 
-def test_each_engine_has_as_many_devices_as_its_tensor_axis():
-    found = _allocate('fsdp=4', '2 x tensor=2')
+@pytest.mark.parametrize('axis', ['tensor', 'expert'])
+def test_each_engine_has_as_many_devices_as_its_axes(axis):
+    found = _allocate('fsdp=4', f'2 x {axis}=2')
     assert found.describe() == {'learner': [0, 1, 2, 3], 'engines': {'engine/0': [4, 5], 'engine/1': [6, 7]}}
     assert [found.engine_shares(index) for index in (0, 1)] == [False, False]
     assert found.by_devices() == {tuple(jax.devices()[4:6]): [0], tuple(jax.devices()[6:]): [1]}
+
+
+def test_the_learner_of_a_mesh_with_experts():
+    found = _allocate('fsdp=2,expert=2', '1 x expert=2,tensor=2')
+    assert found.learner.shape == {'data': 1, 'fsdp': 2, 'expert': 2, 'context': 1, 'tensor': 1}
+    assert found.describe() == {'learner': [0, 1, 2, 3], 'engines': {'engine/0': [4, 5, 6, 7]}}
 
 
 def test_engines_without_a_learner_have_the_first_devices():

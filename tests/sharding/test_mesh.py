@@ -8,14 +8,14 @@ from areal_jax.sharding.mesh import make_mesh
 
 def test_mesh_takes_the_first_devices():
     mesh = make_mesh(data=2, fsdp=3)
-    assert dict(mesh.shape) == {'data': 2, 'fsdp': 3, 'context': 1, 'tensor': 1}
+    assert dict(mesh.shape) == {'data': 2, 'fsdp': 3, 'expert': 1, 'context': 1, 'tensor': 1}
     assert list(mesh.devices.ravel()) == jax.devices()[:6]
 
 
 def test_neighbours_lie_along_tensor():
     mesh = make_mesh(fsdp=2, context=2, tensor=2)
-    assert [d.id for d in mesh.devices[0, 0, 0]] == [0, 1]
-    assert [d.id for d in mesh.devices[0, :, 0, 0]] == [0, 4]
+    assert [d.id for d in mesh.devices[0, 0, 0, 0]] == [0, 1]
+    assert [d.id for d in mesh.devices[0, :, 0, 0, 0]] == [0, 4]
 
 
 def test_too_many_devices_names_both_numbers():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
-from areal_jax.models.shape import ModelConfig
+from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.models.weights import logical_axes
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.rules import axes_of, data_shards, param_shardings, path_name, row_sharding
@@ -72,6 +74,24 @@ def test_replicated_cuts_nothing():
     assert set(_specs(make_mesh(data=8), 'replicated').values()) == {P()}
 
 
+@pytest.mark.parametrize(
+    ('strategy', 'gate', 'router'),
+    [
+        ('replicated', P('expert'), P()),
+        ('fsdp', P('expert', 'fsdp'), P('fsdp')),
+        ('fsdp_tensor', P('expert', 'fsdp', 'tensor'), P('fsdp')),
+    ],
+)
+def test_experts_are_shared_out_under_every_strategy_and_the_router_sees_all(strategy, gate, router):
+    config = dataclasses.replace(_CONFIG, family='qwen3_moe', qkv_bias=False, experts=Experts(8, 2, 24))
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2 if strategy == 'fsdp_tensor' else 1)
+    shardings = param_shardings(Decoder(config).abstract(), logical_axes(config), mesh, strategy)
+    specs = {path_name(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(shardings)}
+    assert specs['layers/0/mlp/experts/gate'] == gate
+    assert specs['layers/0/mlp/router/weight'] == router
+    assert 'expert' not in specs['layers/0/attention/query/weight']
+
+
 def test_replicas_hold_equal_shards():
     shardings = param_shardings(
         {'embedding': np.zeros((50, 16))}, logical_axes(_CONFIG), make_mesh(data=2, fsdp=4), 'fsdp'
@@ -82,8 +102,9 @@ def test_replicas_hold_equal_shards():
     assert not (shards[0] == shards[1]).any()
 
 
-def test_rows_lie_over_data_and_fsdp_and_their_tokens_over_context():
-    mesh = make_mesh(data=2, fsdp=2, context=2)
+@pytest.mark.parametrize('axis', ['fsdp', 'expert'])
+def test_rows_lie_over_data_fsdp_and_expert_and_their_tokens_over_context(axis):
+    mesh = make_mesh(data=2, context=2, **{axis: 2})
     assert data_shards(mesh) == 4
     assert row_sharding(mesh).shard_shape((16, 6)) == (4, 3)
     assert row_sharding(mesh, leading_axes=1).shard_shape((3, 16, 6)) == (3, 4, 3)

@@ -194,7 +194,7 @@ class _Evaluation:
         model.params = None
         require_finite_shards(params, *describe_source(config, model.source))
         self._version = read_version(model.source) or 0
-        first = place_of(model.decoder, self.allocation.engines[0])
+        first = place_of(config, model.decoder, self.allocation.engines[0])
         channel = DeviceChannel(None, verify=config.publication.verify)
         published = channel.transfer(self._version, move_to(params, first))  # with which the first engine decodes
         self._weights_sha256 = weights_sha256(channel.receive(published))

@@ -12,6 +12,7 @@ from areal_jax.app.parts.channels import PlacedChannel
 from areal_jax.app.parts.part_settings import count_cache_blocks, cuts_softmax
 from areal_jax.app.run.start_warnings import print_passed_over
 from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.frictions import TEMPERATURE
@@ -32,9 +33,13 @@ from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
 
 
-def place_of(decoder: Decoder, devices: EngineDevices) -> Place:
+def place_of(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> Place:
     """Where the weights of an engine on these devices have to be."""
-    return devices[0] if len(devices) == 1 else weight_shardings(decoder, devices)
+    return devices[0] if len(devices) == 1 else weight_shardings(decoder, devices, _expert(config))
+
+
+def _expert(config: TrackedConfig) -> int:
+    return parse_engines(config.cluster.engines).expert
 
 
 def build_backends(
@@ -100,6 +105,7 @@ def _build_backend(
         adjusted=adjusted,
         dtype=config.publication.dtype,
         devices=tuple(devices),
+        expert=_expert(config),
         attention=rollout.attention,
         weights=rollout.weights,
         small_batches=config.run.clock == 'virtual',  # its runs keep their bits
@@ -135,7 +141,8 @@ def build_engines(
     """The engines of cluster.engines with the weights `published`, each on its devices."""
     every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
     fetches = {
-        devices: bind_fetch(channel, place_of(decoder, devices), backend) for devices, backend in backends.items()
+        devices: bind_fetch(channel, place_of(config, decoder, devices), backend)
+        for devices, backend in backends.items()
     }
     return [
         LocalEngine(

@@ -42,10 +42,9 @@ if TYPE_CHECKING:
 
 def build_mesh(config: TrackedConfig) -> Mesh:
     """The learner's mesh; `build_allocation` has the same one."""
-    from areal_jax.sharding.mesh import make_mesh
+    from areal_jax.sharding.mesh import mesh_of
 
-    layout = parse_learner(config.cluster.learner)
-    return make_mesh(layout.data, layout.fsdp, context=layout.context, tensor=layout.tensor)
+    return mesh_of(parse_learner(config.cluster.learner))
 
 
 def build_allocation(config: TrackedConfig) -> Allocation:

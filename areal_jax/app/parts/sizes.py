@@ -18,6 +18,7 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import parse_engines
 from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import find_objective, is_policy, reads_reference, trains_critic
@@ -206,16 +207,16 @@ def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, sha
 
 
 def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> dict[str, int]:
-    """On each device of the first engine, over which `tensor` cuts the weights and the key-value heads."""
+    """On each device of the first engine; `tensor` cuts weights and key-value heads, `expert` the experts."""
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
-    devices = allocation.engines[0]
-    tensor, engines = len(devices), len(allocation.by_devices()[devices])
+    devices, layout = allocation.engines[0], parse_engines(config.cluster.engines)
+    tensor, engines = layout.tensor, len(allocation.by_devices()[devices])
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
     slots, blocks = rollout.slots, build.count_cache_blocks(config, rollout.slots) + 1  # one that padding writes to
     if config.evaluation.every:
         slots += config.evaluation.slots
         blocks += build.count_cache_blocks(config, config.evaluation.slots, beside=True) + 1
-    weights, matrices = _engine_weights(shape, devices, config.publication.dtype)
+    weights, matrices = _engine_weights(shape, devices, layout.expert, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
         **_prepared_weights(config, devices, matrices),
@@ -255,11 +256,11 @@ def _prefill_width(shape: ModelConfig) -> int:
     return 2 * shape.d_model + heads + 2 * max(shape.d_ff, chosen)
 
 
-def _engine_weights(shape: ModelConfig, devices: EngineDevices, dtype: str) -> tuple[int, int]:
+def _engine_weights(shape: ModelConfig, devices: EngineDevices, expert: int, dtype: str) -> tuple[int, int]:
     """Bytes on each device of (all weights, the matrices of the layers, which a backend on a CPU takes transposed)."""
     one = Decoder(_sample(shape))
     tree, alone = one.abstract(), SingleDeviceSharding(devices[0])
-    placed = weight_shardings(one, devices) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
+    placed = weight_shardings(one, devices, expert) if len(devices) > 1 else jax.tree.map(lambda _: alone, tree)
     count = lambda tree, placed: _bytes(tree, placed, _repeats(shape), dtype)
     of_matrices = lambda tree, values: jax.tree.map(lambda leaf, v: v if len(leaf.shape) == 2 else None, tree, values)
     layers, over = ({'layers': of_matrices(tree['layers'], values['layers'])} for values in (tree, placed))

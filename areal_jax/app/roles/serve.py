@@ -248,7 +248,7 @@ class _Server:
         config = self._config
         allocation = allocate_engines(parse_engines(config.cluster.engines))
         devices = allocation.engines[0]
-        place, dtype = place_of(model.decoder, devices), config.publication.dtype
+        place, dtype = place_of(config, model.decoder, devices), config.publication.dtype
         self._backend = build_serving_backend(config, model.decoder, devices)
         self._start.begin(f'building the engine; {describe_caches({devices: self._backend})}')
         params = move_to(trees.cast(model.params, dtype), place)

@@ -105,7 +105,7 @@ def place_rows(
     if data_shards < 1 or rows_per_microbatch % data_shards:
         raise ValueError(
             f'learner.rows_per_microbatch={rows_per_microbatch} must be a multiple of the {data_shards} data shards '
-            '(data * fsdp of cluster.learner)'
+            '(data * fsdp * expert of cluster.learner)'
         )
     n_microbatches = -(-len(costs) // rows_per_microbatch)
     if in_order:

@@ -49,7 +49,7 @@ class _Generation:
 
 
 class JaxDecodeBackend:
-    """rollout.backend.DecodeBackend for a decoder on one device, or with its heads over several.
+    """rollout.backend.DecodeBackend for a decoder on one device, or with its heads or experts over several.
 
     Every call that takes a state donates it: use only the state returned last.
 
@@ -66,7 +66,9 @@ class JaxDecodeBackend:
       dtype: of the weights that will be given, one of DTYPES; keys, values and activations have it too. Logits and
         log-probs are float32.
       batch_buckets: ascending rows that a `generate` is compiled for, the last `slots`; None = derived from `slots`.
-      devices: of weights, cache and programs; None = the first of this process. Their number divides the heads.
+      devices: of weights, cache and programs; None = the first of this process.
+      expert: over how many groups of devices the experts are cut; the devices of a group, all where it is 1, divide
+        the heads.
       attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
       small_batches: also batches that cost a kernel as much as a larger one. Log-probs of batches differ by rounding.
       weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
@@ -90,6 +92,7 @@ class JaxDecodeBackend:
         dtype: str,
         batch_buckets: tuple[int, ...] | None = None,
         devices: Sequence[jax.Device] | None = None,
+        expert: int = 1,
         attention: str = 'auto',
         adjusted: bool = False,
         weights: str = 'published',
@@ -117,7 +120,9 @@ class JaxDecodeBackend:
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
             stop_tokens=rows.most_stop_tokens(adjusted), biased_tokens=MOST_BIASED_TOKENS,
         )  # fmt: skip
-        self.placement, self.passed_over = parallel.place(decoder, self._sizes, self.dtype, attention, devices, weights)
+        self.placement, self.passed_over = parallel.place(
+            decoder, self._sizes, self.dtype, attention, devices, weights, expert
+        )
         self._decoder, self._attention = self.placement.decoder, self.placement.attention
         self.attention = self._attention.name
         self._buckets = tuple(prefill_buckets)

@@ -1,9 +1,10 @@
-"""Tensor parallel decoding: an engine over several devices, each with a part of heads, MLP and vocabulary.
+"""An engine over several devices, each with a part of heads, MLP and vocabulary, or of the experts of a layer.
 
 app/ brings weights to the engine, sharded as `weight_shardings` says. Attention needs no exchange between devices,
 because heads are independent: each device writes and reads the keys and values of its own heads, and XLA adds one sum
-over devices behind attention and one behind the MLP. The rows of a dispatch are on every device. Shapes: T tokens, H
-heads, K key-value heads, D head size.
+over devices behind attention and one behind the MLP. The rows of a dispatch are on every device. Devices that differ
+in `expert` share out the experts of every layer alone: each has all else, the cache included, and computes it too.
+Shapes: T tokens, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from areal_jax.config.cluster import ENGINES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Attend, Decoder
-from areal_jax.models.expert_mesh import make_mix
+from areal_jax.models.expert_mesh import make_mix, require_experts
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import logical_axes
@@ -35,19 +36,25 @@ _AXIS = 'tensor'  # of the mesh
 _HEADS = PartitionSpec(None, _AXIS)  # q, k, v and the output of attention, [T, heads, D]
 
 
-def require_divides(config: ModelConfig, devices: int) -> None:
-    """Raises ConfigError where the heads cannot be shared out evenly."""
-    if config.n_heads % devices or config.n_kv_heads % devices:
+def require_divides(config: ModelConfig, tensor: int, expert: int = 1) -> None:
+    """Raises ConfigError where the heads, or the experts, cannot be shared out evenly."""
+    require_experts(config, expert, ENGINES)
+    if config.n_heads % tensor or config.n_kv_heads % tensor:
         raise ConfigError(
-            f'tensor={devices} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
+            f'tensor={tensor} of {ENGINES} does not divide the {config.n_heads} query heads and {config.n_kv_heads} '
             'key heads of the model; use a common divisor'
         )
 
 
-def weight_shardings(decoder: Decoder, devices: Sequence[jax.Device]) -> Tree:
-    """The sharding of every published weight over the devices of an engine; by the rules of training."""
-    require_divides(decoder.config, len(devices))
-    mesh = make_mesh(tensor=len(devices), devices=devices)
+def weight_shardings(decoder: Decoder, devices: Sequence[jax.Device], expert: int = 1) -> Tree:
+    """The sharding of every published weight over the devices of an engine; by the rules of training.
+
+    Args:
+      expert: of EnginesLayout, a divisor of the number of devices; the rest of it is `tensor`.
+    """
+    tensor = len(devices) // expert
+    require_divides(decoder.config, tensor, expert)
+    mesh = make_mesh(expert=expert, tensor=tensor, devices=devices)
     return param_shardings(decoder.abstract(), logical_axes(decoder.config), mesh, _AXIS)
 
 
@@ -107,20 +114,22 @@ def place(
     impl: str,
     devices: Sequence[jax.Device],
     weights: str = 'published',
+    expert: int = 1,
 ) -> tuple[Placement, tuple[str, ...]]:
     """(the decoder and its attention on these devices, why 'auto' rejected faster attentions).
 
     Args:
       impl: of choose.choose_implementation.
       weights: rollout.weights, the form in which the engine decodes with them.
+      expert: of weight_shardings.
 
-    Raises ConfigError where the heads cannot be shared out evenly, and AttentionError for what the attention lacks.
+    Raises ConfigError where heads or experts cannot be shared out evenly, and AttentionError for what the attention
+    lacks.
     """
-    require_divides(decoder.config, len(devices))
+    tensor = len(devices) // expert
+    require_divides(decoder.config, tensor, expert)
     config = dataclasses.replace(
-        decoder.config,
-        n_heads=decoder.config.n_heads // len(devices),
-        n_kv_heads=decoder.config.n_kv_heads // len(devices),
+        decoder.config, n_heads=decoder.config.n_heads // tensor, n_kv_heads=decoder.config.n_kv_heads // tensor
     )
     demand = Demand(
         config.n_heads,
@@ -137,7 +146,7 @@ def place(
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
         return Placement(decoder, attention, config, None, on, on, on, (), on), rejected
-    shardings = weight_shardings(decoder, devices)
+    shardings = weight_shardings(decoder, devices, expert)
     mesh = jax.tree.leaves(shardings)[0].mesh
     layer = _layer_specs(attention, config, sizes.block_tokens)
     cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers

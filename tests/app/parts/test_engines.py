@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from areal_jax.app.parts.engines import bind_fetch, place_of
+from areal_jax.config import TrackedConfig
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.rollout.decode.decode_weights import find_transposed
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from tests.app.small import small_config
 from tests.publication.bits16 import make_versions, open_channel
 from tests.publication.tiny import CONFIG, assert_bit_equal
 
@@ -32,7 +34,8 @@ def build_backend(devices, dtype='bfloat16', config=CONFIG):
 def test_what_engines_fetch_is_what_they_prepare_of_whole_versions(tmp_path, count):
     devices = tuple(jax.devices()[2 : 2 + count])
     backend = build_backend(devices, config=TWO_HEADS)
-    place, versions = place_of(Decoder(TWO_HEADS), devices), make_versions(4, config=TWO_HEADS)
+    engines = TrackedConfig(small_config(cluster__engines=f'1 x tensor={count}'))
+    place, versions = place_of(engines, Decoder(TWO_HEADS), devices), make_versions(4, config=TWO_HEADS)
     channel = open_channel(tmp_path / 'deltas', config=TWO_HEADS)
     whole = FilesChannel(tmp_path / 'whole', TWO_HEADS, verify=True)
     fetch, fetch_whole, before = bind_fetch(channel, place, backend), bind_fetch(whole, place, backend), None

@@ -1,5 +1,6 @@
 """Sizes from shapes alone are those of the arrays that a run then makes, and what cannot fit is refused at once."""
 
+import math
 import re
 
 import jax
@@ -19,6 +20,7 @@ from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.rollout.decode.parallel import weight_shardings
 from tests.app.small import small_config
 
 
@@ -41,6 +43,8 @@ FORMS = [
     {'cluster__learner': 'fsdp=2,tensor=2', 'cluster__strategy': 'fsdp_tensor', 'learner__rows_per_microbatch': 2,
      'task__symbols': 6, 'model__n_kv_heads': 2},
     {'model__family': 'qwen3_moe', 'model__experts': 4, 'optimizer__name': 'adamw8bit'},
+    {'model__family': 'qwen3_moe', 'model__experts': 4, 'optimizer__name': 'adamw8bit',
+     'cluster__learner': 'fsdp=2,expert=2', 'learner__rows_per_microbatch': 4},
 ]  # fmt: skip
 
 
@@ -62,6 +66,18 @@ def test_sizes_are_those_of_the_arrays(fields):
         assert found.learner['working copy'] == nbytes(working)
     backend = build_backend(config, model.decoder, jax.devices()[:1])
     assert found.engines['KV cache'] == nbytes(backend.initial_state()) * parse_engines(config.cluster.engines).count
+
+
+def test_an_engine_that_cuts_its_experts_holds_a_part_of_them_and_the_whole_cache():
+    experts = {'model__family': 'qwen3_moe', 'model__experts': 4, 'publication__channel': 'device'}
+    (_, one), (config, two) = (measured(**experts, cluster__engines=f'1 x {axis}') for axis in ('tensor=1', 'expert=2'))
+    assert two.engines['KV cache'] == one.engines['KV cache']
+    decoder = Decoder(read_shape(config))
+    cut = weight_shardings(decoder, jax.devices()[1:3], expert=2)
+    held = jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), decoder.abstract(), cut)
+    saved = sum(leaf.size for leaf in jax.tree.leaves(decoder.abstract())) - sum(jax.tree.leaves(held))
+    assert saved > 0
+    assert one.engines['publication'] - two.engines['publication'] == 2 * 4 * saved  # two versions of float32
 
 
 def test_gradients_and_moments_are_those_of_the_largest_block():

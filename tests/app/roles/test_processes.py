@@ -180,6 +180,22 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(supervised, tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_over_two_processes_are_published_by_both_and_go_on_in_one(tmp_path):
+    fields = LOOP | {'config': 'configs/tiny_moe.py', 'publication.channel': 'files', 'publication.verify': True}
+    _complete(tmp_path, fields, '--config.cluster.learner=hosts=2 x fsdp=2,expert=4')
+    before = _metrics(tmp_path)
+    assert all(m['mismatch/max_abs'] < 1e-5 for m in before if m.get('mismatch/n'))
+    sha256 = json.loads((tmp_path / 'facts.json').read_text())['weights_sha256']
+    for written in (tmp_path / 'publication' / 'v000003', tmp_path / 'export'):
+        assert weights_sha256(jax.device_get(load_hf(written)[1])) == sha256
+    shutil.rmtree(tmp_path / 'checkpoints' / 'step_00000003')
+    _complete(tmp_path, fields, '--config.cluster.learner=data=1', '--resume', processes=1)
+    after = _metrics(tmp_path)
+    assert [m['loss/entropy'] for m in after] == pytest.approx([m['loss/entropy'] for m in before], rel=1e-5)
+    assert json.loads((tmp_path / 'config.json').read_text())['cluster']['learner'] == 'data=1'
+
+
+@pytest.mark.slow
 def test_an_error_of_process_0_alone_is_one_sentence_in_both(supervised):
     codes, _, errors = _end(_start(supervised, SUPERVISED))
     assert codes == [2, 75]

@@ -12,7 +12,7 @@ from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.decoder import Decoder
 from areal_jax.telemetry.metrics import read_metrics
-from tests.app.small import SmallRun, equal, resume_killed
+from tests.app.small import SmallRun, equal, resume_killed, train_until_killed
 from tests.rollout.decode.examples import whole_attention
 
 EXPERTS = {
@@ -73,6 +73,21 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
 def test_a_run_of_the_real_clock_is_replayed_bit_for_bit(tmp_path):
     run = SmallRun(tmp_path / 'run', run__clock='real', run__steps=3, **REPLAY).train()
     assert main_replay.main([f'--workdir={run.workdir}', f'--out={tmp_path / "again"}']) == 0
+
+
+@pytest.mark.slow
+def test_a_run_over_several_devices_goes_on_on_one(tmp_path):
+    fields = {**EXPERTS, 'checkpoint__every': 1, 'cluster__engines': '1 x expert=2', 'learner__rows_per_microbatch': 4}
+    run = SmallRun(tmp_path, **fields, cluster__learner='fsdp=2,expert=2')
+    train_until_killed(run, 3)
+    rows = read_metrics(tmp_path / 'metrics.jsonl')
+    assert max(row['mismatch/max_abs'] for row in rows if 'mismatch/max_abs' in row) < 1e-5
+    resumed = SmallRun(tmp_path, resume=True, run__export=True, **fields)
+    assert resumed.version_at_start in run.weights
+    assert equal(resumed.weights[resumed.version_at_start], run.weights[resumed.version_at_start])
+    resumed.train()
+    assert resumed.report['steps'] == 5
+    assert equal(load_hf(tmp_path / 'export')[1], resumed.final)
 
 
 def test_the_export_has_the_experts(run):

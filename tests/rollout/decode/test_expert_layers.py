@@ -59,19 +59,41 @@ def test_new_weights_need_a_rebuild_and_have_their_logprobs():
     np.testing.assert_allclose(decoding.logprobs(0)[5:], expected[5:], atol=2e-5, rtol=1e-5)
 
 
-def test_two_devices_decode_as_one():
-    devices = jax.devices()[2:4]
-    engine = build(decoder=MIXED, devices=devices)
-    cut = parallel.weight_shardings(MIXED, devices)
+# of an expert's down, [8, 16, 16], and of the keys of a layer, whose two heads `tensor` alone cuts
+@pytest.mark.parametrize(
+    ('count', 'expert', 'down', 'cache_share'),
+    [(2, 1, (8, 8, 16), 2), (2, 2, (4, 16, 16), 1), (4, 2, (4, 8, 16), 2)],
+    ids=['tensor=2', 'expert=2', 'expert=2,tensor=2'],
+)
+def test_several_devices_decode_as_one(count, expert, down, cache_share):
+    devices = jax.devices()[2 : 2 + count]
+    engine = build(decoder=MIXED, devices=devices, expert=expert)
+    cut = parallel.weight_shardings(MIXED, devices, expert)
     decoding = Decoding(engine, move_to(MIXED.init(5, scale=2.0), cut))
     experts = decoding.params.params['layers']['1']['mlp']['experts']
-    assert {shard.data.shape for shard in experts['down'].addressable_shards} == {(8, 8, 16)}
+    assert {shard.data.shape for shard in experts['down'].addressable_shards} == {down}
+    assert all(leaf.size == cache_share * leaf.addressable_data(0).size for leaf in jax.tree.leaves(decoding.state))
     decoding.start(REQUESTS)
     decoding.finish()
     one = start(MIXED).finish()
     for name in REQUESTS:
         assert decoding.tokens(name) == one.tokens(name)
         np.testing.assert_allclose(decoding.logprobs(name), one.logprobs(name), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('decoder', 'count', 'expert', 'message'),
+    [
+        (DECODER, 2, 2, 'expert=2 of cluster.engines shares out the experts of a layer, and this model has none'),
+        (MIXED, 3, 3, 'expert=3 of cluster.engines does not divide the 8 experts of the model; use a divisor'),
+        (MIXED, 8, 2, 'tensor=4 of cluster.engines does not divide the 4 query heads and 2 key heads'),
+    ],
+)
+def test_devices_without_a_part_are_refused(decoder, count, expert, message):
+    with pytest.raises(ConfigError, match=message):
+        build(decoder=decoder, devices=jax.devices()[:count], expert=expert)
+    with pytest.raises(ConfigError, match=message):
+        parallel.weight_shardings(decoder, jax.devices()[:count], expert)
 
 
 def test_experts_in_8_bits_are_refused_by_name():
