@@ -4,15 +4,49 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
 
 from areal_jax.events.schema import Event
-from areal_jax.report.report_keys import Ends, EngineMismatch, Mismatch
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, number
 
 Metrics = Sequence[Line]  # of the updates, in order
+
+
+class Ends(TypedDict):
+    first: float | None  # of the first update
+    last: float | None
+
+
+class MeanMax(TypedDict):
+    mean: float | None
+    max: float | None
+
+
+class Mismatch(MeanMax):
+    """Engine against learner, in nats, over tokens of the current version."""
+
+    exact_share: float | None  # tokens whose two log-probs are the same float
+    n: int  # tokens
+    by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent where one engine generated all of them
+    quantized: NotRequired[QuantizedMismatch]  # absent where engines decode with the weights as published
+
+
+class QuantizedMismatch(TypedDict):
+    """Of the quantized policy from the published one, over the same tokens; means over the updates by tokens."""
+
+    kl: float | None  # nats
+    effective_sample_size: float | None  # share
+    ratio_share: float | None  # of the mean square of the log-ratio of all generated tokens
+
+
+class EngineMismatch(TypedDict):
+    """Of the tokens of answers that this engine ended."""
+
+    mean: float | None
+    n: int
 
 
 def total(metrics: Metrics, name: str) -> float:

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from areal_jax.report.agents import AgentSummary
+from areal_jax.report.aggregates import Ends as Ends
+from areal_jax.report.aggregates import MeanMax as MeanMax
+from areal_jax.report.aggregates import Mismatch
 from areal_jax.report.publications import PublicationRow
 from areal_jax.report.servers import ServerRow
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
@@ -57,16 +60,6 @@ class CurveEnds(TypedDict):
     sampled: GreedyAccuracy
 
 
-class Ends(TypedDict):
-    first: float | None  # of the first update
-    last: float | None
-
-
-class MeanMax(TypedDict):
-    mean: float | None
-    max: float | None
-
-
 class StepAge(MeanMax):
     """In optimizer steps, including the steps of a token's own update."""
 
@@ -79,30 +72,6 @@ class AgeHistograms(TypedDict):
 
     publications: list[list[int]]
     steps: list[list[int]]  # without steps of a token's own update; empty where the steps of an update are unknown
-
-
-class Mismatch(MeanMax):
-    """Engine against learner, in nats, over tokens of the current version."""
-
-    exact_share: float | None  # tokens whose two log-probs are the same float
-    n: int  # tokens
-    by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent where one engine generated all of them
-    quantized: NotRequired[QuantizedMismatch]  # absent where engines decode with the weights as published
-
-
-class QuantizedMismatch(TypedDict):
-    """Of the quantized policy from the published one, over the same tokens; means over the updates by tokens."""
-
-    kl: float | None  # nats
-    effective_sample_size: float | None  # share
-    ratio_share: float | None  # of the mean square of the log-ratio of all generated tokens
-
-
-class EngineMismatch(TypedDict):
-    """Of the tokens of answers that this engine ended."""
-
-    mean: float | None
-    n: int
 
 
 class LostAnswers(TypedDict):
