@@ -37,6 +37,7 @@ struct Choices {
   std::vector<int32_t> choice;  // of each row, t * k + j
   std::vector<int32_t> token;  // of each row
   std::vector<int32_t> row;  // of each choice; -1 = none
+  std::vector<int32_t> order;  // [E], experts, those that have rows before the others
 
   Choices(const int32_t* expert, int64_t tokens, int64_t choices, int64_t experts)
       : tokens(tokens), choices(choices), experts(experts), first(experts + 1), row(tokens * choices, -1) {
@@ -52,6 +53,12 @@ struct Choices {
       row[c] = next[expert[c]]++;
       choice[row[c]] = c;
       token[row[c]] = c / choices;
+    }
+    order.reserve(experts);
+    for (bool used : {true, false}) {
+      for (int64_t e = 0; e < experts; ++e) {
+        if ((first[e] < first[e + 1]) == used) order.push_back(e);
+      }
     }
   }
 

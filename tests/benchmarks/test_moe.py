@@ -8,7 +8,7 @@ from benchmarks import moe, parts
 
 
 def test_a_part_without_its_interpreter_says_so(tmp_path):
-    rows = moe.main(['--parts=parity,torch', f'--out={tmp_path / "moe.json"}'])['rows']
+    rows = moe.main(['--parts=parity,torch,decode,generation', f'--out={tmp_path / "moe.json"}'])['rows']
     assert all('torch-python is not set' in row['cannot_run'] for row in rows)
     assert parts.judge(rows) == 2
 
