@@ -64,16 +64,18 @@ struct Parts {
 };
 
 // out[t] = the sum over j, in order, of row (t, j) of a product, times weights[t, j] where there are weights.
-// multiply(expert, first column, first row, rows, outputs) computes kPair columns of the rows. `most` as in AddExperts.
+// multiply(expert, first column, columns, first row, rows, output) computes up to `together` columns of the rows, a
+// multiple of kPair; rows of the output are parts.stride apart. `most` as in AddExperts.
 template <typename Multiply>
 inline void AddMix(Phases& phases, const Choices& choices, int64_t most, int64_t tokens, const float* weights,
-                   int64_t d, float* out, const Parts& parts, const Multiply& multiply) {
+                   int64_t d, float* out, const Parts& parts, int64_t together, const Multiply& multiply) {
   for (int64_t first = 0; first < d; first += parts.stride) {
-    const int64_t width = std::min(parts.stride, d - first);
-    AddExperts(phases, choices, most, width, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
-      float* to = parts.data + begin * parts.stride + column;
-      multiply(expert, first + column, begin, count, Outputs{{to, to + kLanes}, parts.stride});
-    });
+    const int64_t width = std::min(parts.stride, d - first), rounded = RoundUp(width, kPair);
+    AddExperts(phases, choices, most, width, together,
+               [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+                 multiply(expert, first + column, std::min(together, rounded - column), begin, count,
+                          parts.data + begin * parts.stride + column);
+               });
     AddRows(phases, tokens, [=, &choices](int64_t t) {
       for (int64_t c = 0; c < width; c += kLanes) {
         Lanes sum{};
@@ -88,13 +90,16 @@ inline void AddMix(Phases& phases, const Choices& choices, int64_t most, int64_t
   }
 }
 
-// The same of choices that are known.
+// The same of choices that are known; multiply(expert, first column, first row, rows, outputs) computes kPair columns.
 template <typename Multiply>
 inline void AddMix(Phases& phases, const Choices& choices, const float* weights, int64_t d, float* out,
                    const Multiply& multiply) {
   Parts parts = Parts::Fit(choices.Rows(), d);
   parts.data = phases.Reserve(parts.Size());
-  AddMix(phases, choices, choices.experts, choices.tokens, weights, d, out, parts, multiply);
+  AddMix(phases, choices, choices.experts, choices.tokens, weights, d, out, parts, kPair,
+         [=](int64_t expert, int64_t column, int64_t, int64_t begin, int64_t count, float* to) {
+           multiply(expert, column, begin, count, Outputs{{to, to + kLanes}, parts.stride});
+         });
 }
 
 inline float Sigmoid(float x) {

@@ -97,19 +97,19 @@ inline void AddMixture(Phases& phases, const Tokens& tokens, const Mixture& m, c
   AddChoices(phases, tokens, m, layer.normal, s, routes);
   const Choices& choices = *s.choices;
   const int64_t d = m.router.in, wide = 2 * s.rounded, most = std::min(m.experts, s.tokens * m.choices);
-  AddExperts(phases, choices, most, s.rounded, kLanes, [=, &choices](int64_t expert, int64_t column, int64_t begin,
-                                                                     int64_t count) {
-    const int64_t matrix = expert * d * m.width;
-    float* to = s.products + begin * wide + column;
-    MultiplyChosen({s.rows, d, choices.token.data()}, begin, count, d, Straight(m.gate + matrix, m.width, column),
-                   Straight(m.up + matrix, m.width, column), kLanes, {{to, to + s.rounded}, wide});
-    for (int64_t r = 0; r < count; ++r) Activate(to + r * wide, to + r * wide + s.rounded, kLanes, to + r * wide);
+  AddExperts(phases, choices, most, s.rounded, kWide, [=, &choices](int64_t expert, int64_t column, int64_t begin,
+                                                                    int64_t count) {
+    const RowsOf rows{s.rows, d, choices.token.data()};
+    const int64_t matrix = expert * d * m.width, columns = std::min(kWide, s.rounded - column);
+    float *h = s.products + begin * wide + column, *u = h + s.rounded;
+    MultiplyColumns(rows, begin, count, d, m.gate + matrix, m.width, column, columns, h, wide);
+    MultiplyColumns(rows, begin, count, d, m.up + matrix, m.width, column, columns, u, wide);
+    for (int64_t r = 0; r < count; ++r) Activate(h + r * wide, u + r * wide, columns, h + r * wide);
   });
-  AddMix(phases, choices, most, s.tokens, s.weights, d, s.rows, s.parts,
-         [=](int64_t expert, int64_t column, int64_t begin, int64_t count, const Outputs& to) {
-           const float* matrix = m.down + expert * m.width * d;
-           MultiplyChosen({s.products, wide, nullptr}, begin, count, m.width, Straight(matrix, d, column),
-                          Straight(matrix, d, column + kLanes), kPair, to);
+  AddMix(phases, choices, most, s.tokens, s.weights, d, s.rows, s.parts, kWide,
+         [=](int64_t expert, int64_t column, int64_t columns, int64_t begin, int64_t count, float* to) {
+           MultiplyColumns({s.products, wide, nullptr}, begin, count, m.width, m.down + expert * m.width * d, d, column,
+                           columns, to, s.parts.stride);
          });
   phases.Add(tokens.groups.size(), [=, &tokens](int64_t g) {
     const auto& group = tokens.groups[g];

@@ -60,7 +60,8 @@ def test_a_step_is_one_kernel_and_a_layer_of_a_prefill_two(decoder):
     weights = engine.prepare(decoder.init(5))
     step, prefill = engine.lower_generate(weights, 4), engine.lower_prefill(weights, engine.declared_prefills[0])
     assert count_kernels(step) == {library.STEP: 1}
-    assert count_kernels(prefill) == {library.PROJECT: 2, library.ATTEND: 2, library.WRITE: 2, library.FINISH: 2}
+    # what only the states behind the last layer need is left out
+    assert count_kernels(prefill) == {library.PROJECT: 2, library.WRITE: 2, library.ATTEND: 1, library.FINISH: 1}
 
 
 def count_kernels(lowered):
