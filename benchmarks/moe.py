@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> Row:
     parser.add_argument('--parts', default=','.join(PARTS))
     parser.add_argument('--torch-python', default='', help='interpreter of an environment with torch and transformers')
     parser.add_argument('--torch-caches', default='dynamic,static', help="of transformers' generate; the better counts")
+    parser.add_argument('--torch-threads', default='1,2', help="of transformers' generate; the better counts")
     add_engine(parser, prefill_buckets='80,160,320,1024')
     options = parser.parse_args(arguments)
     names = split_choices('parts', options.parts, PARTS)

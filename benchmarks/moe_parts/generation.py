@@ -1,4 +1,4 @@
-"""Generation by our engine of a model with experts against transformers' generate (9)."""
+"""Generation of a model with experts by our engine against the generate of transformers, with its `grouped_mm` (9)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,15 @@ def _make_cells(options: Any, directory: pathlib.Path) -> Iterator[Cell]:
     for lengths, bar in BARS.items():
         requests, about = draw_requests(options, directory, lengths, MODEL.vocab_size)
         theirs = {'model': model, 'requests': requests, 'slots': about['slots'], 'attention': 'sdpa'}
+        # threads that wait for each other between the products of few rows cost them more than they gain
+        ways = [(cache, int(n)) for cache in options.torch_caches.split(',') for n in options.torch_threads.split(',')]
         peers = {
-            cache: Program(options.torch_python, 'benchmarks.side_transformers', {**theirs, 'cache': cache})
-            for cache in options.torch_caches.split(',')
+            f'{cache}, threads: {threads}': Program(
+                options.torch_python,
+                'benchmarks.side_transformers',
+                {**theirs, 'cache': cache, 'threads': threads},
+            )
+            for cache, threads in ways
         }
         about |= {'judged': ('cpu_s',)}
         yield Cell(9, lengths, our_answers(options, model, requests), peers, bar, model='qwen3_moe, 4 of A', **about)
