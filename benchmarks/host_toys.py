@@ -155,7 +155,7 @@ class FastBackend:
 
     block_tokens = 64
     devices: tuple[str, ...] = ('none',)
-    state_bytes = 0
+    state_bytes, records_context = 0, False
     sampling = SamplingSupport(vocab_size=2, cuts=False, adjusts=False, stop_tokens=4, biased_tokens=0)
 
     def __init__(
@@ -169,6 +169,9 @@ class FastBackend:
 
     def initial_state(self) -> int:
         return 0
+
+    def read_context(self, state: int, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
+        return {}
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
         tokens = sum(stop - start for start, stop in spans)

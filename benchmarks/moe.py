@@ -2,7 +2,7 @@
 
     python -m benchmarks.moe --torch-python=PYTHON --out=FILE
 
-Parts (--parts=parity,exact,rounded,foreign,product,torch,train,mesh,routes), by the rows of the table:
+Parts (--parts=NAME,NAME), by the rows of the table:
 
   parity   1  tiny Qwen3-MoE, Mixtral and OLMoE against transformers 5.23.0: logits, live routes, gradients
   exact    2  log-probs of an engine against a learner's pass, same weights, recorded experts followed, float32
@@ -11,6 +11,8 @@ Parts (--parts=parity,exact,rounded,foreign,product,torch,train,mesh,routes), by
   product  5  CPU of a layer, forward and gradient, at B: a scan over all experts and `ragged_dot` over ours; memory
   torch    6  the same in torch 2.13.0 (`grouped_mm` of transformers 5.23.0) over ours, at A and B
   train    7  a train step of 4 layers of A: torch, padded rows sorted by length, over ours
+  decode   8  the experts of a decode step, A, one thread: CPU of 1 row over 32 rows, and of other ways over ours
+  generation  9  64 requests in 32 slots, 4 layers of A: speed of our engine over transformers' generate
   mesh    10  a learner of two layers of A over eight virtual devices against one: loss, gradient of each leaf
   routes  11  the same step with routes recorded and replayed over off; bytes of a token
 
@@ -25,12 +27,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from benchmarks.moe_parts.decode import measure_decode
+from benchmarks.moe_parts.generation import measure_generation
 from benchmarks.moe_parts.mesh import measure_mesh
 from benchmarks.moe_parts.parity import measure_parity
 from benchmarks.moe_parts.product import measure_against_torch, measure_products
 from benchmarks.moe_parts.replay import measure_exact, measure_foreign, measure_rounded
 from benchmarks.moe_parts.train import measure_routes, measure_training
-from benchmarks.options import Row, make_parser, report, run, split_choices
+from benchmarks.options import Row, add_engine, make_parser, report, run, split_choices
 from benchmarks.parts import Part, judge, measure_part
 
 PARTS = {
@@ -66,6 +70,15 @@ PARTS = {
         'a train step, 4 layers of A, 4 groups of 8 answers, prompts 32, lognormal answers of mean 64, cap 256: CPU of '
         'torch, padded, sorted by length, grouped_mm, over ours', '1.3x', measure_training,
     ),
+    'decode': Part(
+        'experts of a decode step, A, one thread a side: CPU of 1 row over that of 32; at 32 rows of a scan over all '
+        'experts over ours; of torch 2.13.0 + transformers 5.23.0 over ours, 1 and 32 rows', '0.15; 1.5x; 2x; 1.0x',
+        measure_decode,
+    ),
+    'generation': Part(
+        'generation, 4 layers of A, 64 requests in 32 slots, lengths of benchmarks.generation (equal / lognormal), '
+        "over transformers' generate", '1.2x; 2.5x', measure_generation,
+    ),
     'mesh': Part(
         '8 virtual devices (expert 4 x fsdp 2; expert 2 x tensor 2 x data 2) against one, an update of two layers of '
         'A: difference of the loss over the loss; of the gradient of each leaf over its norm, the largest',
@@ -82,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> Row:
     parser = make_parser(__doc__, turns=7)
     parser.add_argument('--parts', default=','.join(PARTS))
     parser.add_argument('--torch-python', default='', help='interpreter of an environment with torch and transformers')
+    parser.add_argument('--torch-caches', default='dynamic,static', help="of transformers' generate; the better counts")
+    parser.add_argument('--torch-threads', default='1,2', help="of transformers' generate; the better counts")
+    add_engine(parser, prefill_buckets='80,160,320,1024')
     options = parser.parse_args(arguments)
     names = split_choices('parts', options.parts, PARTS)
     return report('moe', arguments, options, lambda: [measure_part(name, PARTS[name], options) for name in names])

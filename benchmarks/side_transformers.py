@@ -48,6 +48,8 @@ class SampledLogprobs(transformers.LogitsProcessor):
 
 
 def prepare(arguments: dict[str, Any]) -> Start:
+    if 'threads' in arguments:
+        torch.set_num_threads(arguments['threads'])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments['model'], dtype=torch.float32, attn_implementation=arguments['attention']
     )

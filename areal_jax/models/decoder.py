@@ -20,11 +20,11 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models import initial, native_layers
 from areal_jax.models.activations import ACTIVATIONS
 from areal_jax.models.block import Layer, Rotation, rms_norm
-from areal_jax.models.experts import Routed, Routing
+from areal_jax.models.experts import Routed, Routing, follow_choice
 from areal_jax.models.layers import FORMS, stack_layers
-from areal_jax.models.logprobs import BlockSums, Ranking, rank_tokens
+from areal_jax.models.logprobs import Ranking, rank_tokens
 from areal_jax.models.lora import Lora
-from areal_jax.models.native_layers import KeysAndValues, Read
+from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
 from areal_jax.models.quantized import QUANTIZED, Quantized, rank_logits
 from areal_jax.models.rotary import rotary
 from areal_jax.models.shape import ModelConfig
@@ -222,16 +222,13 @@ class Decoder:
         cache: KeysAndValues,
         read: Read,
         temperature: jax.Array,
-    ) -> tuple[KeysAndValues, jax.Array, BlockSums]:
+    ) -> Stepped:
         """`hidden` and `logits` of one token a row, over the cache of attention/native.py, as one kernel.
 
         Args:
           tokens, positions: int32 [B].
-          read: what attention sees of the cache, and where it is written.
+          read: what attention sees of the cache, and where it is written. A row that sees nothing reaches no expert.
           temperature: float32 [B].
-
-        Returns (the cache with the tokens of the rows, written in place, logits float32 [B, V], the sums of logits /
-        temperature as logprobs.sum_blocks has them).
         """
         c = self.config
         layers = [params['layers'][str(i)] for i in range(c.n_layers)]
@@ -252,7 +249,8 @@ class Decoder:
         return x, rotation
 
     def _is_native(self, layer: Params) -> bool:
-        ours = self.tokens.startswith('native') and not (self.config.plain or self.config.whole_qk_norm)
+        whole_norm = self.config.whole_qk_norm and self.tokens != 'native_columns'  # which that of bytes lacks
+        ours = self.tokens.startswith('native') and not (self.config.plain or whole_norm)
         return ours and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> Tree:
@@ -341,9 +339,13 @@ class Decoder:
 
         def block(weights: Params, x: jax.Array, entry: Tree, recorded: jax.Array | None) -> tuple[jax.Array, _Written]:
             seen = lambda q, k, v: attend(q, k, v, entry, window)
-            if self._is_native(weights):
-                x, entry_after = native_layers.run_layer(self.config, weights, x, rotation, seen, wanted)
-                return constrain(x), (entry_after, None)
+            if self._is_native(weights) and recorded is None:
+                x, entry_after, live = native_layers.run_layer(
+                    self.config, weights, x, rotation, seen, wanted, routing.valid
+                )
+                experts = self.config.experts
+                routed = None if live is None or experts is None else follow_choice(live, experts, routing.valid)
+                return constrain(x), (entry_after, routed)
             layer = nnx.merge(self._layer_graphs[has_experts], weights)
             own = dataclasses.replace(routing, recorded=recorded)
             x, entry_after, routed = layer(x, rotation, seen, own)

@@ -78,7 +78,20 @@ def choose_experts(
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalised:
         weights = weights / weights.sum(-1, keepdims=True)
-    counts = jnp.ones(len(logits), bool) if valid is None else valid
-    reached = jnp.where(counts[:, None], chosen, experts.count)
-    loads = jnp.zeros(experts.count + 1, jnp.float32).at[reached.reshape(-1)].add(1.0)[: experts.count]
-    return Choice(reached, weights, Routed(live, loads, differs))
+    reached = _keep_valid(chosen, experts, valid)
+    return Choice(reached, weights, Routed(live, _count_tokens(reached, experts), differs))
+
+
+def follow_choice(live: jax.Array, experts: Experts, valid: jax.Array | None) -> Routed:
+    """What is said of a choice int32 [T, k] that the tokens that count have followed; `valid` as in Routing."""
+    loads = _count_tokens(_keep_valid(live, experts, valid), experts)
+    return Routed(live, loads, jnp.zeros(len(live), bool))
+
+
+def _keep_valid(chosen: jax.Array, experts: Experts, valid: jax.Array | None) -> jax.Array:
+    return chosen if valid is None else jnp.where(valid[:, None], chosen, experts.count)
+
+
+def _count_tokens(reached: jax.Array, experts: Experts) -> jax.Array:
+    """float32 [E]."""
+    return jnp.zeros(experts.count + 1, jnp.float32).at[reached.reshape(-1)].add(1.0)[: experts.count]

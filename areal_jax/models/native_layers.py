@@ -2,13 +2,14 @@
 
 A layer of `block` is ten programs of XLA and five kernels, each of which wakes the threads anew. Here a layer of a
 prefill is two kernels around its attention, and a step of decoding one kernel for all layers. For weights in panels:
-of activations.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d].
-T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary.
+of activations.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d]. Layers
+of NativeColumns may have experts, whose own matrices are read as they are published.
+T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary, L layers with experts, k choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,9 +25,10 @@ from areal_jax.models.weights import Params
 from areal_jax.native import compiled_library as library
 from areal_jax.types import Tree
 
+_DTYPE = jnp.float32  # of matrices that are not in 8 bits
 LEAST_COLUMNS = 8  # that a product computes: fewer rows of a step cost as much (CutColumns in native/products.h)
 KeysAndValues = tuple[tuple[jax.Array, ...], ...]  # of each layer [blocks, positions, K, D]
-_Attributes = dict[str, np.generic]
+_Attributes = dict[str, np.generic | np.ndarray]
 
 
 class Read(NamedTuple):
@@ -38,9 +40,19 @@ class Read(NamedTuple):
     offsets: jax.Array  # int32 [B], in the block
 
 
+class Stepped(NamedTuple):
+    """What a step returns."""
+
+    cache: KeysAndValues  # with the tokens of the rows, written in place
+    logits: jax.Array  # float32 [B, V]
+    sums: BlockSums  # of logits / temperature
+    live: jax.Array | None  # int32 [L, B, k], what routers chose; None = no layer has experts
+
+
 def can_compute(layer: Params) -> bool:
-    """Whether the matrices of a layer are all in panels, without adapters."""
-    if 'experts' in layer['mlp']:
+    """Whether the matrices of a layer are all in panels, without adapters, and its experts in float32."""
+    mlp = layer['mlp']
+    if 'experts' in mlp and (isinstance(mlp['router']['weight'], Quantized) or mlp['experts']['gate'].dtype != _DTYPE):
         return False
     return all(has_kernel(linear['weight']) and 'lora_a' not in linear for linear in _linears(layer))
 
@@ -51,17 +63,32 @@ def has_kernel(matrix: jax.Array | Quantized) -> bool:
 
 
 def run_layer(
-    config: ModelConfig, layer: Params, x: jax.Array, rotation: Rotation, attend: AttendLayer, wanted: jax.Array
-) -> tuple[jax.Array, Tree]:
-    """block.Layer: activations x -> (x, the layer's entry of the cache), of the first `wanted` tokens, int32."""
-    leaves, attributes, tokens = _leaves(config, layer), _attributes(config), len(rotation[0])
+    config: ModelConfig,
+    layer: Params,
+    x: jax.Array,
+    rotation: Rotation,
+    attend: AttendLayer,
+    wanted: jax.Array,
+    valid: jax.Array | None = None,
+) -> tuple[jax.Array, Tree, jax.Array | None]:
+    """block.Layer: activations x -> (x, the layer's entry of the cache, what its router chose, int32 [T, k]).
+
+    Args:
+      wanted: int32, only the first so many tokens are computed.
+      valid: bool [T], which of these reach experts; None = all.
+    """
+    leaves, attributes, tokens = _leaves(config, layer), _attributes(config, [layer]), len(rotation[0])
     names = _name(layer, library.PROJECT, library.BYTE_PROJECT), _name(layer, library.FINISH, library.BYTE_FINISH)
     shape = lambda heads: jax.ShapeDtypeStruct((tokens, heads, config.head_dim), x.dtype)
     project = jax.ffi.ffi_call(names[0], [shape(n) for n in (config.n_heads, *[config.n_kv_heads] * 2)])
     q, k, v = project(x, wanted, *rotation, *leaves, **attributes)
     out, entry = attend(q, k, v)
-    finish: Callable[..., jax.Array] = jax.ffi.ffi_call(names[1], jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return finish(x, wanted, out, *leaves, **attributes), entry
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    if 'experts' in layer['mlp']:
+        outputs.append(_routes(config, tokens))
+        leaves.append(jnp.ones(tokens, jnp.int32) if valid is None else valid.astype(jnp.int32))
+    x, *chosen = jax.ffi.ffi_call(names[1], outputs)(x, wanted, out, *leaves, **attributes)
+    return x, entry, chosen[0] if chosen else None
 
 
 def run_step(
@@ -74,7 +101,7 @@ def run_step(
     cache: KeysAndValues,
     read: Read,
     temperature: jax.Array,
-) -> tuple[KeysAndValues, jax.Array, BlockSums]:
+) -> Stepped:
     """Decoder.step of activations x."""
     leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, *_arrays(head)]
     sides = [side for layer in cache for side in layer]
@@ -83,16 +110,19 @@ def run_step(
     outputs = [
         jax.ShapeDtypeStruct((n, rows), jnp.float32) for n in (vocabulary, *[-(-vocabulary // VOCABULARY_BLOCK)] * 2)
     ]
+    if config.n_expert_layers:
+        outputs.append(_routes(config, config.n_expert_layers, rows))
     call = jax.ffi.ffi_call(
         _name(layers[0], library.STEP, library.BYTE_STEP),
         [*outputs, *(jax.ShapeDtypeStruct(side.shape, side.dtype) for side in sides)],
         input_output_aliases={first + i: len(outputs) + i for i in range(len(sides))},
     )
     windows = np.array([config.window(i) or 0 for i in range(config.n_layers)], np.int64)
-    attributes = _attributes(config)
+    attributes = _attributes(config, layers)
     results = call(x, *rotation, temperature, *read, *leaves, *sides, **attributes, windows=windows)
-    product, largest, logsumexp, *written = results
-    return tuple(zip(written[::2], written[1::2], strict=True)), product.T, BlockSums(largest, logsumexp)
+    (product, largest, logsumexp, *live), written = results[: len(outputs)], results[len(outputs) :]
+    cache = tuple(zip(written[::2], written[1::2], strict=True))
+    return Stepped(cache, product.T, BlockSums(largest, logsumexp), live[0] if live else None)
 
 
 def run_ranking(
@@ -111,9 +141,8 @@ def run_ranking(
 
 def _linears(layer: Params) -> list[Params]:
     attention, mlp = layer['attention'], layer['mlp']
-    return [attention[name] for name in ('query', 'key', 'value', 'output')] + [
-        mlp[name] for name in ('gate', 'up', 'down')
-    ]
+    names = ('router',) if 'experts' in mlp else ('gate', 'up', 'down')
+    return [attention[name] for name in ('query', 'key', 'value', 'output')] + [mlp[name] for name in names]
 
 
 def _leaves(config: ModelConfig, layer: Params) -> list[jax.Array]:
@@ -121,11 +150,13 @@ def _leaves(config: ModelConfig, layer: Params) -> list[jax.Array]:
     linears = _linears(layer)
     arrays = lambda some: [leaf for linear in some for leaf in _arrays(linear['weight'])]
     leaves = [layer['attention_norm'], *arrays(linears[:4]), layer['mlp_norm'], *arrays(linears[4:])]
+    if experts := layer['mlp'].get('experts'):
+        leaves += [experts[name] for name in ('gate', 'up', 'down')]
     if config.qkv_bias:
         leaves += [linear['bias'] for linear in linears[:3]]
     if config.output_bias:
         leaves.append(linears[3]['bias'])
-    if config.qk_norm:
+    if config.qk_norm or config.whole_qk_norm:
         leaves += [layer['attention']['query_norm'], layer['attention']['key_norm']]
     return leaves
 
@@ -144,11 +175,21 @@ def _name(layer: Params, floats: str, quantized: str) -> str:
     return quantized if isinstance(layer['attention']['query']['weight'], Quantized) else floats
 
 
-def _attributes(config: ModelConfig) -> _Attributes:
+def _routes(config: ModelConfig, *tokens: int) -> jax.ShapeDtypeStruct:
+    assert config.experts is not None
+    return jax.ShapeDtypeStruct((*tokens, config.experts.per_token), jnp.int32)
+
+
+def _attributes(config: ModelConfig, layers: Sequence[Params]) -> _Attributes:
+    experts = config.experts
     return {
         'eps': np.float32(config.rms_eps),
         'head_dim': np.int64(config.head_dim),
         'qkv_bias': np.bool_(config.qkv_bias),
         'output_bias': np.bool_(config.output_bias),
         'qk_norm': np.bool_(config.qk_norm),
+        'whole_qk_norm': np.bool_(config.whole_qk_norm),
+        'has_experts': np.array(['experts' in layer['mlp'] for layer in layers], np.int64),
+        'choices': np.int64(experts.per_token if experts else 0),
+        'normalised': np.bool_(experts and experts.normalised),
     }

@@ -30,12 +30,14 @@ inline const Choices& KeepChoices(Phases& phases, Integers experts, int64_t coun
   return phases.Keep(Choices(experts.typed_data(), shape[0], shape[1], count));
 }
 
-// Calls run(expert, first column, first row, rows) for each expert and each group of `columns` of `width` columns.
+// Calls run(expert, first column, first row, rows) for each group of `columns` of `width` columns and each of `most`
+// experts, those that have rows before the others. The choices may be made by a phase before this one.
 template <typename Run>
-inline void AddExperts(Phases& phases, const Choices& choices, int64_t width, int64_t columns, const Run& run) {
+inline void AddExperts(Phases& phases, const Choices& choices, int64_t most, int64_t width, int64_t columns,
+                       const Run& run) {
   const int64_t groups = (width + columns - 1) / columns;
-  phases.Add(choices.experts * groups, [=, &choices](int64_t i) {
-    const int64_t expert = i / groups, begin = choices.first[expert];
+  phases.Add(most * groups, [=, &choices](int64_t i) {
+    const int64_t expert = choices.order[i / groups], begin = choices.first[expert];
     run(expert, i % groups * columns, begin, choices.first[expert + 1] - begin);
   });
 }
@@ -48,27 +50,38 @@ inline void AddRows(Phases& phases, int64_t count, const Run& run) {
   });
 }
 
+// Memory for some columns of the products of up to `rows` rows that wait to be summed by token.
+struct Parts {
+  float* data;
+  int64_t rows, stride;
+
+  static Parts Fit(int64_t rows, int64_t d) {
+    rows = std::max<int64_t>(1, rows);
+    const int64_t most = std::max(kPair, kMixedNumbers / rows / kPair * kPair);
+    return {nullptr, rows, std::min(most, RoundUp(d, kPair))};
+  }
+  int64_t Size() const { return rows * stride; }
+};
+
 // out[t] = the sum over j, in order, of row (t, j) of a product, times weights[t, j] where there are weights.
-// multiply(expert, first column, first row, rows, outputs) computes kPair columns of the rows.
+// multiply(expert, first column, columns, first row, rows, output) computes up to `together` columns of the rows, a
+// multiple of kPair; rows of the output are parts.stride apart. `most` as in AddExperts.
 template <typename Multiply>
-inline void AddMix(Phases& phases, const Choices& choices, const float* weights, int64_t d, float* out,
-                   const Multiply& multiply) {
-  const int64_t rows = std::max<int64_t>(1, choices.Rows());
-  const int64_t most = std::max(kPair, kMixedNumbers / rows / kPair * kPair);
-  const int64_t stride = std::min(most, RoundUp(d, kPair));
-  float* parts = phases.Reserve(rows * stride);
-  for (int64_t first = 0; first < d; first += stride) {
-    const int64_t width = std::min(stride, d - first);
-    AddExperts(phases, choices, width, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
-      float* to = parts + begin * stride + column;
-      multiply(expert, first + column, begin, count, Outputs{{to, to + kLanes}, stride});
-    });
-    AddRows(phases, choices.tokens, [=, &choices](int64_t t) {
+inline void AddMix(Phases& phases, const Choices& choices, int64_t most, int64_t tokens, const float* weights,
+                   int64_t d, float* out, const Parts& parts, int64_t together, const Multiply& multiply) {
+  for (int64_t first = 0; first < d; first += parts.stride) {
+    const int64_t width = std::min(parts.stride, d - first), rounded = RoundUp(width, kPair);
+    AddExperts(phases, choices, most, width, together,
+               [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+                 multiply(expert, first + column, std::min(together, rounded - column), begin, count,
+                          parts.data + begin * parts.stride + column);
+               });
+    AddRows(phases, tokens, [=, &choices](int64_t t) {
       for (int64_t c = 0; c < width; c += kLanes) {
         Lanes sum{};
         for (int64_t j = t * choices.choices; j < (t + 1) * choices.choices; ++j) {
           if (choices.row[j] < 0) continue;
-          const Lanes part = Load<Lanes>(parts + choices.row[j] * stride + c);
+          const Lanes part = Load<Lanes>(parts.data + choices.row[j] * parts.stride + c);
           sum = MultiplyAdd((weights ? weights[j] : 1.0f) - Lanes{}, part, sum);
         }
         std::memcpy(out + t * d + first + c, &sum, std::min(kLanes, width - c) * sizeof(float));
@@ -77,16 +90,27 @@ inline void AddMix(Phases& phases, const Choices& choices, const float* weights,
   }
 }
 
+// The same of choices that are known; multiply(expert, first column, first row, rows, outputs) computes kPair columns.
+template <typename Multiply>
+inline void AddMix(Phases& phases, const Choices& choices, const float* weights, int64_t d, float* out,
+                   const Multiply& multiply) {
+  Parts parts = Parts::Fit(choices.Rows(), d);
+  parts.data = phases.Reserve(parts.Size());
+  AddMix(phases, choices, choices.experts, choices.tokens, weights, d, out, parts, kPair,
+         [=](int64_t expert, int64_t column, int64_t, int64_t begin, int64_t count, float* to) {
+           multiply(expert, column, begin, count, Outputs{{to, to + kLanes}, parts.stride});
+         });
+}
+
 inline float Sigmoid(float x) {
   const float e = Exp(-std::fabs(x));
   return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-// silu(h) * u of a row of products.
-inline void Activate(const float* products, int64_t rounded, float* inner) {
-  const float *h = products, *u = products + rounded;
+// silu(h) * u of so many products; `inner` may be h.
+inline void Activate(const float* h, const float* u, int64_t count, float* inner) {
 #pragma omp simd
-  for (int64_t f = 0; f < rounded; ++f) inner[f] = h[f] * Sigmoid(h[f]) * u[f];
+  for (int64_t f = 0; f < count; ++f) inner[f] = h[f] * Sigmoid(h[f]) * u[f];
 }
 
 // The gradient of a row's h and u, in place. `inner` holds the gradient of silu(h) * u before it is weighted, and holds
@@ -114,7 +138,7 @@ inline ffi::Future MultiplyExperts(ffi::ThreadPool pool, Floats x, Integers expe
   Phases phases;
   const Choices& choices = KeepChoices(phases, experts, shape[0]);
   const RowsOf rows{x.typed_data(), d, choices.token.data()};
-  AddExperts(phases, choices, wide / 2, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, shape[0], wide / 2, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
     const int64_t matrix = expert * d * width;
     float* to = out + begin * wide + column;
     MultiplyChosen(rows, begin, count, d, Straight(gates + matrix, width, column),
@@ -133,7 +157,8 @@ inline ffi::Future MixExperts(ffi::ThreadPool pool, Floats products, Integers ex
   Phases phases;
   const Choices& choices = KeepChoices(phases, experts, shape[0]);
   AddRows(phases, choices.Rows(), [=](int64_t r) {
-    Activate(from + r * 2 * rounded, rounded, activated + r * rounded);
+    const float* h = from + r * 2 * rounded;
+    Activate(h, h + rounded, rounded, activated + r * rounded);
   });
   const RowsOf rows{activated, rounded, nullptr};
   AddMix(phases, choices, weights.typed_data(), d, y->typed_data(),
@@ -160,7 +185,7 @@ struct Backward {
 
 // inner = dy down'.
 inline void AddInnerGradient(Phases& phases, const Choices& choices, const Backward& b) {
-  AddExperts(phases, choices, b.rounded, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, choices.experts, b.rounded, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
     const float* matrix = b.down + b.Matrix(expert);
     float* to = b.inner + begin * b.rounded + column;
     MultiplyChosen(b.dy, begin, count, b.d, Turned(matrix, b.d, b.width, column),
@@ -170,12 +195,12 @@ inline void AddInnerGradient(Phases& phases, const Choices& choices, const Backw
 
 inline void AddMatrixGradients(Phases& phases, const Choices& choices, const Backward& b, float* gate, float* up,
                                float* down) {
-  AddExperts(phases, choices, b.width, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, choices.experts, b.width, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
     const int64_t to = b.Matrix(expert) + column, columns = CountColumns(column, b.width);
     MultiplyOuter(b.x, b.Half(false), begin, count, b.d, {column, b.rounded + column}, {columns, columns},
                   {{gate + to, up + to}, b.width});
   });
-  AddExperts(phases, choices, b.d, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, choices.experts, b.d, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
     float* to = down + b.Matrix(expert) + column;
     MultiplyOuter(b.Inner(), b.dy, begin, count, b.width, {column, column + kLanes},
                   {CountColumns(column, b.d), CountColumns(column + kLanes, b.d)}, {{to, to + kLanes}, b.d});

@@ -16,16 +16,19 @@
 
 namespace areal_jax {
 
-// A tile of a product is kTileRows rows of two vectors: its sums fill 24 of 32 registers of AVX-512, 12 of 16 of AVX2.
+// A tile of a product is kTileRows rows of two vectors: its sums fill 24 of 32 registers of AVX-512, 12 of 16 of AVX2. So
+// do those of kFewRows rows of kWideVectors.
 #ifdef __AVX512F__
 using Lanes = Whole;
-constexpr int kTileRows = 12;
+constexpr int kTileRows = 12, kWideVectors = 8;
 #else
 using Lanes = Half;
-constexpr int kTileRows = 6;
+constexpr int kTileRows = 6, kWideVectors = 4;
 #endif
-constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float), kPair = 2 * kLanes;
+constexpr int kFewRows = 3;
+constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float), kPair = 2 * kLanes, kWide = kWideVectors * kLanes;
 constexpr int64_t kDepth = 128;  // summands of a tile that are computed at a time: their panel fits into L1
+constexpr int64_t kWideAhead = 8;  // rows of a matrix that are fetched ahead where it is read as it lies
 constexpr int64_t kRounded = 32;  // the width of an expert is rounded up to a multiple of this in rows of its products
 
 inline int64_t RoundUp(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
@@ -37,6 +40,7 @@ struct Choices {
   std::vector<int32_t> choice;  // of each row, t * k + j
   std::vector<int32_t> token;  // of each row
   std::vector<int32_t> row;  // of each choice; -1 = none
+  std::vector<int32_t> order;  // [E], experts, those that have rows before the others
 
   Choices(const int32_t* expert, int64_t tokens, int64_t choices, int64_t experts)
       : tokens(tokens), choices(choices), experts(experts), first(experts + 1), row(tokens * choices, -1) {
@@ -52,6 +56,12 @@ struct Choices {
       row[c] = next[expert[c]]++;
       choice[row[c]] = c;
       token[row[c]] = c / choices;
+    }
+    order.reserve(experts);
+    for (bool used : {true, false}) {
+      for (int64_t e = 0; e < experts; ++e) {
+        if ((first[e] < first[e + 1]) == used) order.push_back(e);
+      }
     }
   }
 
@@ -258,6 +268,49 @@ inline void MultiplyChosen(const RowsOf& rows, int64_t begin, int64_t count, int
                           {{to.out[0] + r * to.stride, to.out[1] + r * to.stride},
                            {kLanes, kLanes}, to.stride, add || first > 0, false});
     });
+  }
+}
+
+// kRows rows times kWide columns of a matrix [in, ..], rows `stride` apart; the sums are those of MultiplyTile.
+template <int kRows>
+inline void MultiplyWide(const float* const* rows, int64_t in, const float* matrix, int64_t stride, float* out,
+                         int64_t out_stride) {
+  Lanes sums[kRows][kWideVectors] = {};
+  for (int64_t i = 0; i < in; ++i, matrix += stride) {
+    Lanes entries[kWideVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kWideVectors; ++v) {
+      __builtin_prefetch(matrix + kWideAhead * stride + v * kLanes, 0, 3);
+      entries[v] = Load<Lanes>(matrix + v * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Lanes entry = rows[r][i] - Lanes{};  // in every place
+#pragma GCC unroll 8
+      for (int v = 0; v < kWideVectors; ++v) sums[r][v] = MultiplyAdd(entry, entries[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) std::memcpy(out + r * out_stride, sums[r], sizeof sums[r]);
+}
+
+// Rows from `begin` on [count, in] times `columns` columns, kWide or a smaller multiple of kPair, of a matrix [in, width];
+// zeros behind `width`. Few rows read the matrix as it lies: packing it costs more than their product.
+inline void MultiplyColumns(const RowsOf& rows, int64_t begin, int64_t count, int64_t in, const float* matrix,
+                            int64_t width, int64_t column, int64_t columns, float* out, int64_t out_stride) {
+  if (count <= kFewRows && columns == kWide && column + kWide <= width) {
+    const float* some[kFewRows];
+    for (int64_t r = 0; r < count; ++r) some[r] = rows.At(begin + r);
+    const float* from = matrix + column;
+    switch (count) {
+      case 1: return MultiplyWide<1>(some, in, from, width, out, out_stride);
+      case 2: return MultiplyWide<2>(some, in, from, width, out, out_stride);
+      case 3: return MultiplyWide<3>(some, in, from, width, out, out_stride);
+    }
+    return;
+  }
+  for (int64_t c = 0; c < columns; c += kPair) {
+    MultiplyChosen(rows, begin, count, in, Straight(matrix, width, column + c),
+                   Straight(matrix, width, column + c + kLanes), kPair, {{out + c, out + c + kLanes}, out_stride});
   }
 }
 

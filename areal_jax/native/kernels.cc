@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "digest.h"
 #include "expert_kernels.h"
 #include "layer.h"
+#include "mixture.h"
 #include "products.h"
 #include "ranking.h"
 #include "threads.h"
@@ -142,18 +144,35 @@ ffi::Future Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosi
 }
 
 // x [d, T], of whose tokens the first `wanted` count, the output of attention [T, H, D], a layer -> x behind the layer
-// [d, T]; anything for the other tokens.
+// [d, T]; anything for the other tokens. Behind a layer with experts: which of these tokens reach them [T] -> what the
+// router chose [T, k]; zeros for the others.
 ffi::Future Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attended, ffi::RemainingArgs args,
-                   ffi::Dictionary attributes, ffi::Result<Floats> out) {
+                   ffi::Dictionary attributes, ffi::Result<Floats> out, ffi::RemainingRets chosen) {
   Phases phases;
-  const Layer& layer = phases.Keep(Weights(args, attributes).TakeLayer<Matrix>());
+  Weights weights(args, attributes);
+  const Layer& layer = phases.Keep(weights.TakeLayer<Matrix>());
+  const Mixture& mixture = layer.mixture;
+  Routes routes{};
+  if (mixture.experts) {
+    ffi::Result<Integers> live = *chosen.get<Integers>(0);
+    routes = {weights.TakeIntegers().typed_data(), live->typed_data()};
+    std::fill(routes.live + wanted.typed_data()[0] * mixture.choices, routes.live + live->element_count(), 0);
+  }
+  std::optional<MixtureScratch> mixed;  // that of the first chunk is the largest
   AddChunks(phases, layer, wanted, [&](const Tokens& tokens, int64_t first, const Scratch& s) {
     const int64_t columns = x.dimensions()[1], features = layer.query.out;
     const float* rows = attended.typed_data() + first * features;
     phases.Add(tokens.blocks.size(), [=, &tokens, from = x.typed_data()](int64_t b) {
       CopyIn(from, columns, first, tokens.blocks[b], s.x);
     });
-    AddRest(phases, tokens, layer, s, [=](int64_t token) { return rows + token * features; });
+    Routes own{};
+    if (mixture.experts) {
+      if (!mixed) mixed.emplace(phases, mixture, tokens.Count(), TotalWidth(tokens.blocks));
+      mixed->tokens = tokens.Count();
+      own = {routes.counts + first, routes.live + first * mixture.choices};
+    }
+    AddRest(phases, tokens, layer, s, mixed ? &*mixed : nullptr, own,
+            [=](int64_t token) { return rows + token * features; });
     phases.Add(tokens.blocks.size(), [=, &tokens, to = out->typed_data()](int64_t b) {
       CopyOut(s.x, tokens.blocks[b], to, columns, first);
     });
@@ -164,16 +183,23 @@ ffi::Future Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats atten
 // One step: x [d, B], cosine and sine [B, D / 2], temperatures [B], the blocks of each row [B, M], positions that it sees
 // [B], block and offset where its token is written [B]; then the weights of all layers, final norm, head, and keys and
 // values of each layer [blocks, T, K, D] -> logits [V, B]; the largest and the log-sum-exp of each block of the vocabulary
-// of logits over temperatures [blocks of it, B]; the keys and values, which are the arguments. Windows: one a layer, 0 = none.
+// of logits over temperatures [blocks of it, B]; of L layers with experts what their routers chose [L, B, k]; the keys and
+// values, which are the arguments. Windows: one a layer, 0 = none. A row that sees no position reaches no expert.
 ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Floats temperatures, Integers tables,
                  Integers lengths, Integers blocks, Integers offsets, ffi::RemainingArgs args, ffi::Dictionary attributes,
                  ffi::RemainingRets results) {
-  constexpr size_t kSums = 3;  // results before the keys and values
   const auto windows = *attributes.get<ffi::Span<const int64_t>>("windows");
   Phases phases;
   Weights weights(args, attributes);
   auto& layers = phases.Keep(std::vector<Layer>());
+  Layer widest{};
+  const Mixture* mixture = nullptr;  // all are of the same sizes
   for (size_t i = 0; i < windows.size(); ++i) layers.push_back(weights.TakeLayer<Matrix>());
+  for (const Layer& layer : layers) {
+    if (layer.gate.out >= widest.gate.out) widest = layer;
+    if (layer.mixture.experts) mixture = &layer.mixture;
+  }
+  const size_t sums = mixture ? 4 : 3;  // results before the keys and values
   const float* final_norm = weights.TakeVector();
   const Matrix head = weights.TakeMatrix<Matrix>();
 
@@ -181,10 +207,13 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
   const int64_t width_q = layers[0].query.out, width_k = layers[0].key.out;
   const Tokens& tokens = phases.Keep(Tokens(rows));
   const int64_t width = TotalWidth(tokens.blocks);
-  float* memory = phases.Reserve(Scratch::Size(layers[0], width) + 2 * rows * width_q);
-  const Scratch s(memory, layers[0], width);
-  float* queries = memory + Scratch::Size(layers[0], width);
+  float* memory = phases.Reserve(Scratch::Size(widest, width) + 2 * rows * width_q);
+  const Scratch s(memory, widest, width);
+  float* queries = memory + Scratch::Size(widest, width);
   float* attended = queries + rows * width_q;
+  std::optional<MixtureScratch> mixed;
+  if (mixture) mixed.emplace(phases, *mixture, rows, width);
+  int32_t* live = mixture ? (*results.get<Integers>(3))->typed_data() : nullptr;
 
   phases.Add(tokens.blocks.size(), [=, &tokens, from = x.typed_data()](int64_t b) {
     CopyIn(from, rows, 0, tokens.blocks[b], s.x);
@@ -194,7 +223,7 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
     const Floats keys = weights.Take(), values = weights.Take();
     float *k = keys.typed_data(), *v = values.typed_data();
     for (size_t side : {0, 1}) {
-      if ((*results.get<Floats>(kSums + 2 * i + side))->typed_data() != (side ? v : k)) {
+      if ((*results.get<Floats>(sums + 2 * i + side))->typed_data() != (side ? v : k)) {
         return Fail("areal_jax_step: the cache is not written in place");
       }
     }
@@ -212,7 +241,9 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
       Attend({queries + row * width_q, read + row * table, seen + row, 1, window, attended + row * width_q},
              k, v, sizes);
     });
-    AddRest(phases, tokens, layer, s, [=](int64_t row) { return attended + row * width_q; });
+    AddRest(phases, tokens, layer, s, mixed ? &*mixed : nullptr, {lengths.typed_data(), live},
+            [=](int64_t row) { return attended + row * width_q; });
+    if (layer.mixture.experts) live += rows * mixture->choices;
   }
   AddNorm(phases, tokens, s.x, final_norm, layers[0].eps, s.normal);
   const auto result = [&](size_t i) { return (*results.get<Floats>(i))->typed_data(); };
@@ -387,7 +418,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_multiply, areal_jax::Multiply,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_project, areal_jax::Project, areal_jax::BindProject());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_finish, areal_jax::Finish, areal_jax::BindFinish());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_finish, areal_jax::Finish, areal_jax::BindFinish().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(areal_jax_step, areal_jax::Step, areal_jax::BindStep());
 

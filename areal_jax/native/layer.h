@@ -31,11 +31,21 @@ struct Matrix {
   int64_t in, out;
 };
 
+// The experts in the place of an MLP (mixture.h): E of them, of width F, of which a token reaches k.
+struct Mixture {
+  Matrix router;
+  const float *gate, *up, *down;  // [E, d, F] and [E, F, d]
+  int64_t experts, choices, width;  // E = 0: the layer has an MLP
+  bool normalised;
+};
+
 template <typename AnyMatrix>
 struct LayerOf {
   const float *attention_norm, *mlp_norm;  // [d]
   AnyMatrix query, key, value, output, gate, up, down;
-  const float *query_norm, *key_norm;  // [D]; null = none
+  Mixture mixture;
+  const float *query_norm, *key_norm;  // [D], or where `whole_norm` of all heads together; null = none
+  bool whole_norm;
   int64_t head_dim;
   float eps;
 };
@@ -63,6 +73,8 @@ struct Tokens {
       }
     }
   }
+
+  int64_t Count() const { return blocks.back().first + blocks.back().columns; }
 };
 
 // Where a token's row of numbers begins.
@@ -215,15 +227,17 @@ inline void TurnToColumns(const Tokens::Group& group, const float* const* rows, 
   }
 }
 
+inline void NormalizeHead(float* head, int64_t dim, const float* norm, float eps) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < dim; ++i) squares += head[i] * head[i];
+  const float factor = 1.0f / std::sqrt(squares / dim + eps);
+  for (int64_t i = 0; i < dim; ++i) head[i] = head[i] * factor * norm[i];
+}
+
 // Norm of a head, where there is one, and rotation of its pairs (j, j + D / 2) (models/rotary.py, rotate).
 inline void TurnHead(float* head, int64_t dim, const float* norm, float eps, const float* cosine, const float* sine) {
-  if (norm) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < dim; ++i) squares += head[i] * head[i];
-    const float factor = 1.0f / std::sqrt(squares / dim + eps);
-    for (int64_t i = 0; i < dim; ++i) head[i] = head[i] * factor * norm[i];
-  }
+  if (norm) NormalizeHead(head, dim, norm, eps);
   const int64_t half = dim / 2;
 #pragma omp simd
   for (int64_t j = 0; j < half; ++j) {
@@ -246,8 +260,9 @@ inline void AddHeads(Phases& phases, const Tokens& tokens, const Layer& layer, c
       if (!rotated) return;
       for (int64_t t = 0; t < group.count; ++t) {
         const int64_t angles = (group.token + t) * (dim / 2);
+        if (layer.whole_norm) NormalizeHead(rows[t], sheet.features, norm, layer.eps);
         for (int64_t h = 0; h < sheet.features; h += dim) {
-          TurnHead(rows[t] + h, dim, norm, layer.eps, rotation.cosine + angles, rotation.sine + angles);
+          TurnHead(rows[t] + h, dim, layer.whole_norm ? nullptr : norm, layer.eps, rotation.cosine + angles, rotation.sine + angles);
         }
       }
     };
@@ -286,9 +301,9 @@ inline void AddProjections(Phases& phases, const Tokens& tokens, const Layer& la
   AddHeads(phases, tokens, layer, rotation, s.q, s.k, s.v, std::move(q_row), std::move(k_row), std::move(v_row));
 }
 
-// The layer behind attention: rows `attended` are projected and added to x, then the MLP of the sum.
-inline void AddRest(Phases& phases, const Tokens& tokens, const Layer& layer, const Scratch& s,
-                    std::function<const float*(int64_t)> attended) {
+// Behind attention: rows `attended` are projected and added to x, and the sum is normalized for the MLP or the experts.
+inline void AddAttended(Phases& phases, const Tokens& tokens, const Layer& layer, const Scratch& s,
+                        std::function<const float*(int64_t)> attended) {
   phases.Add(tokens.groups.size(), [=, &tokens](int64_t g) {
     const auto& group = tokens.groups[g];
     const float* rows[kGroupTokens];
@@ -297,6 +312,10 @@ inline void AddRest(Phases& phases, const Tokens& tokens, const Layer& layer, co
   });
   AddProducts(phases, tokens, s.joined, {layer.output}, {s.x}, true);
   AddNorm(phases, tokens, s.x, layer.mlp_norm, layer.eps, s.normal);
+}
+
+// The MLP of what is normalized, added to x.
+inline void AddMlp(Phases& phases, const Tokens& tokens, const Layer& layer, const Scratch& s) {
   AddGate(phases, tokens, s.normal, layer.gate, layer.up, s.inner, s.other);
   AddProducts(phases, tokens, s.inner, {layer.down}, {s.x}, true);
 }

@@ -35,6 +35,10 @@ class Weights {
     qkv_bias_ = *attributes.get<bool>("qkv_bias");
     output_bias_ = *attributes.get<bool>("output_bias");
     qk_norm_ = *attributes.get<bool>("qk_norm");
+    whole_norm_ = *attributes.get<bool>("whole_qk_norm");
+    has_experts_ = *attributes.get<ffi::Span<const int64_t>>("has_experts");
+    choices_ = *attributes.get<int64_t>("choices");
+    normalised_ = *attributes.get<bool>("normalised");
   }
 
   const float* TakeVector() { return Take().typed_data(); }
@@ -62,23 +66,38 @@ class Weights {
     layer.attention_norm = TakeVector();
     take(&layer.query, &layer.key, &layer.value, &layer.output);
     layer.mlp_norm = TakeVector();
-    take(&layer.gate, &layer.up, &layer.down);
+    if (has_experts_[next_layer_++]) {
+      layer.mixture = TakeMixture();
+    } else {
+      take(&layer.gate, &layer.up, &layer.down);
+    }
     if (qkv_bias_) {
       for (AnyMatrix* matrix : {&layer.query, &layer.key, &layer.value}) matrix->bias = TakeVector();
     }
     if (output_bias_) layer.output.bias = TakeVector();
-    if (qk_norm_) layer.query_norm = TakeVector(), layer.key_norm = TakeVector();
+    layer.whole_norm = whole_norm_;
+    if (qk_norm_ || whole_norm_) layer.query_norm = TakeVector(), layer.key_norm = TakeVector();
     return layer;
   }
 
   Floats Take() { return *args_.get<Floats>(next_++); }
+  Integers TakeIntegers() { return *args_.get<Integers>(next_++); }
 
  private:
+  Mixture TakeMixture() {
+    const Matrix router = TakeMatrix<Matrix>();
+    const Floats gate = Take(), up = Take(), down = Take();
+    const auto size = gate.dimensions();
+    return {router,  gate.typed_data(), up.typed_data(), down.typed_data(),
+            size[0], choices_,          size[2],         normalised_};
+  }
+
   ffi::RemainingArgs args_;
-  size_t next_ = 0;
+  size_t next_ = 0, next_layer_ = 0;
   float eps_;
-  int64_t head_dim_;
-  bool qkv_bias_, output_bias_, qk_norm_;
+  int64_t head_dim_, choices_;
+  bool qkv_bias_, output_bias_, qk_norm_, whole_norm_, normalised_;
+  ffi::Span<const int64_t> has_experts_;
 };
 
 }  // namespace areal_jax

@@ -30,6 +30,14 @@ def draw(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
     return {name: (rng.normal(size=shape) * scale(name, shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
+def draw_steps(sizes: Mapping[str, int], rows: int) -> dict[str, np.ndarray]:
+    """`draw` with tokens of steps, x [steps, rows, d], each with a mean square of 1, as behind a norm."""
+    inputs = draw(sizes)
+    x = inputs['x'].astype(np.float64)
+    x /= np.sqrt(np.square(x).mean(axis=-1, keepdims=True))
+    return inputs | {'x': x.astype(np.float32).reshape(-1, rows, sizes['d'])}
+
+
 def pin(arguments: Mapping[str, Any]) -> None:
     """To the core of the arguments, before threads are started."""
     os.sched_setaffinity(0, {arguments['core']})

@@ -27,7 +27,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
         compiled_library.register()
     sizes = arguments['sizes']
     inputs = jax.device_put(draw(sizes))
-    measure = _measure_square(_find_mixer(arguments['mixer']), sizes['choices'])
+    measure = measure_square(find_mixer(arguments['mixer']), sizes['choices'])
     run = jax.jit(jax.value_and_grad(measure, has_aux=True) if arguments['pass'] == GRADIENT else measure)
 
     def start() -> tuple[Callable[[], Mapping[str, float]], Callable[[], Mapping[str, Any]]]:
@@ -50,7 +50,7 @@ def _kept_bytes(arguments: Mapping[str, Any]) -> int:
     return 4 * sizes['tokens'] * sizes['choices'] * sizes['d'] if arguments['mixer'] == 'native' else 0
 
 
-def _measure_square(mix: Callable[..., Any], choices: int) -> Callable[..., Any]:
+def measure_square(mix: Callable[..., Any], choices: int) -> Callable[..., Any]:
     """From inputs to (mean square of y, y)."""
     import jax
     import jax.numpy as jnp
@@ -65,7 +65,7 @@ def _measure_square(mix: Callable[..., Any], choices: int) -> Callable[..., Any]
     return measure
 
 
-def _find_mixer(name: str) -> Callable[..., Any]:
+def find_mixer(name: str) -> Callable[..., Any]:
     from areal_jax.models import expert_products
 
     return mix_scanned if name == 'scan' else getattr(expert_products, f'mix_{name}')

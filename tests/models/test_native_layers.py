@@ -15,19 +15,31 @@ from areal_jax.models.layers import stack_layers
 from areal_jax.models.logprobs import sum_blocks
 from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import Read
+from areal_jax.models.shape import Experts
 from areal_jax.models.vocabulary_tiles import scale_logits
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.native import NativeAttention
 from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, scattered
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
+MIXTURES = {
+    'mixed': dataclasses.replace(
+        VARIANTS['everything'], family='qwen3_moe', experts=Experts(16, 3, 20, dense_layers=(1,))
+    ),
+    'mixtral': dataclasses.replace(VARIANTS['untied'], family='mixtral', experts=Experts(8, 2, 36)),
+    'olmoe': dataclasses.replace(
+        VARIANTS['untied'], family='olmoe', whole_qk_norm=True, experts=Experts(16, 8, 12, normalised=False)
+    ),
+}
+ALL = VARIANTS | MIXTURES
+MIXED_STACK = 'mixed', 'stacked'  # which layers of two kinds have not
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 960  # of the kernel
 
 
 def make_decoders(name, vocab_size=32, **changes):
     """(with tokens as rows, as native columns, weights): every matrix of the model can be cut into panels."""
-    config = dataclasses.replace(VARIANTS[name], vocab_size=vocab_size, **changes)
+    config = dataclasses.replace(ALL[name], vocab_size=vocab_size, **changes)
     rows, native = Decoder(config), Decoder(config, tokens='native_columns')
     return rows, native, scattered(rows.init(5))
 
@@ -56,8 +68,9 @@ def attend_with(read):
     return attend
 
 
-@pytest.mark.parametrize('layers', ['list', 'stacked'])
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize(
+    ('name', 'layers'), [(name, form) for name in ALL for form in ('list', 'stacked') if (name, form) != MIXED_STACK]
+)
 def test_layers_are_two_kernels_each_and_compute_what_those_of_xla_do(name, layers):
     rows, _, params = make_decoders(name)
     native = Decoder(rows.config, tokens='native_columns', layers=layers)
@@ -70,17 +83,44 @@ def test_layers_are_two_kernels_each_and_compute_what_those_of_xla_do(name, laye
 
 
 @pytest.mark.parametrize('rows', [1, 8, 57, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 24, 40))])
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('name', ALL)
 def test_a_step_computes_what_the_layers_of_xla_do(name, rows):
     plain, native, params = make_decoders(name)
     tokens, positions, cache, read = make_batch(plain.config, rows)
-    hidden, written = jax.jit(lambda p, c: plain.hidden(p, tokens, positions, attend_with(read), c))(params, cache)
+    run = lambda p, c: plain.hidden_and_routes(p, tokens, positions, attend_with(read), c)
+    hidden, written, routed = jax.jit(run)(params, cache)
     prepared = native.prepare(params)
     assert native.can_step(prepared)
-    found, logits, _ = jax.jit(lambda p, c: native.step(p, tokens, positions, c, read, np.ones(rows)))(prepared, cache)
-    assert logits.shape == (rows, 32)
-    assert_close(logits, plain.logits(params, hidden), of_range=5e-6)
-    assert_close(found, written, of_range=5e-6)
+    stepped = jax.jit(lambda p, c: native.step(p, tokens, positions, c, read, np.ones(rows)))(prepared, cache)
+    assert stepped.logits.shape == (rows, 32)
+    assert_close(stepped.logits, plain.logits(params, hidden), of_range=5e-6)
+    assert_close(stepped.cache, written, of_range=5e-6)
+    if name in MIXTURES:
+        np.testing.assert_array_equal(stepped.live, routed.live)
+    else:
+        assert stepped.live is None
+
+
+def test_a_row_that_sees_nothing_reaches_no_expert():
+    """Experts of its own are poisoned: the other rows keep their bits, and it has numbers."""
+    _, native, params = make_decoders('mixed')
+    tokens, positions, cache, read = make_batch(native.config, 13)
+    ended = np.arange(13) % 3 > 0
+    step = jax.jit(native.step)
+    seen = read._replace(lengths=np.where(ended, 0, read.lengths))
+    first = step(native.prepare(params), tokens, positions, cache, seen, np.ones(13))
+    whole = step(native.prepare(params), tokens, positions, cache, read, np.ones(13))
+    np.testing.assert_array_equal(first.logits[~ended], whole.logits[~ended])
+    np.testing.assert_array_equal(first.live[:, ~ended], whole.live[:, ~ended])
+    for place, layer in enumerate(('0', '2')):
+        unused = np.setdiff1d(np.arange(16), first.live[place][~ended])
+        assert set(unused) & set(np.ravel(first.live[place][ended]))
+        experts = params['layers'][layer]['mlp']['experts']
+        for name, leaf in experts.items():
+            experts[name] = leaf.at[unused].set(jnp.nan)
+    again = step(native.prepare(params), tokens, positions, cache, seen, np.ones(13))
+    np.testing.assert_array_equal(again.logits, first.logits)
+    np.testing.assert_array_equal(again.live, first.live)
 
 
 @pytest.mark.parametrize('vocab_size', [256, 520])  # of blocks of 256
@@ -90,7 +130,7 @@ def test_a_step_has_the_sums_of_its_logits_by_block(rows, vocab_size):
     tokens, positions, cache, read = make_batch(native.config, rows)
     temperature = np.linspace(0.2, 3.0, rows).astype(np.float32)
     temperature[-1] = 0.0  # counts as 1
-    _, logits, found = jax.jit(native.step)(native.prepare(params), tokens, positions, cache, read, temperature)
+    _, logits, found, _ = jax.jit(native.step)(native.prepare(params), tokens, positions, cache, read, temperature)
     expected = sum_blocks(scale_logits(logits, temperature))
     np.testing.assert_array_equal(found.largest[:, -1], expected.largest[:, -1])  # which a greedy row compares
     np.testing.assert_allclose(found.largest, expected.largest, rtol=3e-7)
@@ -102,21 +142,24 @@ def test_a_nan_in_the_weights_shows_in_the_sums_of_a_step():
     tokens, positions, cache, read = make_batch(native.config, 8)
     params['embedding'] = params['embedding'].at[300].set(jnp.nan)
     tokens[:] = 1
-    *_, sums = native.step(native.prepare(params), tokens, positions, cache, read, np.ones(8))
+    sums = native.step(native.prepare(params), tokens, positions, cache, read, np.ones(8)).sums
     np.testing.assert_array_equal(np.isnan(sums.logsumexp), np.arange(3)[:, None] == np.ones(8))
 
 
-def test_a_row_of_a_step_has_the_same_bits_in_any_company():
-    _, native, params = make_decoders('everything', 520)
+@pytest.mark.parametrize('name', ['everything', 'mixed', 'olmoe'])
+def test_a_row_of_a_step_has_the_same_bits_in_any_company(name):
+    _, native, params = make_decoders(name, 520)
     prepared = native.prepare(params)
     tokens, positions, cache, read = make_batch(native.config, 57)
     step = jax.jit(native.step)
     temperature = np.linspace(0.2, 3.0, 57).astype(np.float32)
-    written, logits, sums = step(prepared, tokens, positions, cache, read, temperature)
+    written, logits, sums, live = step(prepared, tokens, positions, cache, read, temperature)
     for part in (slice(0, 1), slice(3, 4), slice(0, 8), slice(5, 21), slice(2, 42), slice(1, 49)):
         some = Read(*(leaf[part] for leaf in read))
-        wrote, alone, own = step(prepared, tokens[part], positions[part], cache, some, temperature[part])
+        wrote, alone, own, chosen = step(prepared, tokens[part], positions[part], cache, some, temperature[part])
         np.testing.assert_array_equal(alone, logits[part])
+        if live is not None:
+            np.testing.assert_array_equal(chosen, live[:, part])
         for one, whole in zip(own, sums, strict=True):
             np.testing.assert_array_equal(one, whole[:, part])
         for one, whole in zip(jax.tree.leaves(wrote), jax.tree.leaves(written), strict=True):
@@ -129,8 +172,9 @@ def rows_of_layers(native):
     return jax.jit(lambda p, t, n: native.hidden(p, t, jnp.zeros_like(t), attend, wanted=n)[1])
 
 
-def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
-    _, native, params = make_decoders('everything')
+@pytest.mark.parametrize('name', ['everything', 'mixed'])
+def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk(name):
+    _, native, params = make_decoders(name)
     prepared, run = native.prepare(params), rows_of_layers(native)
     tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
     whole = run(prepared, tokens, len(tokens))
@@ -141,8 +185,9 @@ def test_a_token_of_a_layer_has_the_same_bits_in_any_chunk():
 
 
 @pytest.mark.parametrize('wanted', [0, 3, 100, CHUNK_TOKENS, CHUNK_TOKENS + 1])
-def test_tokens_that_do_not_count_are_left_out(wanted):
-    _, native, params = make_decoders('everything')
+@pytest.mark.parametrize('name', ['everything', 'mixed'])
+def test_tokens_that_do_not_count_are_left_out(name, wanted):
+    _, native, params = make_decoders(name)
     prepared, run = native.prepare(params), rows_of_layers(native)
     tokens = np.random.default_rng(0).integers(0, 32, CHUNK_TOKENS + 100).astype(np.int32)
     found, whole = run(prepared, tokens, wanted), run(prepared, tokens, len(tokens))
@@ -151,8 +196,9 @@ def test_tokens_that_do_not_count_are_left_out(wanted):
         assert not np.any(one[wanted:])
 
 
-def test_steps_at_the_same_time_share_the_threads_and_change_no_bit():
-    _, native, params = make_decoders('everything')
+@pytest.mark.parametrize('name', ['everything', 'mixed'])
+def test_steps_at_the_same_time_share_the_threads_and_change_no_bit(name):
+    _, native, params = make_decoders(name)
     prepared = native.prepare(params)
     tokens, positions, cache, read = make_batch(native.config, 57)
     step = jax.jit(native.step)

@@ -84,7 +84,7 @@ def test_a_step_computes_what_layers_do(name, rows):
     tokens, positions, cache, read = make_batch(decoder.config, rows)
     assert decoder.can_step(prepared)
     hidden, written = jax.jit(lambda p, c: decoder.hidden(p, tokens, positions, attend_with(read), c))(prepared, cache)
-    found, logits, sums = step_of(decoder, prepared, read, rows)(tokens, positions, cache)
+    found, logits, sums, _ = step_of(decoder, prepared, read, rows)(tokens, positions, cache)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(written), strict=True):
         np.testing.assert_array_equal(one, other)  # layers in parts have the bits of those in one kernel
     assert relative(logits, decoder.logits(prepared, hidden)) < 0.01
@@ -98,11 +98,11 @@ def test_a_row_of_a_step_has_the_same_bits_in_any_company():
     prepared = decoder.prepare(params)
     tokens, positions, cache, read = make_batch(decoder.config, 37)
     temperature = np.linspace(0.2, 3.0, 37).astype(np.float32)
-    written, logits, sums = step_of(decoder, prepared, read, 37)(tokens, positions, cache, temperature)
+    written, logits, sums, _ = step_of(decoder, prepared, read, 37)(tokens, positions, cache, temperature)
     for part in (slice(0, 1), slice(3, 4), slice(0, 8), slice(5, 21), slice(1, 37)):
         some = Read(*(leaf[part] for leaf in read))
         step = step_of(decoder, prepared, some, len(tokens[part]))
-        wrote, alone, own = step(tokens[part], positions[part], cache, temperature[part])
+        wrote, alone, own, _ = step(tokens[part], positions[part], cache, temperature[part])
         np.testing.assert_array_equal(alone, logits[part])
         for one, whole in zip(own, sums, strict=True):
             np.testing.assert_array_equal(one, whole[:, part])

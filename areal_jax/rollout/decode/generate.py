@@ -137,10 +137,9 @@ class Generate:
         offset = rows.position % self.sizes.block_tokens
         if self.attention.name == 'native' and self.decoder.can_step(weights):
             read = Read(batch.table, lengths, block, offset)
-            layers, logits, sums = self.decoder.step(
-                weights, rows.token, rows.position, state.layers, read, batch.temperature
-            )
-            return EngineState(layers, None), logits, sums, None
+            stepped = self.decoder.step(weights, rows.token, rows.position, state.layers, read, batch.temperature)
+            routes = None if stepped.live is None else write_routes(state, stepped.live, block, offset)
+            return EngineState(stepped.cache, routes), stepped.logits, stepped.sums, stepped.live
 
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts
+from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode import parallel
 from areal_jax.sharding.placement import move_to
-from tests.rollout.decode.examples import DECODER, PROMPT, Decoding, build, forward_logprobs, request
+from tests.rollout.decode.examples import (
+    DECODER,
+    PROMPT,
+    Decoding,
+    build,
+    forward_logprobs,
+    request,
+    whole_attention,
+)
 
 CONFIG = dataclasses.replace(DECODER.config, family='qwen3_moe', qk_norm=True, experts=Experts(8, 2, 16))
 MIXED = Decoder(dataclasses.replace(CONFIG, experts=Experts(8, 3, 16, dense_layers=(0,))))
 OLMOE = Decoder(
     dataclasses.replace(CONFIG, family='olmoe', qk_norm=False, whole_qk_norm=True, experts=Experts(8, 2, 16, False))
 )
+needs_kernels = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 REQUESTS = {0: request(0), 1: request(1, prompt=np.arange(10, 19), new=7), 2: request(2, prompt=[9])}
 
 
@@ -40,13 +53,61 @@ def test_logprobs_are_those_of_the_whole_pass(decoder):
         np.testing.assert_allclose(decoding.logprobs(name), forward_logprobs(*about, decoder=decoder), atol=1e-5)
 
 
-def test_company_changes_no_bit():
-    together = start(MIXED).finish()
-    alone = Decoding(build(decoder=MIXED), MIXED.init(5, scale=2.0))
+@needs_kernels
+@pytest.mark.parametrize('decoder', [MIXED, OLMOE], ids=['mixed', 'olmoe'])
+def test_a_step_is_one_kernel_and_a_layer_of_a_prefill_two(decoder):
+    engine = build(decoder=decoder)
+    weights = engine.prepare(decoder.init(5))
+    step, prefill = engine.lower_generate(weights, 4), engine.lower_prefill(weights, engine.declared_prefills[0])
+    assert count_kernels(step) == {library.STEP: 1}
+    # what only the states behind the last layer need is left out
+    assert count_kernels(prefill) == {library.PROJECT: 2, library.WRITE: 2, library.ATTEND: 1, library.FINISH: 1}
+
+
+def count_kernels(lowered):
+    return collections.Counter(re.findall(r'custom_call @(areal_jax_\w+)', lowered.as_text()))
+
+
+@pytest.mark.parametrize('attention', ['auto', 'gather'])  # of the step in C++, and of programs of XLA
+@pytest.mark.parametrize('decoder', [MIXED, OLMOE], ids=['mixed', 'olmoe'])
+def test_recorded_routes_are_those_of_the_whole_pass(decoder, attention):
+    params = decoder.init(5, scale=2.0)
+    decoding = Decoding(build(decoder=decoder, attention=attention, records_routes=True), params)
+    decoding.start(REQUESTS)
+    output = decoding.decode(5)
+    for place, (name, wanted) in enumerate(REQUESTS.items()):
+        tokens, first = np.array(decoding.tokens(name)), len(wanted.prompt_tokens) - 1
+        run = lambda p, t: decoder.hidden_and_routes(p, t, jnp.arange(len(t)), whole_attention)[2].live
+        live = np.moveaxis(np.asarray(jax.jit(run)(params, tokens)), 1, 0)
+        np.testing.assert_array_equal(output.columns['routed_experts'][:, place], live[first : first + 5])
+        kept = decoding.backend.read_context(decoding.state, decoding.sequences[name].blocks, len(tokens))
+        np.testing.assert_array_equal(kept['routed_experts'][1:], live[:-1])
+
+
+@pytest.mark.parametrize('decoder', [MIXED, OLMOE], ids=['mixed', 'olmoe'])
+def test_company_changes_no_bit(decoder):
+    """Nor do rows that have ended: those of the other requests, which are shorter, and a row that stops at once."""
+    requests = REQUESTS | {3: request(3, prompt=np.arange(2, 6), new=1)}
+    together = Decoding(build(decoder=decoder), decoder.init(5, scale=2.0))
+    together.start(requests)
+    together.finish()
+    alone = Decoding(build(decoder=decoder), decoder.init(5, scale=2.0))
     alone.start({0: REQUESTS[0]})
-    alone.finish()
+    alone.finish(3)
     assert alone.tokens(0) == together.tokens(0)
     np.testing.assert_array_equal(alone.logprobs(0), together.logprobs(0))
+
+
+@needs_kernels
+def test_a_rebuilt_sequence_goes_on_with_the_same_bits():
+    """What a prefill computes of a token is what a step computed."""
+    plain, rebuilt = start(MIXED), start(MIXED)
+    for decoding in (plain, rebuilt):
+        decoding.decode(5)
+    rebuilt.rebuild(*REQUESTS)
+    for name in REQUESTS:
+        assert plain.finish().tokens(name) == rebuilt.finish().tokens(name)
+        np.testing.assert_array_equal(plain.logprobs(name), rebuilt.logprobs(name))
 
 
 def test_new_weights_need_a_rebuild_and_have_their_logprobs():

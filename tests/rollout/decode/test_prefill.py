@@ -15,6 +15,7 @@ from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention
 from areal_jax.rollout.decode.attention.native import NativeAttention
+from areal_jax.rollout.decode.cache import EngineState
 from areal_jax.rollout.decode.prefill import (
     MAX_BUCKETS,
     bucket_for,
@@ -61,7 +62,8 @@ class Sequences:
     def __init__(self, block_tokens, fill=0.0, decoder=DECODER, attention=ATTENTION):
         c, self.attention = decoder.config, attention
         empty = lambda: attention.empty(BLOCKS + 1, c.n_kv_heads, block_tokens, c.head_dim, jnp.float32)
-        self.cache = jax.tree.map(lambda x: x + fill, tuple(empty() for _ in range(c.n_layers)))
+        layers = jax.tree.map(lambda x: x + fill, tuple(empty() for _ in range(c.n_layers)))
+        self.cache = EngineState(layers, None)
         self.block_tokens, self.decoder, self.free, self.blocks = block_tokens, decoder, list(range(BLOCKS)), {}
 
     def piece(self, name, start, stop):
@@ -80,7 +82,7 @@ class Sequences:
 
     def read(self, name, start, stop):
         """[layers, k or v, stop - start, K, D] of what the cache holds."""
-        layers = [self.attention.read(layer, jnp.array(self.blocks[name])) for layer in self.cache]
+        layers = [self.attention.read(layer, jnp.array(self.blocks[name])) for layer in self.cache.layers]
         return np.array(layers)[:, :, start:stop]
 
 
@@ -266,7 +268,7 @@ def memory(attention, bucket, context_tokens, slots=8, block_tokens=64):
     )
     blocks = slots * context_tokens // block_tokens
     layer = lambda: attention.empty(blocks + 1, 2, block_tokens, 64, jnp.float32)
-    cache = jax.eval_shape(lambda: (layer(), layer()))
+    cache = EngineState(jax.eval_shape(lambda: (layer(), layer())), None)
     packed = pack_pieces([], bucket, block_tokens, blocks)
     traced = functools.partial(prefill_pieces, decoder, attention)
     compiled = jax.jit(traced, donate_argnums=1).lower(decoder.abstract(), cache, packed).compile()

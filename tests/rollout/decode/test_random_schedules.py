@@ -59,7 +59,8 @@ def spoil_program(one):
 
     def spoil(state, blocks, offsets):
         bad = jnp.full((len(blocks), heads, size), jnp.nan)
-        return tuple(one.placement.attention.write(layer, bad, bad, blocks, offsets) for layer in state)
+        write = one.placement.attention.write
+        return state._replace(layers=tuple(write(layer, bad, bad, blocks, offsets) for layer in state.layers))
 
     return jax.jit(spoil, donate_argnums=0)
 
