@@ -134,9 +134,9 @@ def test_samples_that_share_a_prompt_which_ends_inside_a_block(block_tokens):
     whole = prompt // block_tokens
     sequences.blocks[2] = [*sequences.blocks[1][:whole], sequences.free.pop()]
     at = lambda blocks: jnp.array([blocks[whole]])
-    sequences.cache = tuple(
-        ATTENTION.copy(layer, at(sequences.blocks[1]), at(sequences.blocks[2])) for layer in sequences.cache
-    )
+    layers = sequences.cache.layers
+    copied = tuple(ATTENTION.copy(layer, at(sequences.blocks[1]), at(sequences.blocks[2])) for layer in layers)
+    sequences.cache = EngineState(copied, None)
     # both continue as sequence 1 does, so both must be its forward pass
     pieces = [sequences.piece(1, prompt, 80), sequences.piece(2, prompt, 80)]
     pieces[1] = dataclasses.replace(pieces[1], tokens=pieces[0].tokens)
