@@ -14,7 +14,8 @@ Parts (--parts=NAME,NAME), by the rows of the table:
   decode   8  the experts of a decode step, A, one thread: CPU of 1 row over 32 rows, and of other ways over ours
   generation  9  64 requests in 32 slots, 4 layers of A: speed of our engine over transformers' generate
   mesh    10  a learner of two layers of A over eight virtual devices against one: loss, gradient of each leaf
-  routes  11  the same step with routes recorded and replayed over off; bytes of a token
+  routes  11  the same step, and generation, with routes recorded and followed over off; bytes of a token
+  dense   12  SmolLM2-135M: a train step and generation over those of the checkout --before
 
 A = 128 experts, 8 a token, width 256, of an expert 128; B = 32, 4, 512, 256; 512 tokens, float32, one thread a side.
 PYTHON is the interpreter of an environment with torch and transformers.
@@ -24,6 +25,7 @@ Exit code 0: every part held; 1: one did not; 2: one cannot run here. The number
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +35,8 @@ from benchmarks.moe_parts.mesh import measure_mesh
 from benchmarks.moe_parts.parity import measure_parity
 from benchmarks.moe_parts.product import measure_against_torch, measure_products
 from benchmarks.moe_parts.replay import measure_exact, measure_foreign, measure_rounded
-from benchmarks.moe_parts.train import measure_routes, measure_training
+from benchmarks.moe_parts.routes import measure_dense, measure_routes
+from benchmarks.moe_parts.train import measure_training
 from benchmarks.options import Row, add_engine, make_parser, report, run, split_choices
 from benchmarks.parts import Part, judge, measure_part
 
@@ -85,8 +88,12 @@ PARTS = {
         '1e-5; 1e-4', measure_mesh,
     ),
     'routes': Part(
-        'routes recorded and replayed over off, the same step: bytes a token; CPU', 'MoE layers x k; <= 1.05x',
-        measure_routes,
+        'routes recorded and followed over off: bytes a token; CPU of generation (lognormal) and of the train step',
+        'MoE layers x k; <= 1.05x; <= 1.05x', measure_routes,
+    ),
+    'dense': Part(
+        'SmolLM2-135M, float32: CPU of a train step and of generation over those of a version before', '<= 1.03x',
+        measure_dense,
     ),
 }  # fmt: skip
 
@@ -94,6 +101,7 @@ PARTS = {
 def main(arguments: Sequence[str] | None = None) -> Row:
     parser = make_parser(__doc__, turns=7)
     parser.add_argument('--parts', default=','.join(PARTS))
+    parser.add_argument('--before', type=pathlib.Path, help='checkout that dense models are compared with')
     parser.add_argument('--torch-python', default='', help='interpreter of an environment with torch and transformers')
     parser.add_argument('--torch-caches', default='dynamic,static', help="of transformers' generate; the better counts")
     parser.add_argument('--torch-threads', default='1,2', help="of transformers' generate; the better counts")

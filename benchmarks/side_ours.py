@@ -15,7 +15,8 @@ from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams
-from benchmarks.case import default_optimizer, give_routes, learner_settings, make_groups
+from benchmarks import case  # of an earlier version, which has no routes
+from benchmarks.case import default_optimizer, learner_settings, make_groups
 from benchmarks.sides import Call, Compilations, Start, serve
 from benchmarks.workload import load_work
 
@@ -36,8 +37,8 @@ def prepare_training(arguments: Mapping[str, Any]) -> Start:
     decoder = Decoder(config, **arguments['decoder'])
     groups = make_groups(load_work(arguments['work']))
     settings = learner_settings(**arguments['settings'])
-    if settings.records_routes:
-        groups = give_routes(groups, Decoder(config), params)
+    if arguments['settings'].get('records_routes'):
+        groups = case.give_routes(groups, Decoder(config), params)
 
     def start() -> tuple[Call, Any]:
         compilations = Compilations()

@@ -1,4 +1,4 @@
-"""CPU seconds of a train step of a model with experts: ours against torch (7), and with recorded routes (11).
+"""CPU seconds of a train step of a model with experts: ours against torch (7), and what routes.py asks for.
 
 Sides are processes on one core each, asked in turns; the first call of each, which compiles, is not counted.
 """
@@ -23,7 +23,7 @@ from benchmarks.ratios import Bar, Ratio, spread
 from benchmarks.sides import Run, Side, ask_in_turns
 from benchmarks.workload import SIGMA, Workload
 
-OVER_TORCH, MOST_WITH_ROUTES = Bar(1.3, at_least=True), Bar(1.05, at_least=False)
+OVER_TORCH = Bar(1.3, at_least=True)
 GROUPS, GROUP_SIZE, PROMPT, MEAN, CAP = 4, 8, 32, 64, 256
 ROW_TOKENS, ROW_LOSS_TOKENS, ROWS_OF_TORCH = 1280, 1152, 8  # a micro-batch has about as many tokens on either side
 _SAME_NORM = 1.01
@@ -52,47 +52,24 @@ def measure_training(options: Any) -> dict[str, Any]:
     """Row 7: padded rows sorted by length in torch, with grouped_mm of transformers, over packed rows of ours."""
     if not options.torch_python:
         raise UserError('--torch-python is not set: an interpreter with torch and transformers is needed')
-    with _case(options) as case:
-        ours = Side(sys.executable, 'benchmarks.side_ours', case | _ours())
+    with make_case(options) as case:
+        ours = Side(sys.executable, 'benchmarks.side_ours', case | our_step())
         order = {'order': 'by length', 'rows_per_microbatch': ROWS_OF_TORCH, 'experts': 'grouped_mm'}
         theirs = Side(options.torch_python, 'benchmarks.side_torch', case | order)
-        calls, facts = _ask({'ours': ours, 'torch': theirs}, options.turns)
+        calls, facts = ask_warm({'ours': ours, 'torch': theirs}, options.turns)
     norms = {name: of[-1]['checks']['update/grad_norm'] for name, of in calls.items()}
     if max(norms.values()) > _SAME_NORM * min(norms.values()):
         raise RuntimeError(f'the sides differ in their gradient norms, so they did different work: {norms}')
-    found = _compare(calls, 'torch', 'ours', 'cpu_s')
+    found = compare_clock(calls, 'torch', 'ours', 'cpu_s')
     return {
         'value': found.median, 'quartile': found.quartile, 'turns': options.turns, 'met': OVER_TORCH.holds(found),
-        'wall': _compare(calls, 'torch', 'ours', 'wall_s').median, 'cpu_s': _spread(calls),
+        'wall': compare_clock(calls, 'torch', 'ours', 'wall_s').median, 'cpu_s': spread_cpu(calls),
         'versions': facts['torch'].get('versions'),
     }  # fmt: skip
 
 
-def measure_routes(options: Any) -> dict[str, Any]:
-    """Row 11: the same step with routes that are recorded and replayed over one without; bytes of a token."""
-    config = make_config(options.small)
-    with _case(options) as case:
-        sides = {
-            'off': Side(sys.executable, 'benchmarks.side_ours', case | _ours()),
-            'replay': Side(sys.executable, 'benchmarks.side_ours', case | _ours(records_routes=True, routes='replay')),
-        }
-        calls, _ = _ask(sides, options.turns)
-    found = _compare(calls, 'replay', 'off', 'cpu_s')
-    column = config.routes
-    assert column.shape is not None
-    assert config.experts is not None
-    size, wanted = column.blank(1).nbytes, config.n_expert_layers * config.experts.per_token
-    return {
-        'value': {'bytes_a_token': size, 'train_step': found.median},
-        'quartile': {'train_step': found.quartile},
-        'turns': options.turns,
-        'met': size == wanted and MOST_WITH_ROUTES.holds(found),
-        'wall': _compare(calls, 'replay', 'off', 'wall_s').median,
-        'cpu_s': _spread(calls),
-    }
-
-
-def _ours(**settings: Any) -> dict[str, Any]:
+def our_step(**settings: Any) -> dict[str, Any]:
+    """Arguments of our side beside the case."""
     rows = {'row_tokens': ROW_TOKENS, 'row_loss_tokens': ROW_LOSS_TOKENS, 'packing': 'shared_prompt'}
     return {
         'decoder': {'layers': 'list', 'remat': 'dots'},
@@ -101,7 +78,7 @@ def _ours(**settings: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _case(options: Any) -> Iterator[dict[str, Any]]:
+def make_case(options: Any) -> Iterator[dict[str, Any]]:
     """What both sides load."""
     config = make_config(options.small)
     params = Decoder(config).init(options.seed)
@@ -113,7 +90,8 @@ def _case(options: Any) -> Iterator[dict[str, Any]]:
         yield {'model': f'{directory}/model', 'work': path, 'task': 'train', 'core': core}
 
 
-def _ask(sides: Mapping[str, Side], turns: int) -> tuple[dict[str, list[Run]], dict[str, Run]]:
+def ask_warm(sides: Mapping[str, Side], turns: int) -> tuple[dict[str, list[Run]], dict[str, Run]]:
+    """(calls in turns, facts) of sides that have compiled."""
     with contextlib.ExitStack() as stack:
         running = {name: stack.enter_context(side) for name, side in sides.items()}
         for side in running.values():
@@ -121,10 +99,12 @@ def _ask(sides: Mapping[str, Side], turns: int) -> tuple[dict[str, list[Run]], d
         return ask_in_turns(running, turns), {name: side.facts() for name, side in running.items()}
 
 
-def _compare(calls: Mapping[str, list[Run]], above: str, below: str, clock: str) -> Ratio:
+def compare_clock(calls: Mapping[str, list[Run]], above: str, below: str, clock: str) -> Ratio:
+    """One side over another, with the quartile on the side on which the bar would be missed."""
     found = spread([a[clock] / b[clock] for a, b in zip(calls[above], calls[below], strict=True)])
     return Ratio(found['median'], found.get('lower' if above == 'torch' else 'upper', found['median']))
 
 
-def _spread(calls: Mapping[str, list[Run]]) -> dict[str, dict[str, float]]:
+def spread_cpu(calls: Mapping[str, list[Run]]) -> dict[str, dict[str, float]]:
+    """CPU seconds of a call of each side."""
     return {name: spread([call['cpu_s'] for call in of]) for name, of in calls.items()}
