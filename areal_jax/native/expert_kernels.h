@@ -138,7 +138,9 @@ inline ffi::Future MultiplyExperts(ffi::ThreadPool pool, Floats x, Integers expe
   Phases phases;
   const Choices& choices = KeepChoices(phases, experts, shape[0]);
   const RowsOf rows{x.typed_data(), d, choices.token.data()};
-  AddExperts(phases, choices, shape[0], wide / 2, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  const int64_t most = shape[0];
+  AddExperts(phases, choices, most, wide / 2, kLanes, [=](int64_t expert, int64_t column, int64_t begin,
+                                                          int64_t count) {
     const int64_t matrix = expert * d * width;
     float* to = out + begin * wide + column;
     MultiplyChosen(rows, begin, count, d, Straight(gates + matrix, width, column),
@@ -185,7 +187,8 @@ struct Backward {
 
 // inner = dy down'.
 inline void AddInnerGradient(Phases& phases, const Choices& choices, const Backward& b) {
-  AddExperts(phases, choices, choices.experts, b.rounded, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, choices.experts, b.rounded, kPair, [=](int64_t expert, int64_t column, int64_t begin,
+                                                                     int64_t count) {
     const float* matrix = b.down + b.Matrix(expert);
     float* to = b.inner + begin * b.rounded + column;
     MultiplyChosen(b.dy, begin, count, b.d, Turned(matrix, b.d, b.width, column),
@@ -195,12 +198,14 @@ inline void AddInnerGradient(Phases& phases, const Choices& choices, const Backw
 
 inline void AddMatrixGradients(Phases& phases, const Choices& choices, const Backward& b, float* gate, float* up,
                                float* down) {
-  AddExperts(phases, choices, choices.experts, b.width, kLanes, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, choices.experts, b.width, kLanes, [=](int64_t expert, int64_t column, int64_t begin,
+                                                                    int64_t count) {
     const int64_t to = b.Matrix(expert) + column, columns = CountColumns(column, b.width);
     MultiplyOuter(b.x, b.Half(false), begin, count, b.d, {column, b.rounded + column}, {columns, columns},
                   {{gate + to, up + to}, b.width});
   });
-  AddExperts(phases, choices, choices.experts, b.d, kPair, [=](int64_t expert, int64_t column, int64_t begin, int64_t count) {
+  AddExperts(phases, choices, choices.experts, b.d, kPair, [=](int64_t expert, int64_t column, int64_t begin,
+                                                               int64_t count) {
     float* to = down + b.Matrix(expert) + column;
     MultiplyOuter(b.Inner(), b.dy, begin, count, b.width, {column, column + kLanes},
                   {CountColumns(column, b.d), CountColumns(column + kLanes, b.d)}, {{to, to + kLanes}, b.d});

@@ -16,8 +16,8 @@
 
 namespace areal_jax {
 
-// A tile of a product is kTileRows rows of two vectors: its sums fill 24 of 32 registers of AVX-512, 12 of 16 of AVX2. So
-// do those of kFewRows rows of kWideVectors.
+// A tile of a product is kTileRows rows of two vectors: its sums fill 24 of 32 registers of AVX-512, 12 of 16 of AVX2.
+// So do those of kFewRows rows of kWideVectors.
 #ifdef __AVX512F__
 using Lanes = Whole;
 constexpr int kTileRows = 12, kWideVectors = 8;
@@ -293,8 +293,8 @@ inline void MultiplyWide(const float* const* rows, int64_t in, const float* matr
   for (int r = 0; r < kRows; ++r) std::memcpy(out + r * out_stride, sums[r], sizeof sums[r]);
 }
 
-// Rows from `begin` on [count, in] times `columns` columns, kWide or a smaller multiple of kPair, of a matrix [in, width];
-// zeros behind `width`. Few rows read the matrix as it lies: packing it costs more than their product.
+// Rows from `begin` on [count, in] times `columns` columns, kWide or a smaller multiple of kPair, of a matrix
+// [in, width]; zeros behind `width`. Few rows read the matrix as it lies: packing it costs more than their product.
 inline void MultiplyColumns(const RowsOf& rows, int64_t begin, int64_t count, int64_t in, const float* matrix,
                             int64_t width, int64_t column, int64_t columns, float* out, int64_t out_stride) {
   if (count <= kFewRows && columns == kWide && column + kWide <= width) {

@@ -1,5 +1,5 @@
-// Experts in the place of an MLP, as phases of work behind those of layer.h: the router, its choice, and the products of
-// the tokens with the experts that they chose. models/experts.py chooses likewise.
+// Experts in the place of an MLP, as phases of work behind those of layer.h: the router, its choice, and the products
+// of the tokens with the experts that they chose. models/experts.py chooses likewise.
 //
 // T tokens, E experts, k choices of a token, d model width, F' width of an expert, rounded up. The cost follows the
 // experts that are chosen, whatever the number of tokens.
