@@ -35,6 +35,12 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if command.config.telemetry.progress:
         print('starting', flush=True)  # importing jax takes seconds
 
+    if values.dry_run:
+        from areal_jax.app.parts.dry_run import describe_run
+
+        print(describe_run(command.config))
+        return ExitCode.FINISHED
+
     from areal_jax.app.roles.processes import follow_run, join_processes
     from areal_jax.app.training import build_run
     from areal_jax.native.kept_blocks import keep_blocks
@@ -74,6 +80,9 @@ def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_bool(
+        'dry_run', False, 'Print shapes, shardings and memory of a device; draw and write nothing.', flag_values=values
+    )
     flags.DEFINE_integer(
         'process_id', None, 'Which of the hosts of cluster.learner this is; 0 drives the run.', flag_values=values
     )
@@ -83,7 +92,10 @@ def _define_flags() -> flags.FlagValues:
 COMMAND = Command(
     program='areal-train',
     purpose='Trains a model by reinforcement learning or by demonstrations, and leaves weights and a report.',
-    usage=('--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--config.SECTION.FIELD=VALUE ...]',),
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--config.SECTION.FIELD=VALUE ...]',
+        '--config=FILE[:ARGUMENT] --dry_run [--config.SECTION.FIELD=VALUE ...]',
+    ),
     flags=_define_flags,
     examples=(
         Example(

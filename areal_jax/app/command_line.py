@@ -52,9 +52,13 @@ class CommandLine:
 
 
 def parse_train_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
-    """The command line of a run, with a valid config and a --workdir that can be written; raises UserError."""
+    """The command line of a run, with a valid config and, but for --dry_run, a --workdir that can be written.
+
+    Raises UserError.
+    """
     command = parse_command(argv, values)
-    require_workdir(values['workdir'].value)
+    if not ('dry_run' in values and values['dry_run'].value):
+        require_workdir(values['workdir'].value)
     validate(command.config)
     require_extras(command.config)
     return command

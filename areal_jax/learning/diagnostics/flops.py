@@ -53,6 +53,15 @@ def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, in
     return cost, frozen * config.vocab_size * config.d_model
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """Weights that a token meets: all but those of experts that it does not reach."""
+    table = weight_table(config, None).values()
+    return sum(
+        _active(spec, config) if spec.in_layers and len(spec.shape) > 1 else math.prod(spec.shape) * len(spec.paths)
+        for spec in table
+    )
+
+
 def _active(spec: WeightSpec, config: ModelConfig) -> int:
     """Weights of all layers that a token meets: of experts, those that it reaches."""
     if len(spec.shape) == 2:
