@@ -28,7 +28,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     silence_libraries()
     values = _define_flags()
-    command = parse_train_command(argv, values)
+    command = parse_train_command(argv, values, describes=True)
 
     set_up_process()
 

@@ -51,13 +51,13 @@ class CommandLine:
     overrides: tuple[str, ...]  # fields that the command line sets: 'rollout.slots'
 
 
-def parse_train_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
-    """The command line of a run, with a valid config and, but for --dry_run, a --workdir that can be written.
+def parse_train_command(argv: Sequence[str], values: flags.FlagValues, describes: bool = False) -> CommandLine:
+    """The command line of a run, with a valid config and a --workdir that can be written; raises UserError.
 
-    Raises UserError.
+    `describes`: with --dry_run the program leaves nothing and needs no --workdir.
     """
     command = parse_command(argv, values)
-    if not ('dry_run' in values and values['dry_run'].value):
+    if not (describes and values['dry_run'].value):
         require_workdir(values['workdir'].value)
     validate(command.config)
     require_extras(command.config)
