@@ -226,6 +226,11 @@ def _route_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "learner.routes='replay' follows the experts that engines recorded, and rollout.record_routes=False: set "
             "it to True, or use learner.routes='live'"
         )
+    if c.learner.router_aux_loss and c.model.source == 'random' and not c.model.experts:
+        yield (
+            f'learner.router_aux_loss={c.learner.router_aux_loss} needs a model with experts, and model.experts=0: '
+            'name a family with experts (docs/moe.md), or set it to 0'
+        )
     if not rollout.record_routes:
         return
     if c.model.source == 'random' and not c.model.experts:

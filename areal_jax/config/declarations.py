@@ -198,6 +198,7 @@ SECTIONS: Mapping[str, Section] = {
         ),
         attention=Choice('auto', ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'), "'auto': by platform"),
         routes=Choice('live', ('live', 'replay'), 'with experts: replay = those that rollout.record_routes recorded'),
+        router_aux_loss=Real(0.0, NOT_NEGATIVE, 'with experts: weight of a loss that evens their load'),
     ),
     'lora': Section(
         'Low-rank adapters',

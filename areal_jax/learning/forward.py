@@ -37,6 +37,7 @@ class SeenRoutes(NamedTuple):
 
     differs: jax.Array  # int32 [R, N], layers in which a loss token's set of experts is another than the recorded one
     loads: jax.Array  # float32 [L, E], tokens that reached an expert
+    scores: jax.Array  # float32 [L, E], the sum of the scores of all tokens
 
 
 class PackedDecoder(Protocol):
@@ -123,7 +124,8 @@ def predicting_states(
     if routed is None:
         return states, None
     differs = jnp.sum(routed.differs, axis=0, dtype=jnp.int32)
-    return states, SeenRoutes(jnp.take_along_axis(tokens.unflatten(differs), sources, axis=1), routed.loads)
+    of_loss_tokens = jnp.take_along_axis(tokens.unflatten(differs), sources, axis=1)
+    return states, SeenRoutes(of_loss_tokens, routed.loads, routed.scores)
 
 
 def score_targets(

@@ -20,7 +20,7 @@ from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE,
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import SEEN_ROUTES, Scalars, training_rows, training_scalars
+from areal_jax.learning.train_step import EXPERT_LOADS, SEEN_ROUTES, Scalars, training_rows, training_scalars
 from areal_jax.learning.weights.trained_leaves import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
@@ -80,6 +80,8 @@ class Passes:
         `first` says that no step of this update came before it.
         """
         scalars = self._scalars(denominator, version, first)
+        if self._settings.router_aux_loss:  # the load of the whole minibatch weighs the scores of each micro-batch
+            scalars = {**scalars, **self._place_loads(self._loads(state, rows, scalars))}
         run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
         return run(state, rows, scalars, factor)
 
@@ -101,6 +103,19 @@ class Passes:
                 for microbatch in self._layout.split(rows)
             ]
         )
+
+    def _loads(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> np.ndarray:
+        """float32 [L, E]: tokens of a minibatch that reach each expert, by a pass of its own."""
+        working = self.working(state)
+        weights, frozen = policy_leaves(working), policy_leaves(state.frozen)
+        passed = [
+            self._programs.run('loads', weights, frozen, self._layout.place(one), scalars)
+            for one in self._layout.split(rows)
+        ]
+        return np.asarray(np.sum(jax.device_get(passed), axis=0), np.float32)
+
+    def _place_loads(self, loads: np.ndarray) -> dict[str, jax.Array]:
+        return place({EXPERT_LOADS: loads}, replicated(self._mesh))
 
     def collisions(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, log Σ π²) of the trained weights, float32 [M, R, N] each."""
@@ -141,13 +156,16 @@ class Passes:
         yield 'export', (state.params, state.frozen)
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, settings.objective)
-            scalars = self._scalars(denominator, version=0, first=True)
+            scalars = training = self._scalars(denominator, version=0, first=True)
+            one = self._layout.place({name: array[0] for name, array in rows.items()})
+            if settings.router_aux_loss:
+                training = {**scalars, **self._place_loads(np.zeros(self._layout.expert_shape, np.float32))}
+                yield 'loads', (policy_leaves(working), policy_leaves(state.frozen), one, scalars)
             if settings.accumulate == 'scan':
                 whole = self._layout.place(rows)
-                yield 'scan', (state.params, state.optimizer, state.frozen, whole, scalars, self._rate())
-            one = self._layout.place({name: array[0] for name, array in rows.items()})
+                yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, self._rate())
             if settings.accumulate == 'dispatch':
-                yield 'accumulate', (state.gradients, working, state.frozen, one, scalars)
+                yield 'accumulate', (state.gradients, working, state.frozen, one, training)
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
             scores = settings.scores or settings.ratio_split is not None or measured

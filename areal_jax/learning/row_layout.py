@@ -37,8 +37,13 @@ class RowLayout:
         halves = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
         self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.row_buckets)}))
         _require_model(config, mesh)
-        if settings.records_routes and config.experts is None:
-            raise ConfigError('rollout.record_routes=True needs a model with experts; set it to False')
+        for field, value, off in (
+            ('rollout.record_routes', settings.records_routes, False),
+            ('learner.router_aux_loss', settings.router_aux_loss, 0),
+        ):
+            if value and config.experts is None:
+                raise ConfigError(f'{field}={value} needs a model with experts; set it to {off}')
+        self.expert_shape = (config.n_expert_layers, config.experts.count if config.experts else 0)
         _require_rows(self._buckets, settings.rows_per_microbatch, mesh)
         self.attention, self.passed_over = choose_checked(
             settings.attention,

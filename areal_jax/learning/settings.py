@@ -21,7 +21,7 @@ _LEARNER_FIELDS = {
         'learner': (
             *('row_tokens', 'row_loss_tokens', 'rows_per_microbatch', 'n_minibatches', 'epochs', 'packing', 'fill'),
             *('tail_buckets', 'row_buckets', 'accumulate', 'filter_equal_rewards', 'dtype', 'loss_scale', 'attention'),
-            'routes',
+            *('routes', 'router_aux_loss'),
         ),
         'rollout': ('temperature',),
         'staleness': ('max_token_age', 'over_age'),
@@ -95,6 +95,7 @@ class LearnerSettings:
     records_routes: bool  # engines record which experts tokens have reached
     # 'replay': passes of the policy and of the reference reach the recorded ones; an argument of the programs
     routes: str = dataclasses.field(compare=False)
+    router_aux_loss: float  # weight of the loss that evens the load of experts
 
     def __post_init__(self) -> None:
         require_allowed({path: getattr(self, name) for name, path in _LEARNER_FIELDS.items()})

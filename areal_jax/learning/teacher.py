@@ -87,7 +87,9 @@ def place_teacher(
             f'loss.teacher predicts one of {theirs} tokens, and the model that is trained one of {ours}: their '
             "distributions cannot be compared; name another teacher, or use loss.divergence='sampled'"
         )
-    settings = dataclasses.replace(settings, records_routes=False, routes='live')  # those of the trained model
+    settings = dataclasses.replace(
+        settings, records_routes=False, routes='live', router_aux_loss=0.0
+    )  # of the trained model
     layout = RowLayout(decoder.config, mesh, settings)
     teacher = Teacher(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
     return (teacher, teacher.form, teacher.weights) if reads & DIVERGENCES else (teacher, None, None)

@@ -36,6 +36,7 @@ from areal_jax.learning.vocabulary_statistics import TeacherForm, read_teacher, 
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
+from areal_jax.models.experts import measure_balance
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
 from areal_jax.sharding.rules import replicated
 from areal_jax.sharding.shares import Shares
@@ -44,7 +45,7 @@ from areal_jax.types import PackedBatch, Tree
 # what differs from call to call, see `training_scalars`; and 'teacher', the weights of one that a step itself reads
 Scalars = Mapping[str, Tree]
 _Metrics = dict[str, Any]  # arrays, and SeenRoutes
-_FOLLOWS = 'follows_routes'
+_FOLLOWS, EXPERT_LOADS = 'follows_routes', 'expert_loads'  # in the scalars of a model with experts
 SEEN_ROUTES = 'seen_routes'  # beside the metrics of a micro-batch: SeenRoutes
 _ROW_FIELDS = (
     *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
@@ -202,6 +203,16 @@ class Programs:
 
         return jax.jit(values, out_shardings=replicated(self.mesh))
 
+    def loads(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> tokens that reach each expert, [L, E]."""
+
+        def loads(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> jax.Array:
+            seen = self._policy_states(trees.join(working, frozen), rows, scalars)[1]
+            assert seen is not None, 'compiled for learners of models with experts'
+            return seen.loads
+
+        return jax.jit(loads, out_shardings=replicated(self.mesh))
+
     def accumulate(self) -> jax.stages.Wrapped:
         """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
         [R, N])."""
@@ -333,9 +344,14 @@ class Programs:
         scored = self._scored(weights, rows, scalars)
         statistics = self._statistics(weights, scored.states, rows, scalars)
         loss, of_loss = require_loss(self.settings.objective, self._tokens(scored, statistics, rows, scalars))
-        metrics: _Metrics = of_loss | {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
-        if scored.routes is not None:
-            metrics[SEEN_ROUTES] = scored.routes
+        metrics: _Metrics = dict(of_loss)
+        if (seen := scored.routes) is not None:
+            metrics[SEEN_ROUTES] = seen
+        if (experts := self.decoder.config.experts) and seen is not None and self.settings.router_aux_loss:
+            balance = measure_balance(seen.scores, scalars[EXPERT_LOADS], experts.per_token)
+            loss += self.settings.router_aux_loss * balance
+            metrics['router_balance_sum'] = balance
+        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), scored.logprobs)
 
     def _tokens(self, scored: _Scored, statistics: Mapping[str, jax.Array], rows: Rows, scalars: Scalars) -> LossTokens:

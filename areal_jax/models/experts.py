@@ -46,6 +46,7 @@ class Routed(NamedTuple):
     live: jax.Array  # int32 [L, T, k], in descending order of the scores
     loads: jax.Array  # float32 [L, E], how many tokens that count reached an expert
     differs: jax.Array  # bool [L, T], the set that was chosen is another than the recorded one; False without a record
+    scores: jax.Array  # float32 [L, E], the sum of the scores of the tokens that count; 0 where a kernel has chosen
 
 
 class Choice(NamedTuple):
@@ -79,13 +80,30 @@ def choose_experts(
     if experts.normalised:
         weights = weights / weights.sum(-1, keepdims=True)
     reached = _keep_valid(chosen, experts, valid)
-    return Choice(reached, weights, Routed(live, _count_tokens(reached, experts), differs))
+    counted = scores if valid is None else jnp.where(valid[:, None], scores, 0.0)
+    return Choice(reached, weights, Routed(live, _count_tokens(reached, experts), differs, counted.sum(axis=0)))
 
 
 def follow_choice(live: jax.Array, experts: Experts, valid: jax.Array | None) -> Routed:
     """What is said of a choice int32 [T, k] that the tokens that count have followed; `valid` as in Routing."""
     loads = _count_tokens(_keep_valid(live, experts, valid), experts)
-    return Routed(live, loads, jnp.zeros(len(live), bool))
+    return Routed(live, loads, jnp.zeros(len(live), bool), jnp.zeros(experts.count, jnp.float32))
+
+
+def measure_balance(scores: jax.Array, loads: jax.Array, choices: int) -> jax.Array:
+    """The part of some tokens in E sum_e f_e P_e, the mean over the layers (arXiv 2101.03961, equation 4).
+
+    f_e is the share of expert e in all choices, P_e the mean of its scores. 1 where the load is even. The gradient is
+    that of the scores.
+
+    Args:
+      scores: float32 [L, E], the sum over these tokens.
+      loads: float32 [L, E], how many tokens reached an expert, over all tokens of which these are a part.
+      choices: experts of a token.
+    """
+    total = jnp.maximum(loads.sum(axis=-1, keepdims=True), 1.0)
+    shares, means = loads / total, scores / (total / choices)
+    return scores.shape[-1] * jnp.mean(jnp.sum(jax.lax.stop_gradient(shares) * means, axis=-1))
 
 
 def _keep_valid(chosen: jax.Array, experts: Experts, valid: jax.Array | None) -> jax.Array:

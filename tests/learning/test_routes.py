@@ -17,7 +17,7 @@ from areal_jax.learning.packing.examples import next_token_form
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.experts import Routing
+from areal_jax.models.experts import Routing, measure_balance
 from areal_jax.models.shape import Experts
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
@@ -217,4 +217,56 @@ def test_a_dense_model_is_refused():
         SpmdLearner(
             tiny_decoder(1), tiny_decoder(1).init(0), make_mesh(), optimizer=make_optimizer('sgd'), learning_rate=0.1,
             settings=learner_settings(records_routes=True),
+        )  # fmt: skip
+
+
+@jax.jit
+def _loads_and_scores(tokens, valid):
+    routing = Routing(valid=valid)
+    routed = DECODER.hidden_and_routes(PARAMS, tokens, jnp.arange(len(tokens)), whole_attention, routing=routing)[2]
+    return routed.loads, routed.scores
+
+
+def balance_by_hand():
+    """E sum f P, the mean over the layers, over the tokens that rows of one answer each hold."""
+    loads, scores, tokens = 0.0, 0.0, 0
+    for one in [one for group in GROUPS for one in group.trajectories]:
+        padded = np.zeros(24, np.int32)
+        padded[: len(one.tokens)] = one.tokens
+        read = int(np.flatnonzero(one.loss_mask)[-1])  # the last loss token is predicted and not read
+        found = _loads_and_scores(padded, np.arange(24) < read)
+        loads, scores = (
+            total + np.asarray(part, np.float64) for total, part in zip((loads, scores), found, strict=True)
+        )
+        tokens += read
+    return np.mean([8 * (f / (2 * tokens) * p / tokens).sum() for f, p in zip(loads, scores, strict=True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('how', [{}, {'row_tokens': 24}, {'accumulate': 'scan', 'max_microbatches': 8}])
+def test_the_loss_of_balance_is_that_of_the_minibatch_however_it_is_split(how):
+    how |= {'records': False, 'routes': 'live', 'packing': 'ordinary'}
+    metrics = make_learner(router_aux_loss=0.5, **how).update(GROUPS, 2)
+    plain = make_learner(**how).update(GROUPS, 2)
+    np.testing.assert_allclose(metrics['loss/router_balance'], balance_by_hand(), rtol=1e-5)
+    np.testing.assert_allclose(metrics['loss/value'] - plain['loss/value'], 0.5 * balance_by_hand(), rtol=1e-5)
+    assert metrics['update/grad_norm'] != plain['update/grad_norm']
+    assert 'loss/router_balance' not in plain
+
+
+def test_the_balance_is_1_where_loads_are_even_and_has_the_gradient_of_the_scores():
+    even = jnp.full((2, 4), 3.0)
+    assert measure_balance(even, even * 2, choices=2) == 1.0
+    loads = jnp.array([[4.0, 0.0, 0.0, 0.0]])
+    uneven = jnp.array([[2.5, 0.5, 0.5, 0.5]])  # of 4 tokens, one choice each
+    assert measure_balance(uneven, loads, choices=1) == 4 * 2.5 / 4
+    slope = jax.grad(lambda scores: measure_balance(scores, loads, choices=1))(uneven)
+    np.testing.assert_allclose(slope, [[1.0, 0.0, 0.0, 0.0]])
+
+
+def test_a_balance_of_no_experts_is_refused():
+    with pytest.raises(ConfigError, match=r'learner\.router_aux_loss=0\.5 needs a model with experts; set it to 0'):
+        SpmdLearner(
+            tiny_decoder(1), tiny_decoder(1).init(0), make_mesh(), optimizer=make_optimizer('sgd'), learning_rate=0.1,
+            settings=learner_settings(router_aux_loss=0.5),
         )  # fmt: skip

@@ -55,6 +55,8 @@ def test_a_choice_is_the_formula(normalised):
     np.testing.assert_array_equal(choice.experts, ids)
     np.testing.assert_allclose(choice.weights, weights, rtol=1e-6)
     np.testing.assert_array_equal(choice.routed.loads, np.bincount(ids.ravel(), minlength=6))
+    scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(choice.routed.scores, scores.sum(0), rtol=1e-5)
 
 
 def test_equal_scores_go_to_the_lower_number():

@@ -178,6 +178,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         critic=build_critic_settings(config, objective),
         records_routes=policy.rollout.record_routes,
         routes=(policy if policy.rollout.record_routes else idle).learner.routes,
+        router_aux_loss=learner.router_aux_loss,
     )
 
 
