@@ -91,6 +91,6 @@ def _foreign_choice(seed: int) -> Iterator[None]:
 
     with (
         mock.patch.object(Decoder, 'hidden_and_routes', foreign),
-        mock.patch.object(Decoder, 'can_step', lambda *_: False),  # the kernel of a step makes its own choice
+        mock.patch.object(Decoder, 'can_step', return_value=False),  # the kernel of a step makes its own choice
     ):
         yield
