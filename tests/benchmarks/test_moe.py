@@ -19,6 +19,7 @@ def test_a_part_without_its_interpreter_says_so(tmp_path):
     assert parts.judge(rows) == 2
 
 
+@pytest.mark.slow
 def test_the_smallest_run_of_the_meshes(tmp_path):
     [row] = moe.main(['--small', '--parts=mesh', f'--out={tmp_path / "moe.json"}'])['rows']
     assert set(row['value']) == set(MESHES)

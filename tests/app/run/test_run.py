@@ -133,7 +133,17 @@ def built(tmp_path_factory):
         build(kind, tmp_path_factory.mktemp(kind)).close()
 
 
-@pytest.mark.parametrize(('kind', 'step'), FIRST, ids=[f'{kind} {step.rpartition(".")[2]}' for kind, step in FIRST])
+@pytest.mark.parametrize(
+    ('kind', 'step'),
+    [
+        # what both kinds do is shown for one of them at every change
+        pytest.param(
+            kind, step, id=f'{kind} {step.rpartition(".")[2]}',
+            marks=[pytest.mark.slow] if kind == 'sft' and step in OF_EVERY_RUN else [],
+        )
+        for kind, step in FIRST
+    ],
+)  # fmt: skip
 def test_a_build_that_fails_leaves_nothing(built, tmp_path, monkeypatch, kind, step):
     inject(monkeypatch, step)
     before = held()
