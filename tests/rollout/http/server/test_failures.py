@@ -12,7 +12,7 @@ BAD = [4, 4, 4]  # the prompt for which the model below gives no numbers
 
 
 class BrokenServer(ToyServer):
-    """Weights 0 give NaN as the log-prob of every token after BAD but the first."""
+    """Weights 0 give NaN as the log-prob of a token some way behind BAD: a stream has begun by then."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -21,7 +21,7 @@ class BrokenServer(ToyServer):
         def broken(weights, state, rows, steps):
             state, output = generate(weights, state, rows, steps)
             for row, one in enumerate(rows):
-                if weights.w == 0 and one.request.prompt_tokens.tolist() == BAD and one.position > 2:
+                if weights.w == 0 and one.request.prompt_tokens.tolist() == BAD and one.position > 20:
                     output.logprobs[0, row] = np.nan
             return state, output
 
