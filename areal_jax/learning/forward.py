@@ -66,7 +66,6 @@ def forward(
     attention: str = 'auto',
     mesh: Mesh | None = None,
     compute: TokenFunction = token_logprobs,
-    follows: jax.Array | bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of the loss tokens of packed rows, or what else `compute` makes of hidden states.
 
@@ -74,12 +73,12 @@ def forward(
 
     Args:
       rows: see `predicting_states`, and 'targets' int [R, N].
-      mesh, follows: see `predicting_states`.
+      mesh: see `predicting_states`.
 
     Returns:
       (logprobs, entropy), float32 [R, N], both at `temperature`.
     """
-    states, _ = predicting_states(decoder, params, rows, attention=attention, mesh=mesh, follows=follows)
+    states, _ = predicting_states(decoder, params, rows, attention=attention, mesh=mesh)
     return score_targets(decoder, params, states, rows['targets'], temperature, mesh=mesh, compute=compute)
 
 
