@@ -20,11 +20,12 @@ import itertools
 import json
 import os
 import pathlib
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
@@ -51,6 +52,7 @@ MOST_DESCRIPTORS, MESSAGE_BYTES = 64, 2**16  # of one message
 CONFINED = 'ok'  # the word of a child
 _LARGEST_DESCRIPTOR = 2**31 - 1
 _USERS_APART = 10_000  # between the users that two children of root become
+_CONFINE_S = 10.0  # a child needs milliseconds for it, on a machine with a processor to spare
 _KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
 _PAUSE_S = 0.0002
 _COUNT_S = 1.0  # between two counts of the user's threads, for which all of /proc is read
@@ -175,15 +177,31 @@ class _Server:
     def _end(self) -> _Message:
         children, self._children = {child.pid: child for child in self._children}, []
         try:
+            words = _await_words(children.values())
             is_clean = _kill_all(children)
             ended = [
-                {'status': child.status, 'cpu_s': child.cpu_s, 'word': os.read(child.told, 2000).decode()}
-                for child in children.values()
+                {'status': child.status, 'cpu_s': child.cpu_s, 'word': word}
+                for child, word in zip(children.values(), words, strict=True)
             ]
         finally:
             for child in children.values():
                 os.close(child.told)
         return {'ended': ended} if is_clean else {'fault': 'a process of a child outlives SIGKILL'}
+
+
+def _await_words(children: Iterable[_Child]) -> list[str]:
+    """What the children say of their confinement; '' of one that ended before, or says nothing for too long.
+
+    The other child of a check may end it before this one is confined: a kill at that moment would look like a fault.
+    """
+    end_s = time.monotonic() + _CONFINE_S
+    words = []
+    for child in children:
+        poll = select.poll()
+        poll.register(child.told, select.POLLIN)
+        is_told = poll.poll(max(end_s - time.monotonic(), 0) * 1000)
+        words.append(os.read(child.told, 2000).decode() if is_told else '')
+    return words
 
 
 def _kill_all(children: dict[int, _Child]) -> bool:

@@ -1,13 +1,16 @@
-"""What a confined child keeps of the server that forks it."""
+"""What a confined child keeps of the server that forks it, and what it says before it ends."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from areal_jax.workers.sandbox.confined_children import Child, ConfinedChildren
 
 _PROGRAM = """
 import json, os, sys
@@ -39,3 +42,14 @@ def test_a_child_closes_all_descriptors_but_its_own(call):
         os.close(writer)
     kept, is_open = json.loads(found.stdout)
     assert is_open == [0, 1, 2, *kept]
+
+
+def test_children_that_are_ended_at_once_have_been_confined():
+    children = ConfinedChildren('none', ['signal'])
+    waits = Child('signal:pause', (), {'memory_bytes': 2**30})
+    try:
+        for _ in range(20):
+            children.start([waits, waits])
+            assert [child.status for child in children.end()] == [signal.SIGKILL] * 2
+    finally:
+        children.close()
