@@ -99,7 +99,7 @@ def test_nothing_is_compiled_after_it_was_prepared():
 def test_a_mesh_that_cannot_share_out_the_rows_is_refused_before_anything_moves():
     learner = make_learner(rows_per_microbatch=4)
     before = bits(learner)
-    with pytest.raises(ConfigError, match='learner.rows_per_microbatch=4 must be a multiple of the 8 devices'):
+    with pytest.raises(ConfigError, match=r'learner\.rows_per_microbatch=4 must be a multiple of the 8 devices'):
         learner.move(make_mesh(fsdp=8))
     assert devices(learner) == {0, 1}
     assert bits(learner) == before
