@@ -16,7 +16,9 @@ from areal_jax.app.run.run_context import Checkpoint
 from areal_jax.app.workdir.environment import Environment
 from areal_jax.app.workdir.provenance import Hardware
 from areal_jax.checkpoint.store import Follower
+from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
@@ -78,6 +80,7 @@ class LocalRollout(NamedTuple):
 
     engines: Sequence[LocalEngine]
     pool: Pool
+    moves: DeviceSite | None = None  # who moves devices; None: they stay
 
 
 class Site(Protocol):
@@ -118,6 +121,15 @@ class EngineSite(Protocol):
     def build_rollout(
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout: ...
+
+    @property
+    def split(self) -> DeviceSplit | None:
+        """Of the devices that move; None where they stay."""
+        ...
+
+    def note_split(self, split: DeviceSplit) -> DeviceRates:
+        """Devices were moved: the rates per device from now on."""
+        ...
 
     def copy_version(self, published: PublishedWeights) -> Tree:
         """Weights of an earlier version for a checkpoint, in host memory."""
