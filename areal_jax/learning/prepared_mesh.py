@@ -40,6 +40,13 @@ class PreparedMesh:
             programs.compile(name, *args)
         return len(declared)
 
+    def describe_publication(self) -> Tree:
+        """Shapes and shardings of what `SpmdLearner.publish` returns on this mesh."""
+        programs, described = self.part.programs.definitions, self.part.described
+        shapes = jax.eval_shape(programs.export(), described.params, described.frozen)
+        describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(describe, shapes, programs.exported)
+
 
 def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh:
     """What the learner of `make` and its only `part` computes with on another mesh.
