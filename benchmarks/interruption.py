@@ -13,8 +13,8 @@ speed of 'wait', less 1.
         favour waiting most (fast decode, slow prefill), once those that do least. A step also takes what one row takes
         longer than the weights are read ('published' overhead), or nothing besides its work ('none', a lower bound: a
         batch that gets emptier then gets as much faster as it reads less). All of it was fixed before a run, from
-        sources that benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute' gains
-        a tenth or more. Those without are shown, and `met` is null there.
+        sources that benchmarks/README.md names. Judged are the cells with the published overhead, each by itself:
+        'recompute' gains a tenth or more. Those without are shown, and `met` is null there.
   cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; one
         process, which calls the policies in turn. Reported; no bar.
 """
