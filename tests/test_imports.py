@@ -46,6 +46,7 @@ JAX_FREE = [
     'workers',
     'telemetry',
     'report',
+    'simulation',
     'commands',
 ]
 FORBIDDEN = {
