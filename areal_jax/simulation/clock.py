@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Event, Ready
@@ -67,6 +68,7 @@ class SimulatedClock(VirtualClock):
         self._ranks = {lane: 1 + index for index, lane in enumerate(sorted(self._by_wake.values(), key=_lane_key))}
         self._released: tuple[int, int] = (-1, -1)  # the last key that was released
         self._host_free_ns = 0
+        self._joined = 1  # dispatches of the completion that is being released
         self._left_ns: dict[Interval, float] = {}  # of work that shares cores, at full speed
         self._settled_ns = 0
         super().__init__(lanes, log, prices, start_s)
@@ -125,8 +127,9 @@ class SimulatedClock(VirtualClock):
 
     def _finish(self, interval: Interval) -> None:
         plan = self._plans.pop(interval, None)
+        self._joined = plan.count if plan else 1
         if plan is not None and (jump := _find_jump(interval)):
-            state, _, contexts = interval.result  # type: ignore[misc]
+            state, _, contexts = cast(tuple[object, object, object], interval.result)
             interval.result = state, jump.finish(plan.count), contexts
             if plan.count > 1 or len(plan.ends) > 1:
                 interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
@@ -137,6 +140,12 @@ class SimulatedClock(VirtualClock):
             interval.seconds = self.now() - interval.started_s
             self._reschedule()
         super()._finish(interval)
+
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
+        joined = {'joined': self._joined} if interval and self._joined > 1 else {}
+        super()._write_completion(kind, lane, interval, **fields, **joined)
 
     # Lanes that share cores.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -121,9 +122,7 @@ class CountBackend:
     def batch_bucket(self, rows: Sequence[DecodeRow]) -> int:
         return self.slots
 
-    def generate(
-        self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int
-    ) -> tuple[int, DecodeOutput | Jump]:
+    def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:
         ends = [self._find_ends(row) for row in rows]
         jump = Jump(
             tokens=np.array([row.token for row in rows], np.int32),
@@ -132,7 +131,7 @@ class CountBackend:
             positions=np.array([row.position for row in rows], np.int64) + 1,
             steps=steps,
         )
-        return state, jump if self._jumps else jump.finish(1)
+        return state, cast(DecodeOutput, jump) if self._jumps else jump.finish(1)
 
     def _find_ends(self, row: DecodeRow) -> tuple[int, bool]:
         """(tokens until the answer ends, whether it then ends by itself)."""

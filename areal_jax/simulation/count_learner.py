@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from areal_jax.checkpoint.store import Follower
 from areal_jax.learning.diagnostics.data_metrics import data_metrics
 from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Value
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Trajectory, TrajectoryGroup, Weights
 
 DIGEST = 'simulated'  # of the weights of every version
@@ -46,7 +45,7 @@ class CountLearner:
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> None:
         return None
 
-    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Value]:
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         """The metrics of an update in which every optimizer step is applied."""
         kept = self._price.kept(groups)
         everything, left = _count_ages(groups, version), _count_ages(kept, version)
@@ -54,7 +53,7 @@ class CountLearner:
         masked = {age: tokens for age, tokens in left.items() if age not in trained}
         filtered = {age: tokens - left[age] for age, tokens in everything.items()}
         total = sum(trained.values())
-        metrics: dict[str, Value] = {
+        metrics: dict[str, Any] = {
             **data_metrics(groups, kept),
             names.UPDATE_TOKENS: float(total),
             names.UPDATE_TRAJECTORIES: 0.0,
