@@ -100,16 +100,16 @@ class Roofline:
     def prices(self) -> Mapping[str, Price]:
         """For VirtualClock: of an engine's work."""
 
-        def decode(work: Work) -> float:
+        def decode(lane: str, work: Work) -> float:
             rows = work.size['rows']
             # each step sees one position more of each row: the mean over the steps, since the price is linear there
             return work.amount * self.step_s(rows, work.size['positions'] + rows * (work.amount - 1) / 2)
 
-        def prefill(work: Work) -> float:
+        def prefill(lane: str, work: Work) -> float:
             return self.prefill_s(work.size['tokens'], work.size['positions'])
 
         load_s = self.publication_s(self.devices, self.devices)
-        return {'decode': decode, 'prefill': prefill, 'load': lambda work: load_s}
+        return {'decode': decode, 'prefill': prefill, 'load': lambda lane, work: load_s}
 
     def _attention(self, positions: float) -> float:
         """Flops."""
