@@ -10,6 +10,7 @@ from areal_jax.simulation.distributions import Mixture
 from areal_jax.simulation.lengths import Lengths
 
 _REACH, _STEP = 6.0, 0.01  # of the grid of normal numbers
+_RESTS = 4000  # steps of the grid of what is left of an answer
 _PROMPTS = 64  # nodes of the grid of prompts
 
 
@@ -44,6 +45,23 @@ def group_moments(lengths: Lengths, size: int, draw: int = 0) -> GroupMoments:
     rows = np.array([_moments(value, probabilities, size) for value in values])
     mean, second, longest, product = np.average(rows, axis=0, weights=_prompt_weights(len(values)))
     return GroupMoments(float(mean), float(second), float(longest), float(product))
+
+
+def rests(lengths: Lengths, rows: int, draw: int = 0) -> tuple[float, float]:
+    """(E[R], E[max R]) in tokens: what is left of one running answer, and the most that is left of so many.
+
+    The rest of an answer that is met at a random moment of its run has P(R <= r) = E[min(L, r)] / E[L].
+    """
+    values, probabilities = _grid(dataclasses.replace(lengths, group_share=0.0), draw)
+    tokens = values[0]
+    ends = np.linspace(0, tokens.max(), _RESTS + 1)
+    order = np.argsort(tokens)
+    v, p = tokens[order], probabilities[order]
+    at_most = np.searchsorted(v, ends, side='right')
+    below, sum_below = np.append(0, np.cumsum(p)), np.append(0, np.cumsum(v * p))
+    mean = v @ p
+    done = (sum_below[at_most] + ends * (1 - below[at_most])) / mean  # P(R <= r)
+    return float((v**2 @ p) / (2 * mean)), float(np.trapezoid(1 - done**rows, ends))
 
 
 def _moments(values: np.ndarray, probabilities: np.ndarray, size: int) -> tuple[float, float, float, float]:

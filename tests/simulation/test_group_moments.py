@@ -5,7 +5,7 @@ import statistics
 import numpy as np
 import pytest
 
-from areal_jax.simulation.group_moments import group_moments
+from areal_jax.simulation.group_moments import group_moments, rests
 from areal_jax.simulation.lengths import parse_lengths
 
 CAP = 27_648
@@ -60,3 +60,17 @@ def test_moments_are_those_of_drawn_groups(text, share):
 def test_moments_follow_the_drift():
     lengths = parse_lengths('constant(100) -> constant(400)', CAP, draws_of_run=10)
     assert [group_moments(lengths, 4, draw).mean for draw in (0, 5, 10)] == pytest.approx([100, 200, 400])
+
+
+@pytest.mark.parametrize(('sigma', 'mean', 'longest'), [(0.6, 0.69, 2.91), (0.75, 0.766, 3.07)])
+def test_what_is_left_of_256_running_answers(sigma, mean, longest):
+    """In mean lengths."""
+    lengths = parse_lengths(f'lognormal(9000, {sigma})', CAP)
+    found = [rest / group_moments(lengths, 1).mean for rest in rests(lengths, 256)]
+    assert found == pytest.approx([mean, longest], abs=0.01)
+
+
+def test_what_is_left_of_equal_and_of_exponential_answers():
+    """Uniform up to the length, n / (n + 1) of it at most; and exponential again, without memory."""
+    assert rests(parse_lengths('constant(1000)', CAP), 9) == pytest.approx((500, 900), rel=1e-4)
+    assert rests(parse_lengths('exponential(1e5)', 10**8), 16)[1] == pytest.approx(3.381e5, rel=1e-3)
