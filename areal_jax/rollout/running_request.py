@@ -31,15 +31,20 @@ class GrowingArray:
 
     def __init__(self, values: np.ndarray):
         self._array, self._length = values, len(values)
+        self._repeats = is_repeated(values) or not len(values)  # `_array` begins with the value
 
     def __len__(self) -> int:
         return self._length
 
     def extend(self, values: np.ndarray) -> None:
         end = self._length + len(values)
-        if is_repeated(values) and (not self._length or (is_repeated(self._array) and self._array[0] == values[0])):
-            self._array, self._length = repeat(values[0], end, self._array.dtype), end
+        if self._repeats and is_repeated(values) and (not self._length or self._array[0] == values[0]):
+            if not self._length:
+                self._array = values
+            self._length = end
             return
+        if self._repeats:
+            self._array, self._repeats = self.view().copy(), False
         if end > len(self._array):
             grown = np.empty((2 * end, *self._array.shape[1:]), self._array.dtype)
             grown[: self._length] = self._array[: self._length]
@@ -49,6 +54,8 @@ class GrowingArray:
 
     def view(self, start: int = 0) -> np.ndarray:
         """Elements from `start` on; nothing that follows changes them."""
+        if self._repeats and self._length:
+            return repeat(self._array[0], self._length - start, self._array.dtype)
         return self._array[start : self._length]
 
 

@@ -105,9 +105,11 @@ class SimulatedClock(VirtualClock):
             return [self._now_ns + round(interval.seconds * NANOSECONDS)]
         count = max(1, min(jump.dispatches, int(work.size['quiet'])))
         seconds = [self.price_s(interval.lane, work)]
-        for index in range(1, count):  # each row sees as many positions more as it has got tokens
-            size = {**work.size, 'positions': work.size['positions'] + index * work.amount * work.size['rows']}
-            seconds.append(self.price_s(interval.lane, dataclasses.replace(work, size=size)))
+        size = dict(work.size)
+        further = dataclasses.replace(work, size=size)
+        for _ in range(1, count):
+            size['positions'] += work.amount * size['rows']  # each row sees the tokens that it has got
+            seconds.append(self.price_s(interval.lane, further))
         return list(itertools.accumulate((round(one * NANOSECONDS) for one in seconds), initial=self._now_ns))[1:]
 
     def _push(self, interval: Interval) -> None:
