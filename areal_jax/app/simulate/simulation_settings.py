@@ -71,7 +71,7 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 def note_not_simulated(config: TrackedConfig) -> None:
     """Sections of which a simulation reads what it needs: the rest of them is not idle by mistake."""
-    config.note_used(_NOT_SIMULATED)
+    config.note_used((*_NOT_SIMULATED, *_FIXED))
 
 
 def build_answers(config: TrackedConfig) -> Answers:
