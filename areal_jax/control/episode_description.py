@@ -14,7 +14,7 @@ _RESULT_FIELDS = ('name', 'arguments', 'text', 'failed')
 
 
 def describe_episode(episode: Episode) -> JsonObject:
-    """{'sample', 'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; `messages` is [] where there was no call."""
+    """{'sample', 'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; no call: `messages` is []."""
     answered = [call for call in episode.calls if call.reply is not None]
     newest = {call.row: call for call in answered}
     conversations = [read_conversation(episode, newest[row]) for row in sorted(newest)]

@@ -224,6 +224,9 @@ class OwnSite:
             'devices': self.allocation.describe(),
         }
 
+    def describe_simulation(self) -> str:
+        return ''
+
     def measure_memory(self) -> dict[str, int]:
         """Bytes by what they are for: shapes, programs of the self.learner, copies for a checkpoint."""
         parts = measure_parts(config_dict.ConfigDict(self._config.as_dict()))

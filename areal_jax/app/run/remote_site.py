@@ -193,6 +193,9 @@ class RemoteSite:
             'devices': {'learner': self._list('device_ids'), 'engines': {}},
         }
 
+    def describe_simulation(self) -> str:
+        return ''
+
     def _list(self, detail: str) -> list[Any]:
         return [value for entry in self._learners.values() for value in entry.details.get(detail, ())]
 

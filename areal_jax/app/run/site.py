@@ -153,6 +153,10 @@ class LoopSite(Site, Protocol):
 
     def describe_engines(self) -> EngineFacts: ...
 
+    def describe_simulation(self) -> str:
+        """What is simulated, in words; '' = nothing."""
+        ...
+
     def close_learner(self) -> None:
         """After the report of a finished run."""
         ...

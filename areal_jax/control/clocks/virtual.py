@@ -25,9 +25,9 @@ BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something b
 class VirtualClock(LoopClock):
     """Deterministic: the interleaving is a function of the program and of the prices of its work.
 
-    `prices` maps a kind of work to seconds per unit of its amount, or to a function of lane and work. A `call` runs for real
-    and holds time back at its modelled end until its result is there. Work in the background takes its modelled time
-    and delays no other work of its lane: what runs in the foreground goes on as if it were not there.
+    `prices` maps a kind of work to seconds per unit of its amount, or to a function of lane and work. A `call` runs for
+    real and holds time back at its modelled end until its result is there. Work in the background takes its modelled
+    time and delays no other work of its lane: what runs in the foreground goes on as if it were not there.
     """
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, Price], start_s: float = 0.0):
