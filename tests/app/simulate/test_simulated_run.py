@@ -58,7 +58,7 @@ def simulated(tmp_path_factory):
 def test_a_simulation_has_the_events_of_the_run_whose_lengths_it_has(tmp_path):
     """Two engines and eta 2, the same prices: every event at the same nanosecond, token values aside."""
     fields = {
-        'task__verifier': 'process', 'task__symbols': 12, 'cluster__engines': '2 x shared', 'staleness__eta': 2.0,
+        'task__verifier': 'process', 'task__symbols': 8, 'cluster__engines': '2 x shared', 'staleness__eta': 2.0,
         'learner__filter_equal_rewards': False,
     }  # fmt: skip
     real = SmallRun(tmp_path / 'real', **fields).train()
@@ -140,7 +140,7 @@ def test_a_simulation_never_becomes_a_run(tmp_path, simulated):
         build_run(small_config(**CLUSTER), tmp_path)
     with pytest.raises(ConfigError, match='is a simulation, which has no weights'):
         read_run_config(str(simulated))
-    with pytest.raises(ConfigError, match="simulation.prices='' makes this config none of a simulation"):
+    with pytest.raises(ConfigError, match=r"simulation.prices='' makes this config none of a simulation"):
         build_simulation(small_config(), tmp_path)
 
 
@@ -164,5 +164,5 @@ def test_what_cannot_be_simulated_is_one_sentence(tmp_path, fields, message):
 
 
 def test_a_log_must_hold_a_batch(tmp_path, simulated):
-    with pytest.raises(ConfigError, match='whole groups of answers, fewer than learner.groups_per_update=100'):
+    with pytest.raises(ConfigError, match=r'whole groups of answers, fewer than learner.groups_per_update=100'):
         simulate(tmp_path, simulation__answers=f'log({simulated})', learner__groups_per_update=100)
