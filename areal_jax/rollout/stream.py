@@ -126,6 +126,10 @@ class DecodeStream:
         self._state: State = backend.initial_state()
         self._dispatches = 0  # of decoding
 
+    @property
+    def backend(self) -> DecodeBackend:
+        return self._backend
+
     def add(self, request: GenerationRequest) -> RunningRequest:
         """Puts the request at the end of the queue.
 

@@ -82,7 +82,7 @@ class DrawnVerifier:
     ) -> Verdict:
         draw, sample = prompt.draw, self._find_sample(describe_episode)
         seconds = self._answers.verifier_s(draw, sample)
-        work = Work('reward', 1, {'draw': draw, 'attempt': 1}, size={'seconds': seconds})
+        work = Work('reward', detail={'draw': draw, 'attempt': 1}, size={'seconds': seconds})
         if self._free:
             self._free -= 1
         else:

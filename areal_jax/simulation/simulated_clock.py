@@ -11,9 +11,11 @@ import bisect
 import dataclasses
 import heapq
 import itertools
+import signal
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from areal_jax import protocols
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Event, Ready
 from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
@@ -23,6 +25,7 @@ from areal_jax.simulation.count_backend import Jump
 from areal_jax.simulation.shared_cores import SharedCores
 
 _LANES = 1 << 48  # above any number of a request: at equal times the lane decides, then the order of requests
+_Entry = Interval | tuple[signal.Signals, protocols.Event] | Callable[[], None]  # of the clock's heap
 HostPrice = Mapping[str, float]  # seconds of the host's loop for a completion, by the kind of its work
 
 
@@ -93,7 +96,7 @@ class SimulatedClock(VirtualClock):
             self._cores.begin(interval, ends[0] - self._now_ns, self._now_ns)
             self._reschedule()
         else:
-            self._push(interval)
+            _push(self._heap, self._plans[interval], interval)
 
     def _plan_ends(self, interval: Interval) -> list[int]:
         """The ends of the dispatches that the interval joins; of other work, its own."""
@@ -110,10 +113,6 @@ class SimulatedClock(VirtualClock):
             seconds.append(self.price_s(interval.lane, further))
         return list(itertools.accumulate((round(one * NANOSECONDS) for one in seconds), initial=self._now_ns))[1:]
 
-    def _push(self, interval: Interval) -> None:
-        plan = self._plans[interval]
-        heapq.heappush(self._heap, (plan.end, plan.order, interval))
-
     def _cut(self, lane: str) -> None:
         """The jump of the lane ends with the dispatch that is under way."""
         interval = self._jumps.get(lane)
@@ -123,7 +122,7 @@ class SimulatedClock(VirtualClock):
         count = 1 + bisect.bisect_right(plan.ends, self._released, key=lambda end: (end, plan.order))
         if count < plan.count:
             plan.count = count
-            self._push(interval)
+            _push(self._heap, self._plans[interval], interval)
 
     def _finish(self, interval: Interval) -> None:
         plan = self._plans.pop(interval, None)
@@ -149,7 +148,7 @@ class SimulatedClock(VirtualClock):
         """Work that shares cores ends at other times."""
         for interval, end in self._cores.ends_ns().items():
             self._plans[interval].ends = [end]
-            self._push(interval)
+            _push(self._heap, self._plans[interval], interval)
 
     # The next completion.
 
@@ -182,6 +181,10 @@ class _WakeEvent(Event):
     def set(self) -> None:
         self._on_set()
         super().set()
+
+
+def _push(heap: list[tuple[int, int, _Entry]], plan: _Plan, interval: Interval) -> None:
+    heapq.heappush(heap, (plan.end, plan.order, interval))
 
 
 def _is_outdated(plans: Mapping[Interval, _Plan], when: int, order: int, entry: object) -> bool:
