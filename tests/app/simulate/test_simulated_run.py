@@ -8,6 +8,7 @@ import pytest
 
 from areal_jax import main_check_log
 from areal_jax.app.model.run_config import read_run_config
+from areal_jax.app.simulate import simulation_settings
 from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.app.training import build_run
 from areal_jax.config.ranges import ConfigError
@@ -109,6 +110,19 @@ def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):
     assert sum(event['tokens'] for event in decoded[0]) == sum(event['tokens'] for event in decoded[1])
     if 'rollout__cache_tokens' in fields:
         assert any(event['kind'] == 'preempt' for event in joined)
+
+
+def test_ends_at_the_same_time_come_in_the_same_order(tmp_path, monkeypatch):
+    """Steps of a tenth of a second on all engines: whole dispatches end together, and rewards and weights with them."""
+    even = dict.fromkeys(('prefill', 'train', 'snapshot', 'publish', 'load', 'reward', 'save', 'compile'), 0.4)
+    prices = {kind: lambda lane, work, seconds=seconds: seconds for kind, seconds in even.items()}
+    monkeypatch.setattr(
+        simulation_settings, 'price_roofline', lambda settings, cluster: {'decode': 0.1, **prices}
+    )  # 0.1 a step: four of a dispatch take as long as all else
+    for join in (True, False):
+        simulate(tmp_path / str(join), simulation__join=join, run__steps=4).train()
+    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
+    assert joined == single
 
 
 def test_the_log_keeps_every_rule_and_the_report_says_that_it_is_simulated(simulated):
