@@ -25,6 +25,7 @@ from areal_jax.app.simulate.simulation_settings import (
     as_simulated,
     build_answers,
     build_prices,
+    build_prompts,
     cache_blocks,
     note_not_simulated,
     read_update,
@@ -82,7 +83,7 @@ class SimulatedSite:
         """What takes the place of the world outside: clock, prompts, verifier."""
         return Outside(
             make_clock=functools.partial(_build_clock, self._prices),
-            build_task=lambda config, tokenizer: DrawnTask(self._answers),
+            build_task=lambda config, tokenizer: DrawnTask(lambda: build_prompts(config)),
             build_verifier=lambda clock, task: DrawnVerifier(clock, self._answers, self._config.task.verifier_workers),
         )
 
@@ -210,4 +211,4 @@ def _build_clock(
     widths = lane_widths(config)
     if config.simulation.prices == VIRTUAL:
         return VirtualClock(widths, log, prices.by_kind, start_s)
-    return SimulatedClock(widths, log, prices.by_kind, start_s)
+    return SimulatedClock(widths, log, prices.by_kind, start_s, host=prices.host, contention=prices.contention)
