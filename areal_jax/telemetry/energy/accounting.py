@@ -154,14 +154,14 @@ class EnergyAccount:
         return values
 
     def state(self) -> EnergyState:
-        """The sums as of the newest event."""
+        """The sums as of the newest event; a copy, which is written while the run goes on."""
         self._advance()
         sums = self._sums
         return {
-            'joules': sums.joules,
+            'joules': dict(sums.joules),
             'modelled': list(dataclasses.astuple(sums.modelled)) if sums.modelled else None,
             'idle': list(dataclasses.astuple(sums.idle)) if sums.idle else None,
-            'seconds': sums.seconds,
+            'seconds': dict(sums.seconds),
             'activity': sums.activity,
         }
 

@@ -142,9 +142,9 @@ class RaplMeter:
 
 
 def _is_package(zone: pathlib.Path) -> bool:
-    """Neither a part of a package (intel-rapl:0:0) nor the platform, which holds the packages."""
+    """Not a part of a package, such as its cores or DRAM, and not the platform, which holds the packages."""
     try:
-        return zone.name.count(':') == 1 and (zone / 'name').read_text().startswith('package')
+        return (zone / 'name').read_text().startswith('package')
     except OSError:
         return False
 

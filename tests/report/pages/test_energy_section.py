@@ -65,18 +65,18 @@ def test_measured_joules_have_no_interval_and_their_idle_share_has_one():
 
 
 def test_modelled_joules_have_the_interval_of_the_published_watts_and_measured_ones_beside_them_have_none():
-    # packages 100 J measured, accelerators 400 [300, 500], of which idle 100 [50, 150]
+    # packages 100 J measured, accelerators 400 [300, 500], of which idle 100 [80, 120]
     line = row(
         500, (10, 0, 0), (1, 0, 1, 2), rapl_joules=100, modelled_joules=400, modelled_joules_low=300,
-        modelled_joules_high=500, idle_joules=100, idle_joules_low=50, idle_joules_high=150,
+        modelled_joules_high=500, idle_joules=100, idle_joules_low=80, idle_joules_high=120,
     )  # fmt: skip
     energy = summarize_energy([line], None)  # of a run that has not finished: nobody named the devices yet
     assert energy is not None
     assert energy['joules'] == {'low': 400, 'value': 500, 'high': 600}
     assert energy['by_token']['generated'] == {'low': 40, 'value': 50, 'high': 60}
     assert (energy['by_token']['trained'], energy['by_token']['useful']) == (None, None)
-    # idle at its lowest beside busy at its highest: 50 / (50 + 350); the other way round 150 / (150 + 250)
-    assert energy['idle_share'] == {'low': 50 / 400, 'value': 100 / 400, 'high': 150 / 400}
+    # idle at its lowest beside busy at its highest, 500 - 120; the other way round 300 - 80
+    assert energy['idle_share'] == {'low': 80 / (80 + 380), 'value': 100 / 400, 'high': 120 / (120 + 220)}
     rows = dict(energy_rows(energy))
     assert rows['joules modelled'] == '400 J [300, 500]'
     assert rows['joules measured by RAPL'] == '100 J'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -133,6 +134,10 @@ def test_a_resumed_run_goes_on_with_the_sums_of_its_checkpoint(chip):
     first = EnergyAccount(OWN, first_meters, print)
     follow(first, first_meters, events[: cut + 1])
     state = first.state()
+    kept = copy.deepcopy(state)
+    first_meters[0].time = 26.0
+    first.take(26.0, {})
+    assert state == kept  # it is written while the run goes on
     assert state['joules'] == {'nvml': 150.0}
     later = EnergyAccount(OWN, later_meters, print)
     later.restore(state)
