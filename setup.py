@@ -118,6 +118,7 @@ setup(
             'areal-sweep=areal_jax.main_sweep:run',
             'areal-runs=areal_jax.main_runs:run',
             'areal-score=areal_jax.main_score:run',
+            'areal-simulate=areal_jax.main_simulate:run',
         ]
     },
 )

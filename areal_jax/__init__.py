@@ -19,7 +19,8 @@ plugins.py loads the user's own functions; config/ declares the fields, and kind
 tokenizers and chat templates, workers/ the processes that run other people's code; columns.py says what a token carries
 beside its id, frictions.py what goes wrong on purpose; models/ and formats/ have the decoder and the files of its
 weights; sharding/ and distributed/ place arrays on devices and join processes; checkpoint/ saves and resumes;
-evaluation/ scores held-out problems; telemetry/ measures a run while it runs, report/ afterwards.
+evaluation/ scores held-out problems; telemetry/ measures a run while it runs, report/ afterwards; simulation/ models
+runs on clusters that are not at hand.
 commands/ has the help of every command, and the completion of shells.
 
 Shapes. The letters of learning/ and models/; rollout/decode/ says which others it uses:

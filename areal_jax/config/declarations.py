@@ -49,6 +49,7 @@ from areal_jax.config.ranges import (
     VERSIONS,
 )
 from areal_jax.config.sandbox_fields import AUTO, LEVELS
+from areal_jax.config.simulation_fields import SIMULATION_FIELDS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
@@ -351,6 +352,7 @@ SECTIONS: Mapping[str, Section] = {
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
         energy=Choice('off', ('off', 'auto'), 'joules and seconds by what devices do, see docs/energy.md'),
     ),
+    'simulation': Section('What a simulation draws and what work costs, see docs/simulation.md', **SIMULATION_FIELDS),
     'virtual': Section(
         'Seconds that work costs under the virtual clock',
         decode_step_s=Real(0.01, NOT_NEGATIVE, 'one decode step of all rows'),

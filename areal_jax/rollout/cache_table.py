@@ -113,6 +113,10 @@ class CacheTable:
         cached.blocks += blocks
         return True
 
+    def count_quiet(self, rows: int) -> int:
+        """Dispatches of decoding for which the free blocks surely last, the one included whose blocks are there."""
+        return 1 + self.pool.free // rows * self._block_tokens // self._steps
+
     def retract(self, running: RunningRequest) -> None:
         """Frees the blocks of a request that goes on later."""
         running.retractions += running.cached is not None and running.cached.filled > 0

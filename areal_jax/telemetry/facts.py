@@ -56,6 +56,7 @@ class RunFacts:
     schedule: str  # staleness.schedule
     clock: str  # 'real' | 'virtual'
     planned_steps: int | None  # run.steps
+    simulation: str = ''  # what was simulated, in words; '' = a real run
     objective: str = ''  # method and combination, see config.objectives.describe_method
     warnings: Sequence[str] = ()  # of that combination, and of a missing sandbox
     sandbox: SandboxRecord | None = None  # in which the scorer runs code; None: no sandbox is asked for

@@ -8,7 +8,7 @@ import importlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_jax.config import TrackedConfig
@@ -19,8 +19,6 @@ from areal_jax.telemetry.energy.energy_model import DeviceSet
 from areal_jax.telemetry.energy.meters import POWERCAP, Meter, MeterError, RaplMeter, open_nvml
 
 if TYPE_CHECKING:
-    import jax
-
     from areal_jax.sharding.allocation import Allocation
 
 _VIRTUAL = "No joules: run.clock='virtual' models the seconds of a run, and no meter measures modelled seconds."
@@ -30,29 +28,39 @@ _ELSEWHERE = (
 )
 
 
+_NO_CHIP = 'No joules: the prices of this simulation name no chip.'
+
+
 @dataclasses.dataclass(frozen=True)
 class UsedDevices:
     """The devices of learner and engines."""
 
     sets: tuple[DeviceSet, ...]
-    has_counters: bool  # they are GPUs, which NVML may know
-    gpus: tuple[tuple[int, str], ...] | None  # CUDA's number and name of each; None: some are of another process
+    has_counters: bool = False  # they are GPUs, which NVML may know
+    gpus: tuple[tuple[int, str], ...] | None = None  # CUDA's number and name; None: some are of another process
+    simulated: bool = False  # nothing can be measured, and modelled joules are of modelled seconds
+
+
+def group_devices(uses: Iterable[tuple[Hashable, str, str]]) -> tuple[DeviceSet, ...]:
+    """The sets of (device, kind, lane that uses it)."""
+    lanes: dict[tuple[Hashable, str], set[str]] = collections.defaultdict(set)
+    for device, kind, lane in uses:
+        lanes[device, kind].add(lane)
+    counts = collections.Counter((kind, frozenset(own)) for (_, kind), own in lanes.items())
+    return tuple(DeviceSet(*key, count) for key, count in counts.items())
 
 
 def list_devices(allocation: Allocation, process: int) -> UsedDevices:
     """The devices of a run whose learner and engines are in this process, which jax numbers `process`."""
-    lanes: dict[jax.Device, set[str]] = collections.defaultdict(set)
-    for device in allocation.learner.devices.flat:
-        lanes[device].add(LEARNER)
-    for index, devices in enumerate(allocation.engines):
-        for device in devices:
-            lanes[device].add(engine_lane(index))
-    counts = collections.Counter((device.device_kind, frozenset(own)) for device, own in lanes.items())
-    has_counters = all(device.platform not in ('cpu', 'tpu') for device in lanes)
+    uses = [(device, LEARNER) for device in allocation.learner.devices.flat]
+    uses += [(device, engine_lane(index)) for index, own in enumerate(allocation.engines) for device in own]
+    used = dict.fromkeys(device for device, _ in uses)
+    has_counters = all(device.platform not in ('cpu', 'tpu') for device in used)
     gpus: tuple[tuple[int, str], ...] | None = None
-    if has_counters and all(device.process_index == process for device in lanes):
-        gpus = tuple((int(device.local_hardware_id or 0), device.device_kind) for device in lanes)
-    return UsedDevices(tuple(DeviceSet(*key, count) for key, count in counts.items()), has_counters, gpus)
+    if has_counters and all(device.process_index == process for device in used):
+        gpus = tuple((int(device.local_hardware_id or 0), device.device_kind) for device in used)
+    sets = group_devices((device, device.device_kind, lane) for device, lane in uses)
+    return UsedDevices(sets, has_counters, gpus)
 
 
 def build_energy(
@@ -66,10 +74,12 @@ def build_energy(
     """
     if config.telemetry.energy == 'off':
         return None
-    if config.run.clock == 'virtual':
-        return EnergyAccount((), (), _warn, note=_VIRTUAL)
     if (used := list_used()) is None:
         return EnergyAccount((), (), _warn, note=_ELSEWHERE)
+    if used.simulated:
+        return EnergyAccount(used.sets, (), _warn, note='' if used.sets else _NO_CHIP)
+    if config.run.clock == 'virtual':
+        return EnergyAccount((), (), _warn, note=_VIRTUAL)
     meters, reasons = open_meters(used, powercap or POWERCAP)
     return EnergyAccount(used.sets, meters, _warn, reasons=reasons)
 

@@ -174,6 +174,7 @@ class Loop:
             **site.describe_engines(),
             problems=parts.host.task.sizes(),
             energy=parts.observer.energy.facts() if parts.observer.energy else None,
+            simulation=site.describe_simulation(),
         )
         facts.save(context.workdir)
         report = write_report(context.workdir, facts, plots=self._plots)

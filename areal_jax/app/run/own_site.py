@@ -140,7 +140,7 @@ class OwnSite:
         self.allocation = build.build_allocation(self._config)
         return build.build_device_rates(self._config, self.allocation)
 
-    def list_devices(self) -> UsedDevices | None:
+    def find_devices(self) -> UsedDevices | None:
         return None if build.uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
 
     def build_channel(self) -> PlacedChannel:
@@ -227,6 +227,9 @@ class OwnSite:
             'lanes_own_devices': self.allocation.lanes_own_devices,
             'devices': self.allocation.describe(),
         }
+
+    def describe_simulation(self) -> str:
+        return ''
 
     def measure_memory(self) -> dict[str, int]:
         """Bytes by what they are for: shapes, programs of the self.learner, copies for a checkpoint."""

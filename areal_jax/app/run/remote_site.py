@@ -170,7 +170,7 @@ class RemoteSite:
         devices = parse_learner(self._config.cluster.learner).devices
         return DeviceRates(devices, 0, peak_flops(kind, self._config.learner.dtype))
 
-    def list_devices(self) -> None:
+    def find_devices(self) -> None:
         """They are in other processes."""
 
     def build_channel(self) -> RemoteChannel:
@@ -195,6 +195,9 @@ class RemoteSite:
             'lanes_own_devices': 'cpu' not in platforms,
             'devices': {'learner': self._list('device_ids'), 'engines': {}},
         }
+
+    def describe_simulation(self) -> str:
+        return ''
 
     def _list(self, detail: str) -> list[Any]:
         return [value for entry in self._learners.values() for value in entry.details.get(detail, ())]

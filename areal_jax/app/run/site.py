@@ -134,7 +134,7 @@ class LoopSite(Site, Protocol):
 
     def find_rates(self) -> DeviceRates: ...
 
-    def list_devices(self) -> UsedDevices | None:
+    def find_devices(self) -> UsedDevices | None:
         """The devices of learner and engines, after `find_rates`; None where some are in other processes."""
         ...
 
@@ -157,6 +157,10 @@ class LoopSite(Site, Protocol):
         ...
 
     def describe_engines(self) -> EngineFacts: ...
+
+    def describe_simulation(self) -> str:
+        """What is simulated, in words; '' = nothing."""
+        ...
 
     def close_learner(self) -> None:
         """After the report of a finished run."""

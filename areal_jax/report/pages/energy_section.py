@@ -19,8 +19,12 @@ from areal_jax.telemetry.numerals import format_number, format_percent
 from areal_jax.telemetry.values import Line, number
 
 HEAD = ('energy', '')
+_UNITS = (('MJ', 1e6), ('kJ', 1e3), ('J', 1.0))
 USEFUL = 'trained tokens of applied optimizer steps whose advantage is not 0'
-NOT_FILTERED = 'trained tokens, which are of groups that the filter of equal rewards left'
+NOT_FILTERED = (
+    'trained tokens, of groups that the filter of equal rewards left where it is on: which of them have an advantage '
+    'of 0 is not known'
+)
 
 
 class Range(TypedDict):
@@ -140,7 +144,7 @@ def energy_rows(energy: EnergySummary | None) -> list[tuple[str, ...]]:
         return []
     by_token, seconds = energy['by_token'], energy['device_seconds']
     rows: list[tuple[str, ...]] = [
-        (f'joules of {energy["updates"]} updates, all of the below', format_range(energy['joules'])),
+        (f'joules of {energy["updates"]} updates, all sources', format_range(energy['joules'])),
         *((_name_source(source), format_range(source['joules'])) for source in energy['sources']),
         ('joules a generated token', format_range(by_token['generated'])),
         ('joules a trained token', format_range(by_token['trained'])),
@@ -169,14 +173,13 @@ def describe_energy(energy: EnergySummary | None) -> list[str]:
     return [sentence for sentence in (*energy['sentences'], useful, *watts) if sentence]
 
 
-def format_range(found: Range | None, unit: str = 'J') -> str:
-    """'12.5 J [10, 15]', without the interval where it is empty; '-' for None."""
+def format_range(found: Range | None) -> str:
+    """'12.5 J [10, 15]', '3.2 MJ [2.3, 4.1]', without the interval where it is empty; '-' for None."""
     if found is None:
         return '-'
-    bounds = (
-        '' if found['low'] == found['high'] else f' [{format_number(found["low"])}, {format_number(found["high"])}]'
-    )
-    return f'{format_number(found["value"])} {unit}{bounds}'
+    unit, size = next((unit for unit in _UNITS if found['value'] >= unit[1]), _UNITS[-1])
+    low, value, high = (format_number(joules / size) for joules in (found['low'], found['value'], found['high']))
+    return f'{value} {unit}' if found['low'] == found['high'] else f'{value} {unit} [{low}, {high}]'
 
 
 def _format_share(found: Range | None) -> str:

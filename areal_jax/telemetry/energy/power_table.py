@@ -96,9 +96,11 @@ _TPU_V4 = ChipPower(
     train=Watts(170, 192, f'no value of its own: {_V4}'),
 )
 
-# by jax.Device.device_kind; a GPU's is the name that the driver reports
+# by jax.Device.device_kind, which of a GPU is the name that the driver reports; then by name of a chip in a simulation
 POWER: Mapping[str, ChipPower] = {
     'NVIDIA H100 80GB HBM3': _H100,
     'NVIDIA H200': _H200,
     'TPU v4': _TPU_V4,
+    'H100 SXM': _H100,
+    'H200 SXM': _H200,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.app.parts.energy_builder import UsedDevices, build_energy, list_devices
+from areal_jax.app.parts.energy_builder import UsedDevices, build_energy, group_devices, list_devices
 from areal_jax.config import TrackedConfig
 from areal_jax.telemetry.energy.energy_model import DeviceSet
 from tests.app.small import small_config
@@ -89,3 +89,18 @@ def test_a_run_that_cannot_be_accounted_says_why(tmp_path: pathlib.Path, used, f
     assert why in account.facts()['note']
     assert account.take(1.0, {}) == {}
     assert build(used, tmp_path, telemetry__energy='off') is None
+
+
+def test_a_simulation_is_modelled_and_never_measured(tmp_path: pathlib.Path):
+    write_zone(tmp_path, 'intel-rapl:0', 'package-0', 0)
+    sets = group_devices([(0, 'H100 SXM', 'learner'), (1, 'H100 SXM', 'engine/0'), (2, 'H100 SXM', 'engine/0')])
+    assert sets == (
+        DeviceSet('H100 SXM', frozenset(['learner']), 1), DeviceSet('H100 SXM', frozenset(['engine/0']), 2),
+    )  # fmt: skip
+    facts = build(UsedDevices(sets, simulated=True), tmp_path, run__clock='virtual').facts()
+    assert [(source['meter'], source['devices']) for source in facts['sources']] == [('modelled', '3 x H100 SXM')]
+    assert facts['note'] == ''
+    facts = build(UsedDevices((), simulated=True), tmp_path, run__clock='virtual').facts()
+    assert facts == {
+        'sources': [], 'watts': {}, 'lost': [], 'note': 'No joules: the prices of this simulation name no chip.',
+    }  # fmt: skip

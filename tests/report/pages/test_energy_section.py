@@ -11,6 +11,7 @@ from areal_jax.report.pages.energy_section import (
     USEFUL,
     describe_energy,
     energy_rows,
+    format_range,
     summarize_energy,
 )
 from areal_jax.telemetry.energy.description import EnergyFacts
@@ -99,3 +100,10 @@ def test_without_a_meter_and_without_watts_there_is_one_sentence():
     assert describe_energy(energy) == ['No joules are known.']
     assert [name for name, _ in energy_rows(energy) if 'joules' in name] == []
     assert (summarize_energy([{'step': 1}], None), energy_rows(None), describe_energy(None)) == (None, [], [])
+
+
+def test_joules_have_a_unit_of_their_size():
+    assert format_range({'low': 2281271, 'value': 3208383, 'high': 4135495}) == '3.21 MJ [2.28, 4.14]'
+    assert format_range({'low': 5000, 'value': 5000, 'high': 5000}) == '5 kJ'
+    assert format_range({'low': 0.085, 'value': 0.12, 'high': 0.154}) == '0.12 J [0.085, 0.154]'
+    assert format_range(None) == '-'

@@ -1,0 +1,120 @@
+"""What comes from outside a run, drawn by key: lengths of prompts and answers, rewards, seconds of a verifier.
+
+Every number is a function of the seed, the draw and the sample, whatever happens in which order: two simulations that
+differ in a setting see the same answers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from areal_jax.lanes import REWARD
+from areal_jax.protocols import Clock
+from areal_jax.simulation.count_backend import prompt_tokens
+from areal_jax.tasks.task import OverLength, Problem, Split
+from areal_jax.types import FinishReason, Prompt, Verdict, Work
+
+NAME = 'simulated'
+_MOST_KEPT = 1 << 17  # lengths of answers under way, which every dispatch asks for
+
+
+class Answers(Protocol):
+    """The answers of a simulation."""
+
+    def prompt_length(self, draw: int) -> int: ...
+
+    def length(self, draw: int, sample: int) -> int:
+        """Tokens after which the answer stops by itself; a limit may come first."""
+        ...
+
+    def reward(self, draw: int, sample: int) -> float: ...
+
+    def verifier_s(self, draw: int, sample: int) -> float:
+        """Seconds of the verifier."""
+        ...
+
+
+class DrawnPrompts:
+    """Implements protocols.PromptStream: every draw is another prompt."""
+
+    def __init__(self, answers: Answers):
+        self._answers, self._next = answers, 0
+
+    def draw(self) -> Prompt:
+        draw = self._next
+        self._next += 1
+        return Prompt(draw, prompt_tokens(draw, self._answers.prompt_length(draw)), NAME, {})
+
+    def state(self) -> Mapping[str, Any]:
+        return {'next': self._next}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._next = state['next']
+
+
+class DrawnVerifier:
+    """Implements protocols.Verifier: a server of the lane `reward`, whose seconds and rewards are drawn."""
+
+    def __init__(self, clock: Clock, answers: Answers):
+        self._clock, self._answers = clock, answers
+
+    def launch(self) -> None:
+        """There is no process."""
+
+    def start(self) -> None:
+        """There is no process."""
+
+    def close(self) -> None:
+        """There is no process."""
+
+    async def verify(
+        self,
+        prompt: Prompt,
+        answer_tokens: np.ndarray,
+        finish_reason: FinishReason,
+        describe_episode: Callable[[], dict[str, Any]] | None = None,
+    ) -> Verdict:
+        draw, sample = prompt.draw, self._find_sample(describe_episode)
+        seconds = self._answers.verifier_s(draw, sample)
+        work = Work('reward', 1, {'draw': draw, 'attempt': 1}, size={'seconds': seconds})
+        return await self._clock.run(REWARD, lambda: Verdict(self._answers.reward(draw, sample)), work)
+
+    def _find_sample(self, describe_episode: Callable[[], dict[str, Any]] | None) -> int:
+        assert describe_episode is not None  # the loop gives it with every answer
+        return int(describe_episode()['sample'])
+
+
+def keep_lengths(answers: Answers) -> Callable[[int, int], int]:
+    """`answers.length` with what was drawn last."""
+    return functools.lru_cache(_MOST_KEPT)(answers.length)
+
+
+class DrawnTask:
+    """Implements tasks.task.Task for training alone: no answer has a text."""
+
+    name, scorer = NAME, ''
+
+    def __init__(self, answers: Answers):
+        self._answers = answers
+
+    def fitting(self, prompt_tokens: int, over_length: OverLength) -> DrawnTask:
+        return self
+
+    def sizes(self) -> dict[str, int]:
+        return {'train': 0, 'held_out': 0, 'dropped': 0}
+
+    def prompts(self, split: Split, seed: int) -> DrawnPrompts:
+        return DrawnPrompts(self._answers)
+
+    def held_out(self, n: int, seed: int) -> list[Prompt]:
+        return []
+
+    def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
+        raise NotImplementedError('answers of a simulation have no text')
+
+    def final_answer(self, text: str) -> str:
+        return text
