@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
-    {'code_version', 'files', 'plugins', 'protocols'},
+    {'addresses', 'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -36,7 +36,7 @@ JAX_FREE = [
     'columns',
     'types',
     'protocols',
-    'code_version',
+    'addresses',
     'config',
     'control',
     'registry',

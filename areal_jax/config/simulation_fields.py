@@ -9,7 +9,7 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import Field, Flag, Real, Text
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO
+from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, ConfigError
 
 ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
 
@@ -39,6 +39,15 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
     'switch_s': Real(0.0, NOT_NEGATIVE, 'engines that share the learner: seconds to change from one to the other'),
     'join': Flag(True, 'join dispatches between which nothing is decided: the same events, in less time'),
 }
+
+
+def require_no_simulation(c: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for the config of a simulation, which trains nothing."""
+    if prices := c.simulation.prices:
+        raise ConfigError(
+            f'simulation.prices={prices!r} makes this config one of a simulation: run it with areal-simulate, or set '
+            "simulation.prices='' to train"
+        )
 
 
 def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -24,8 +24,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
-from areal_jax.workers.addresses import join_address
 
 MOST_FRAME_BYTES = 1 << 30
 MAGIC = b'areal-jax wire 1'  # the first bytes in both directions

@@ -68,7 +68,7 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     """
     run = load_run(pathlib.Path(workdir), facts)
     files.write_json(run.workdir / FILE, run.report)
-    write_timeline(run.events, run.workdir)
+    write_timeline(run.events, run.workdir, 'simulated ' if facts.simulation else '')
     pictures = write_plots(run.events, run.metrics, run.report, run.workdir) if plots else []
     files.write_text(run.workdir / PAGE, render_page(run.report, pictures))
     if plots and (missing := describe_missing_library(HTML_PAGE)):
@@ -152,6 +152,7 @@ def _setting(facts: RunFacts) -> contents.Setting:
         'schedule': facts.schedule,
         'clock': facts.clock,
         'objective': facts.objective,
+        'simulation': facts.simulation,
     }
 
 

@@ -335,6 +335,7 @@ class Setting(TypedDict):
     schedule: str
     clock: str
     objective: str  # method and combination; '' of a run of an earlier version
+    simulation: str  # chips, model and lengths of a simulation; '' = a real run
 
 
 class Report(Flow, BesideTraining, Generation, Causes, Setting):

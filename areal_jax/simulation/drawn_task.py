@@ -6,6 +6,7 @@ differ in a setting see the same answers.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_jax.lanes import REWARD
-from areal_jax.protocols import Clock
+from areal_jax.protocols import Clock, Event
 from areal_jax.simulation.count_backend import prompt_tokens
 from areal_jax.tasks.task import OverLength, Problem, Split
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
@@ -57,10 +58,11 @@ class DrawnPrompts:
 
 
 class DrawnVerifier:
-    """Implements protocols.Verifier: a server of the lane `reward`, whose seconds and rewards are drawn."""
+    """Implements protocols.Verifier: workers of the lane `reward`, whose seconds and rewards are drawn."""
 
-    def __init__(self, clock: Clock, answers: Answers):
-        self._clock, self._answers = clock, answers
+    def __init__(self, clock: Clock, answers: Answers, workers: int):
+        self._clock, self._answers, self._free = clock, answers, workers
+        self._queue: collections.deque[Event] = collections.deque()  # of answers that wait for a worker
 
     def launch(self) -> None:
         """There is no process."""
@@ -81,7 +83,19 @@ class DrawnVerifier:
         draw, sample = prompt.draw, self._find_sample(describe_episode)
         seconds = self._answers.verifier_s(draw, sample)
         work = Work('reward', 1, {'draw': draw, 'attempt': 1}, size={'seconds': seconds})
-        return await self._clock.run(REWARD, lambda: Verdict(self._answers.reward(draw, sample)), work)
+        if self._free:
+            self._free -= 1
+        else:
+            turn = self._clock.event('a free verifier worker')
+            self._queue.append(turn)
+            await self._clock.wait(turn)
+        try:
+            return await self._clock.run(REWARD, lambda: Verdict(self._answers.reward(draw, sample)), work)
+        finally:
+            if self._queue:
+                self._queue.popleft().set()
+            else:
+                self._free += 1
 
     def _find_sample(self, describe_episode: Callable[[], dict[str, Any]] | None) -> int:
         assert describe_episode is not None  # the loop gives it with every answer

@@ -16,7 +16,8 @@ from tests.app.small import small_config
 FIELDS = {
     'simulation__prices': 'roofline', 'simulation__chip': 'H100', 'simulation__model': 'R1-distill-Qwen-1.5B',
     'simulation__answers': 'constant(8)', 'simulation__prompts': 'constant(8)', 'simulation__join': False,
-    'cluster__learner': 'data=2', 'cluster__engines': '3 x tensor=1', 'telemetry__energy': 'auto', 'run__steps': 3, 'learner__rows_per_microbatch': 2,
+    'cluster__learner': 'data=2', 'cluster__engines': '3 x tensor=1', 'telemetry__energy': 'auto', 'run__steps': 3,
+    'learner__rows_per_microbatch': 2,
 }  # fmt: skip
 
 

@@ -49,8 +49,10 @@ def test_the_rebuild_of_a_full_engine():
 def test_the_price_of_a_dispatch_is_that_of_its_steps():
     prices = PEAK.prices()
     work = Work('decode', 16, size={'rows': 4, 'positions': 400})
-    assert prices['decode'](work) == pytest.approx(sum(PEAK.step_s(4, 400 + 4 * step) for step in range(16)))
-    assert prices['load'](Work('load')) == pytest.approx(2 * R1_DISTILL_1_5B.parameters / 50e9)
+    assert prices['decode']('engine/0', work) == pytest.approx(
+        sum(PEAK.step_s(4, 400 + 4 * step) for step in range(16))
+    )
+    assert prices['load']('engine/0', Work('load')) == pytest.approx(2 * R1_DISTILL_1_5B.parameters / 50e9)
 
 
 def test_an_overhead_is_paid_in_every_step():

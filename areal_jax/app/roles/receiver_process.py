@@ -12,8 +12,8 @@ import tempfile
 
 from absl import flags
 
+from areal_jax.addresses import find_free_port, join_address
 from areal_jax.publication.versions import list_versions
-from areal_jax.workers.addresses import find_free_port, join_address
 
 _END_S = 5.0  # after SIGTERM
 

@@ -41,6 +41,7 @@ from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
@@ -69,6 +70,7 @@ OwnLearner = SpmdLearner | CommandLeader
 
 def require_here(config: config_dict.ConfigDict) -> None:
     """Raises UserError for a config whose learner does not fit this process."""
+    require_no_simulation(config)
     require_rules_of_origin(config)
     require_room(config)
 

@@ -25,6 +25,7 @@ from areal_jax.app.workdir.provenance import Hardware, describe_hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner
+from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.distributed.attempt import learner_name, read_attempt
 from areal_jax.distributed.handshake import Hello, connect, digest_config
@@ -81,6 +82,7 @@ def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, *
 
 
 def _require_startable(config: config_dict.ConfigDict) -> None:
+    require_no_simulation(config)
     require_rules_of_origin(config)
     require_roles(config)
 

@@ -44,10 +44,10 @@ from areal_jax.lanes import LEARNER, engine_lane
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.simulation.clock import SimulatedClock
 from areal_jax.simulation.count_backend import CountBackend
 from areal_jax.simulation.count_learner import CountChannel, CountLearner
 from areal_jax.simulation.drawn_task import DrawnTask, DrawnVerifier, keep_lengths
+from areal_jax.simulation.simulated_clock import SimulatedClock
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import PublishedWeights, Tree
@@ -84,7 +84,7 @@ class SimulatedSite:
         return Outside(
             make_clock=functools.partial(_build_clock, self._prices),
             build_task=lambda config, tokenizer: DrawnTask(self._answers),
-            build_verifier=lambda clock, task: DrawnVerifier(clock, self._answers),
+            build_verifier=lambda clock, task: DrawnVerifier(clock, self._answers, self._config.task.verifier_workers),
         )
 
     def load_model(self) -> RemoteModel:

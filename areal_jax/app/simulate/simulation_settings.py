@@ -20,9 +20,9 @@ from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.report.event_log import load_events
-from areal_jax.simulation.answers import DrawnAnswers, LoggedAnswers, read_groups
 from areal_jax.simulation.chips import find_chip
 from areal_jax.simulation.count_learner import UpdateShape
+from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups
 from areal_jax.simulation.drawn_task import Answers
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
@@ -71,7 +71,7 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 def note_not_simulated(config: TrackedConfig) -> None:
     """Sections of which a simulation reads what it needs: the rest of them is not idle by mistake."""
-    config.note_used(_NOT_SIMULATED)
+    config.note_used((*_NOT_SIMULATED, *_FIXED))
 
 
 def build_answers(config: TrackedConfig) -> Answers:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+from areal_jax.addresses import address_family, join_address, split_address
 from areal_jax.publication.carriers.stream_frames import (
     PREFIX_BYTES,
     Kind,
@@ -25,7 +26,6 @@ from areal_jax.publication.carriers.stream_frames import (
 )
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Part
-from areal_jax.workers.addresses import address_family, join_address, split_address
 
 UNIX, TCP = 'unix:', 'tcp:'
 Prove: TypeAlias = Callable[[socket.socket], object]  # proves the key of the run both ways; distributed/wire.py has two

@@ -152,7 +152,8 @@ def _what_ran(report: Report) -> str:
     attempt = f', the last of {report["attempts"]} attempts' if report['attempts'] > 1 and report['finished'] else ''
     wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time{attempt}'
     planned = '' if report['finished'] else f' of {report["planned_steps"]}'
-    return (
+    simulated = report['simulation'] and f'**Simulated**, without weights: {report["simulation"]}. '
+    return simulated + (
         f'`{report["config"]}`, seed {report["seed"]}, {_staleness_bound(report)}, {report["clock"]} clock: '
         f'{report["steps"]}{planned} updates{wall} '
         f'({format_number(report["window_seconds"])} clock seconds from the first admission to the last '

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from areal_jax.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server import control, generation, openapi, state, tokens
@@ -26,7 +27,6 @@ from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser
 from areal_jax.rollout.http.wire.wishes import Required
-from areal_jax.workers.addresses import join_address
 
 _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_S = 5.0  # for open connections at the end

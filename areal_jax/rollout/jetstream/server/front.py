@@ -12,6 +12,7 @@ import grpc
 from jetstream.core import server_lib
 from jetstream.core.proto import jetstream_pb2_grpc
 
+from areal_jax.addresses import join_address
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import Limits
@@ -21,7 +22,6 @@ from areal_jax.rollout.jetstream.server.driver import RelayDriver
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls
 from areal_jax.rollout.jetstream.server.orchestrator import RelayOrchestrator
 from areal_jax.rollout.jetstream.server.relay import Relay
-from areal_jax.workers.addresses import join_address
 
 _GRACE_S = 2.0  # for calls that are open at the end
 _WORKERS = 4  # threads of gRPC that run what is not a coroutine: nothing of ours

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
+from areal_jax.addresses import address_family, find_free_port, join_address, split_address
 from areal_jax.errors import UserError
-from areal_jax.workers.addresses import address_family, find_free_port, join_address, split_address
 
 
 @pytest.mark.parametrize(('host', 'written'), [('127.0.0.1', '127.0.0.1:80'), ('::1', '[::1]:80'), ('n1', 'n1:80')])

@@ -20,6 +20,7 @@ from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.lanes import LEARNER, is_engine_lane, wake_name
 from areal_jax.simulation.count_backend import Jump
+from areal_jax.simulation.shared_cores import SharedCores
 
 _LANES = 1 << 48  # above any number of a request: at equal times the lane decides, then the order of requests
 HostPrice = Mapping[str, float]  # seconds of the host's loop for a completion, by the kind of its work
@@ -60,8 +61,8 @@ class SimulatedClock(VirtualClock):
         host: HostPrice | None = None,
         contention: float = 1.0,
     ):
-        self._host, self._contention = dict(host or {}), contention
-        self.joins = not self._host and contention == 1.0
+        self._host, self._cores = dict(host or {}), SharedCores(contention)
+        self._joins = not self._host and contention == 1.0
         self._plans: dict[Interval, _Plan] = {}
         self._jumps: dict[str, Interval] = {}  # under way, by lane
         self._by_wake = {wake_name(lane): lane for lane in lanes if is_engine_lane(lane)}
@@ -69,8 +70,6 @@ class SimulatedClock(VirtualClock):
         self._released: tuple[int, int] = (-1, -1)  # the last key that was released
         self._host_free_ns = 0
         self._joined = 1  # dispatches of the completion that is being released
-        self._left_ns: dict[Interval, float] = {}  # of work that shares cores, at full speed
-        self._settled_ns = 0
         super().__init__(lanes, log, prices, start_s)
 
     def event(self, name: str) -> Event:
@@ -90,9 +89,8 @@ class SimulatedClock(VirtualClock):
         self._plans[interval] = _Plan(order, ends, len(ends))
         if _find_jump(interval):
             self._jumps[interval.lane] = interval
-        if self._contention > 1 and (is_engine_lane(interval.lane) or interval.lane == LEARNER):
-            self._settle()
-            self._left_ns[interval] = ends[0] - self._now_ns
+        if self._cores.contention > 1 and (is_engine_lane(interval.lane) or interval.lane == LEARNER):
+            self._cores.begin(interval, ends[0] - self._now_ns, self._now_ns)
             self._reschedule()
         else:
             self._push(interval)
@@ -100,7 +98,7 @@ class SimulatedClock(VirtualClock):
     def _plan_ends(self, interval: Interval) -> list[int]:
         """The ends of the dispatches that the interval joins; of other work, its own."""
         jump, work = _find_jump(interval), interval.work
-        if jump is None or not self.joins:
+        if jump is None or not self._joins:
             interval.seconds = self.price_s(interval.lane, work)
             return [self._now_ns + round(interval.seconds * NANOSECONDS)]
         count = max(1, min(jump.dispatches, int(work.size['quiet'])))
@@ -136,9 +134,7 @@ class SimulatedClock(VirtualClock):
             if plan.count > 1 or len(plan.ends) > 1:
                 interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
             del self._jumps[interval.lane]
-        if interval in self._left_ns:
-            self._settle()
-            del self._left_ns[interval]
+        if self._cores.end(interval, self._now_ns):
             interval.seconds = self.now() - interval.started_s
             self._reschedule()
         super()._finish(interval)
@@ -149,27 +145,16 @@ class SimulatedClock(VirtualClock):
         joined = {'joined': self._joined} if interval and self._joined > 1 else {}
         super()._write_completion(kind, lane, interval, **fields, **joined)
 
-    # Lanes that share cores.
-
-    def _rate(self) -> float:
-        return 1 / self._contention if len({interval.lane for interval in self._left_ns}) > 1 else 1.0
-
-    def _settle(self) -> None:
-        """Counts what was done since the last change."""
-        done = (self._now_ns - self._settled_ns) * self._rate()
-        self._left_ns = {interval: left - done for interval, left in self._left_ns.items()}
-        self._settled_ns = self._now_ns
-
     def _reschedule(self) -> None:
-        rate = self._rate()
-        for interval, left in self._left_ns.items():
-            self._plans[interval].ends = [self._now_ns + max(0, round(left / rate))]
+        """Work that shares cores ends at other times."""
+        for interval, end in self._cores.ends_ns().items():
+            self._plans[interval].ends = [end]
             self._push(interval)
 
     # The next completion.
 
     def _release_next(self, block: Block) -> Ready:
-        while self._heap and self._is_outdated(*self._heap[0]):
+        while self._heap and _is_outdated(self._plans, *self._heap[0]):
             heapq.heappop(self._heap)
         first = self._next_deadline()
         next_keys = [(when, order) for when, order, _ in (self._heap[:1] + ([first] if first else []))]  # type: ignore[operator]
@@ -186,13 +171,6 @@ class SimulatedClock(VirtualClock):
             self._host_free_ns = self._now_ns + round(cost_s * NANOSECONDS)
         return ready
 
-    def _is_outdated(self, when: int, order: int, entry: object) -> bool:
-        """Whether the interval ends at another time by now, or has ended."""
-        if not isinstance(entry, Interval) or entry.is_call:
-            return False
-        plan = self._plans.get(entry)
-        return plan is None or plan.end != when
-
 
 class _WakeEvent(Event):
     """Tells when it is set."""
@@ -204,6 +182,14 @@ class _WakeEvent(Event):
     def set(self) -> None:
         self._on_set()
         super().set()
+
+
+def _is_outdated(plans: Mapping[Interval, _Plan], when: int, order: int, entry: object) -> bool:
+    """Whether the interval of an entry ends at another time by now, or has ended."""
+    if not isinstance(entry, Interval) or entry.is_call:
+        return False
+    plan = plans.get(entry)
+    return plan is None or plan.end != when
 
 
 def _find_jump(interval: Interval) -> Jump | None:
