@@ -76,7 +76,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'planned_steps finished running missing newest_checkpoint attempts schedule idle_fields prolonged '
         'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes '
         'attention_positions preemptions kv_cache_bytes servers token_fates censoring ratios_by_age ratio_split '
-        'publications code experts'
+        'publications code experts energy'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
 
