@@ -97,6 +97,10 @@ COMMAND = Command(
             'sixteen accelerators and a model of 1.5 billion parameters, in about a minute',
             'areal-simulate --config=configs/simulate/sixteen.py --workdir=runs/sixteen',
         ),
+        Example(
+            'fit prices to two runs, and predict a third with them',
+            'areal-simulate --calibrate=runs/one,runs/two --out=prices.json --predict=runs/three',
+        ),
     ),
     fields=(
         *('simulation.prices', 'simulation.chip', 'simulation.model', 'simulation.answers', 'simulation.prompts'),

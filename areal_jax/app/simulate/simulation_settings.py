@@ -103,10 +103,8 @@ def build_prompts(config: TrackedConfig) -> PromptStream:
     text, rollout, seed = config.simulation.prompts, config.rollout, config.run.seed
     if text == TASK:
         return CountedPrompts(build_stream(config, build_task(config, describe_text_model(config).tokenizer)))
-    longest, draws = (
-        rollout.context_tokens - rollout.max_new_tokens,
-        config.run.steps * config.learner.groups_per_update,
-    )
+    longest = rollout.context_tokens - rollout.max_new_tokens
+    draws = config.run.steps * config.learner.groups_per_update
     return DrawnPrompts(parse_lengths(text, longest, draws_of_run=draws, field='simulation.prompts'), seed)
 
 
