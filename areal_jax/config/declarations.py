@@ -140,6 +140,11 @@ SECTIONS: Mapping[str, Section] = {
         ),
         weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
         record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
+        slow_versions=Integer(
+            0,
+            COUNT_OR_OFF,
+            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
+        ),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),

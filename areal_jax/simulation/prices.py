@@ -46,7 +46,7 @@ class Cluster:
 
 
 def parse_chips(text: str, count: int, default: Chip) -> tuple[Chip, ...]:
-    """'4 x H100, 4 x L40S' -> one chip for each of `count` engines, in their order; '' = the default for all.
+    """'4 x H800, 4 x H800/3' -> one chip for each of `count` engines, in their order; '' = the default for all.
 
     Raises ConfigError for another number of engines, an unknown chip, or a text that says neither.
     """
@@ -57,12 +57,27 @@ def parse_chips(text: str, count: int, default: Chip) -> tuple[Chip, ...]:
         match = _ENGINES.fullmatch(part)
         if match is None:
             raise ConfigError(f"simulation.engine_chips={text!r}: {part.strip()!r} is not of the form '4 x H100'")
-        found += [find_chip(match[2])] * int(match[1])
+        found += [_find_share(match[2])] * int(match[1])
     if len(found) != count:
         raise ConfigError(
             f'simulation.engine_chips={text!r} names {len(found)} engines, and cluster.engines has {count}: name each'
         )
     return tuple(found)
+
+
+def _find_share(name: str) -> Chip:
+    """'H800/3': a chip with a third of the speed of an H800, and its memory."""
+    whole, _, divisor = name.partition('/')
+    chip = find_chip(whole)
+    if not divisor:
+        return chip
+    if not divisor.isdecimal() or not int(divisor):
+        raise ConfigError(f'simulation.engine_chips: {name!r} must divide the speed by a whole number, as H800/3 does')
+    by = int(divisor)
+    return dataclasses.replace(
+        chip, name=f'{chip.name}/{by}', flops=chip.flops / by, bytes_s=chip.bytes_s / by,
+        interconnect_bytes_s=chip.interconnect_bytes_s / by,
+    )  # fmt: skip
 
 
 def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: EnginesLayout) -> Cluster:

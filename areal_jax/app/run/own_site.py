@@ -159,7 +159,17 @@ class OwnSite:
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout:
         engines = self.build_engines(published, clock, log)
-        return LocalRollout(engines, Pool(engines, clock, log, supervisor, build.build_requirements(self._config)))
+        return LocalRollout(
+            engines,
+            Pool(
+                engines,
+                clock,
+                log,
+                supervisor,
+                build.build_requirements(self._config),
+                slow_versions=self._config.rollout.slow_versions,
+            ),
+        )
 
     def build_engines(self, published: PublishedWeights, clock: LoopClock, log: EventLog) -> list[LocalEngine]:
         """The engines of this process with the weights `published`."""

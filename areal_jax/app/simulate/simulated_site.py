@@ -135,7 +135,8 @@ class SimulatedSite:
             self._build_engine(name, index, devices, published, clock, log)
             for index, (name, devices) in enumerate(self._list_devices().items())
         ]
-        return LocalRollout(engines, Pool(engines, clock, log, supervisor, build.build_requirements(self._config)))
+        needed, versions = build.build_requirements(self._config), self._config.rollout.slow_versions
+        return LocalRollout(engines, Pool(engines, clock, log, supervisor, needed, slow_versions=versions))
 
     def _build_engine(
         self, name: str, index: int, devices: Sequence[int], published: PublishedWeights, clock: LoopClock,
