@@ -181,7 +181,7 @@ class SimulatedSite:
     def describe_simulation(self) -> str:
         """For the report."""
         ours, cluster = self._config.simulation, self._prices.cluster
-        what = 'prices of the section virtual'
+        what = 'prices of the section virtual' if ours.prices == VIRTUAL else f'prices of {ours.prices}'
         if cluster is not None:
             kinds = itertools.groupby(engine.chip.name for engine in cluster.engines)
             named = ', '.join(
