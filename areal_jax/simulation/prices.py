@@ -18,6 +18,7 @@ from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
 from areal_jax.simulation.shapes import ModelShape
 from areal_jax.types import Work
 
+STATE_BYTES = 12  # of a parameter: weight and two moments, float32
 _ENGINES = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')
 
 
@@ -102,17 +103,32 @@ def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: E
     )
 
 
-def price_roofline(settings: RooflineSettings, cluster: Cluster) -> Mapping[str, Price]:
+class LearnerDevices:
+    """How many the learner has now; site of a run whose devices move changes it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: LearnerDevices) -> Mapping[str, Price]:
     """The prices of all work of a run. A checkpoint and the copy of the weights in the learner's memory cost nothing.
 
-    Publication: engines fetch a version while they decode, at the pace of the slower network.
+    Publication: engines fetch a version while they decode, at the pace of the slower network. A learner that moves to
+    other devices sends weights and moments, float32, at the network of the fewer ones.
     """
     engines = {engine_lane(index): engine.prices() for index, engine in enumerate(cluster.engines)}
-    learner, switch_s = cluster.learner, settings.switch_s if cluster.shares else 0.0
-    fetch_s = {
-        publish_lane(index): engine.publication_s(engine.devices, learner.devices) + settings.load_s + switch_s
-        for index, engine in enumerate(cluster.engines)
-    }
+    switch_s = settings.switch_s if cluster.shares else 0.0
+    fetching = {publish_lane(index): engine.devices for index, engine in enumerate(cluster.engines)}
+
+    def find_learner() -> Roofline:
+        return dataclasses.replace(cluster.learner, devices=devices.number)
+
+    def fetch(lane: str, work: Work) -> float:
+        return find_learner().publication_s(fetching[lane], devices.number) + settings.load_s + switch_s
+
+    def reshard(lane: str, work: Work) -> float:
+        moved = STATE_BYTES * settings.shape.parameters
+        return moved / (settings.chip.network_bytes_s * devices.number) + settings.switch_s
 
     def of_engine(lane: str, work: Work) -> float:
         price = engines[lane][work.kind]
@@ -120,11 +136,12 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster) -> Mapping[str,
         return price(lane, work)
 
     def train(lane: str, work: Work) -> float:
+        learner = find_learner()
         computed_s = learner.train_s(work.amount, work.size['positions'], settings.passes)
         return computed_s + settings.optimizer_steps * learner.optimizer_s() + settings.update_s + switch_s
 
     return {
-        'decode': of_engine, 'prefill': of_engine, 'train': train, 'load': lambda lane, work: fetch_s[lane],
+        'decode': of_engine, 'prefill': of_engine, 'train': train, 'load': fetch, 'reshard': reshard,
         'reward': price_verifier, 'snapshot': 0.0, 'publish': 0.0, 'save': 0.0, 'compile': 0.0,
     }  # fmt: skip
 
