@@ -129,8 +129,7 @@ class SimulatedClock(VirtualClock):
         if plan is not None and (jump := _find_jump(interval)):
             state, _, contexts = cast(tuple[object, object, object], interval.result)
             interval.result = state, jump.finish(plan.count), contexts
-            if plan.count > 1 or len(plan.ends) > 1:
-                interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
+            interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
             del self._jumps[interval.lane]
         if self._cores.end(interval, self._now_ns):
             interval.seconds = self.now() - interval.started_s
