@@ -19,7 +19,8 @@ plugins.py loads the user's own functions; config/ declares the fields, and kind
 tokenizers and chat templates, workers/ the processes that run other people's code; columns.py says what a token carries
 beside its id, frictions.py what goes wrong on purpose; models/ and formats/ have the decoder and the files of its
 weights; sharding/ and distributed/ place arrays on devices and join processes; checkpoint/ saves and resumes;
-evaluation/ scores held-out problems; telemetry/ measures a run while it runs, report/ afterwards.
+evaluation/ scores held-out problems; telemetry/ measures a run while it runs, report/ afterwards; simulation/ models
+runs on clusters that are not at hand.
 commands/ has the help of every command, and the completion of shells.
 
 Shapes. The letters of learning/ and models/; rollout/decode/ says which others it uses:
@@ -56,7 +57,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from areal_jax.code_version import __version__
+from areal_jax.workers.code_version import __version__
 
 if TYPE_CHECKING:
     from areal_jax.app.library import evaluate, export, train

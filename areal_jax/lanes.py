@@ -29,6 +29,11 @@ def publish_lane(index: int) -> str:
     return f'{PUBLISH}/{index}'
 
 
+def wake_name(engine: str) -> str:
+    """The event that an engine in this process waits for, and that interrupts its rest: a request, weights, a pause."""
+    return f'{engine}: a request or weights'
+
+
 def control_lane(index: int) -> str:
     """The lane of calls that control one server, which wait for no load of weights."""
     return f'control/{index}'

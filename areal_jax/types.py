@@ -354,8 +354,21 @@ class EngineCapabilities:
     pinned: bool  # `pin` keeps the weights of a version, and requests of that version are decoded with them
 
 
+def repeat(value: float, count: int, dtype: Any) -> np.ndarray:
+    """[count]: an array of one value, whose memory does not depend on its length: the tokens of a simulation."""
+    return np.broadcast_to(np.asarray(value, dtype), (count,))
+
+
+def is_repeated(array: np.ndarray) -> bool:
+    """Whether `repeat` made it, or it is a part of such an array."""
+    return array.strides == (0,)
+
+
 def concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """One array of the dtype, also for no arrays at all."""
+    """One array of the dtype, also for no arrays at all; arrays that repeat the same value stay one that does."""
+    parts = [array for array in arrays if len(array)]
+    if parts and all(map(is_repeated, parts)) and len({part[0].item() for part in parts}) == 1:
+        return repeat(parts[0][0], sum(map(len, parts)), dtype)
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 

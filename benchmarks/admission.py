@@ -3,10 +3,10 @@
     python -m benchmarks.admission --out=benchmarks/results/admission.json [--turns=5] [--groups=16] [--small]
 
 The controller, pool, engines and buffer of a run under the virtual clock, with a backend that decodes nothing, prices
-from flops and bytes (roofline.py: R1-distill-Qwen-1.5B, an H800 an engine) and a learner that costs nothing: generation
-alone is the limit. Four engines of 64 slots, groups of 16 answers, prompts of 512 tokens, lognormal answers of mean
-2,000 (sigma 0.75, at most 8,192), eta inf, 16 groups an update, dispatches of 16 steps. The length of an answer is a
-function of its draw and sample; nothing that routes or admits knows it. Each turn has the lengths of another seed.
+from flops and bytes (simulation/roofline.py: R1-distill-Qwen-1.5B, an H800 an engine) and a learner that costs nothing:
+generation alone is the limit. Four engines of 64 slots, groups of 16 answers, prompts of 512 tokens, lognormal answers
+of mean 2,000 (sigma 0.75, at most 8,192), eta inf, 16 groups an update, dispatches of 16 steps. The length of an answer
+is a function of its draw and sample; nothing that routes or admits knows it. Each turn has the lengths of another seed.
 
 Tokens a second are counted from the third update on. `host_bytes` are the groups that the host holds at most, running
 and buffered, as the bytes of their arrays; `ratio` is by need over fixed.
@@ -33,10 +33,12 @@ from areal_jax.rollout.backend import DecodeOutput, DecodeRow
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.simulation.chips import H800
+from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
+from areal_jax.simulation.shapes import R1_DISTILL_1_5B
 from areal_jax.types import SamplingParams
 from benchmarks.host_toys import FastBackend, ToyChannel, ToyLearner, ToyStream, ToyVerifier
 from benchmarks.options import Row, make_parser, report, run, show
-from benchmarks.roofline import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from benchmarks.workload import draw_lengths
 
 BAR = 1.6
@@ -109,7 +111,7 @@ class Occupancy:
 def simulate(load: Load, max_running_groups: float, seed: int) -> dict[str, float]:
     """One run; inf = by need."""
     overhead_s = step_overhead_s(H800, R1_DISTILL_1_5B, REACHED)
-    roofline = Roofline(H800, R1_DISTILL_1_5B, REACHED, overhead_s)
+    roofline = Roofline(H800, R1_DISTILL_1_5B, REACHED, step_overhead_s=overhead_s)
     log, counts = EventLog(keeps=False), Occupancy()
     log.listeners.append(counts.note)
     lanes = {LEARNER: 1, REWARD: 8, DISK: 1}

@@ -1,7 +1,7 @@
 """What a run on a cluster asks of its controller, its registry and its disk: arithmetic for the tables of plan.py.
 
-Speeds of engines and learner follow from an H800's peaks (roofline.py) and published shares of them; what controller
-and publication cost was measured by host.py and commands.py.
+Speeds of engines and learner follow from an H800's peaks (simulation/roofline.py) and published shares of them; what
+controller and publication cost was measured by host.py and commands.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax.config.cluster import EnginesLayout, LearnerLayout, parse_engines, parse_learner
-from benchmarks.roofline import H800, R1_DISTILL_1_5B, WEIGHT_BYTES, Reached, Roofline, ServedModel, step_overhead_s
+from areal_jax.simulation.chips import H800
+from areal_jax.simulation.roofline import WEIGHT_BYTES, Reached, Roofline, step_overhead_s
+from areal_jax.simulation.shapes import R1_DISTILL_1_5B, R1_DISTILL_7B, R1_DISTILL_32B, ModelShape
 
 NODE = 8  # accelerators
-REACHED = Reached(bandwidth=0.6, prefill=0.5)  # of the peaks, while generating; served engines reach 0.6 to 0.85
-MFU = 0.40  # of training: 0.39 to 0.46 on H800s, arXiv 2505.24298, figure 6a
+REACHED = Reached(bandwidth=0.6, prefill=0.5, mfu=0.40)  # its docstring says why
 PASSES = 4  # in forward passes, of a trained token: 3 of the update, 1 for the proximal log-probs
 MEAN_TOKENS, PROMPT_TOKENS = 9_000, 512  # of an answer at most 27,648 long, lognormal with sigma 0.75
 LIVE_POSITIONS = 6_642 + PROMPT_TOKENS  # of a slot on average, E[L^2] / (2 E[L]) of these lengths
@@ -31,15 +32,12 @@ BATCH_BYTES, BATCH_CPU_S, BATCH_TOKENS = 17.9e6, 0.092, 512 * 16 * 256
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
 
-R1_DISTILL_7B = ServedModel('R1-distill-Qwen-7B', 7.62e9, 7.07e9, 152064 * 3584, 28, 3584, 57_344)
-R1_DISTILL_32B = ServedModel('R1-distill-Qwen-32B', 32.76e9, 31.98e9, 152064 * 5120, 64, 5120, 262_144)
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A run: its layout as the config has it, and what an update trains on."""
 
-    model: ServedModel
+    model: ModelShape
     learner: str  # cluster.learner
     engines: str  # cluster.engines
     answers: int  # of an update
@@ -113,12 +111,9 @@ class Load:
 
     @property
     def engine(self) -> Roofline:
-        """One engine as one chip; all-reduces between its chips are left out."""
-        n, model = self.plan.engines_layout.devices_each, self.plan.model
-        chip = dataclasses.replace(
-            H800, flops=n * H800.flops, bytes_s=n * H800.bytes_s, memory_bytes=n * H800.memory_bytes
-        )
-        return Roofline(chip, model, REACHED, step_overhead_s(H800, model, REACHED))
+        """One engine."""
+        model, overhead_s = self.plan.model, step_overhead_s(H800, self.plan.model, REACHED)
+        return Roofline(H800, model, REACHED, self.plan.engines_layout.devices_each, overhead_s)
 
     @property
     def slots(self) -> int:
@@ -132,9 +127,8 @@ class Load:
     @property
     def trained_s(self) -> float:
         """Tokens a second that the learner can train on."""
-        model = self.plan.model
-        flops = PASSES * (2 * model.product_parameters + 4 * model.layers * model.attention_width * LIVE_POSITIONS)
-        return self.plan.learner_layout.devices * MFU * H800.flops / flops
+        learner = Roofline(H800, self.plan.model, REACHED, self.plan.learner_layout.devices)
+        return 1 / learner.train_s(1, LIVE_POSITIONS, PASSES)
 
     @property
     def tokens_s(self) -> float:

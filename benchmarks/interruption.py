@@ -8,13 +8,13 @@ the policies. Speeds are tokens a second, from weights in use to weights in use;
 speed of 'wait', less 1.
 
   h800  The real engine under the virtual clock, with a backend that decodes nothing and prices from flops and bytes
-        (roofline.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and at most 27,648
-        with sigma 0.75, for each of --slots. Shares of the peaks are published ones, once those that favour waiting
-        most (fast decode, slow prefill), once those that do least. A step also takes what one row takes longer than the
-        weights are read ('published' overhead), or nothing besides its work ('none', a lower bound: a batch that gets
-        emptier then gets as much faster as it reads less). All of it was fixed before a run, from sources that
-        benchmarks/README.md names. Judged are the cells with the published overhead, each by itself: 'recompute' gains
-        a tenth or more. Those without are shown, and `met` is null there.
+        (simulation/roofline.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and
+        at most 27,648 with sigma 0.75, for each of --slots. Shares of the peaks are published ones, once those that
+        favour waiting most (fast decode, slow prefill), once those that do least. A step also takes what one row takes
+        longer than the weights are read ('published' overhead), or nothing besides its work ('none', a lower bound: a
+        batch that gets emptier then gets as much faster as it reads less). All of it was fixed before a run, from
+        sources that benchmarks/README.md names. Judged are the cells with the published overhead, each by itself:
+        'recompute' gains a tenth or more. Those without are shown, and `met` is null there.
   cpu   SmolLM2-135M on this machine under the real clock, mean 64 tokens and at most 512 with sigma 1, 32 slots; one
         process, which calls the policies in turn. Reported; no bar.
 """
@@ -32,6 +32,9 @@ from collections.abc import Iterator, Sequence
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
+from areal_jax.simulation.chips import H800
+from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
+from areal_jax.simulation.shapes import R1_DISTILL_1_5B
 from benchmarks.generation_cells import (
     CONTEXT_TOKENS,
     LENGTHS,
@@ -45,7 +48,6 @@ from benchmarks.host_toys import FastBackend
 from benchmarks.interrupted_engine import POLICIES, InterruptedEngine, Load, Policy, gain_over_waiting
 from benchmarks.options import Row, add_engine, make_parser, read_buckets, report, run, show, split_choices
 from benchmarks.ratios import Bar, compare
-from benchmarks.roofline import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from benchmarks.side_engine import LANES
 from benchmarks.side_interruption import MEAN_LENGTHS, two_mean_lengths_s
 from benchmarks.sides import Run, Side
@@ -64,14 +66,14 @@ H800_LOAD = Load(
 def measure_h800(options: argparse.Namespace) -> Iterator[Row]:
     for slots, overhead, (name, reached) in itertools.product(options.slots, options.overheads, REACHED.items()):
         overhead_s = step_overhead_s(H800, R1_DISTILL_1_5B, reached) if overhead == JUDGED else 0.0
-        roofline = Roofline(H800, R1_DISTILL_1_5B, reached, overhead_s)
+        roofline = Roofline(H800, R1_DISTILL_1_5B, reached, step_overhead_s=overhead_s)
         runs = [run_h800(options, roofline, slots, seed) for seed in range(options.seed, options.seed + options.seeds)]
         gains = [gain_over_waiting({policy: found['tokens_s'] for policy, found in run.items()}) for run in runs]
         middle = {policy: statistics.median(gain[policy] for gain in gains) for policy in gains[0]}
         yield {
             'cell': f'h800, {slots} slots, overhead {overhead}, {name}', 'clock': 'virtual', 'slots': slots,
             'step_overhead_ms': 1e3 * overhead_s, 'reached': dataclasses.asdict(reached),
-            'chip': dataclasses.asdict(roofline.chip), 'model': dataclasses.asdict(roofline.model),
+            'chip': dataclasses.asdict(roofline.chip), 'model': dataclasses.asdict(roofline.shape),
             'load': dataclasses.asdict(h800_load(options, options.seed)), 'gain': middle, 'bar': GAIN,
             'met': middle['recompute'] >= GAIN if overhead == JUDGED else None, 'gains': gains, 'runs': runs,
         }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
     {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
-    {'addresses', 'code_version', 'files', 'plugins', 'protocols'},
+    {'addresses', 'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -26,7 +26,6 @@ LAYERS = [
 ]
 NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'telemetry'}, {'control', 'telemetry'}]
 JAX_FREE = [
-    'addresses',
     'errors',
     'events',
     'labels',
@@ -37,7 +36,7 @@ JAX_FREE = [
     'columns',
     'types',
     'protocols',
-    'code_version',
+    'addresses',
     'config',
     'control',
     'registry',
@@ -46,6 +45,7 @@ JAX_FREE = [
     'workers',
     'telemetry',
     'report',
+    'simulation',
     'commands',
 ]
 FORBIDDEN = {

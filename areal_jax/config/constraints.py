@@ -20,11 +20,15 @@ from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
 from areal_jax.config.model_fields import find_model_problems
-from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
+from areal_jax.config.objective_constraints import (
+    find_group_problems,
+    find_objective_problems,
+    find_reference_problems,
+)
 from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
-from areal_jax.config.reference_constraints import find_reference_problems
 from areal_jax.config.sandbox_fields import find_sandbox_problems
+from areal_jax.config.simulation_fields import find_simulation_problems
 from areal_jax.config.splits import find_reallocation_problems
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
@@ -49,6 +53,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
         yield from find_agent_problems(c)
+    yield from find_simulation_problems(c)
     yield from find_training_problems(c)
     yield from find_reference_problems(c)
     yield from find_critic_problems(c)

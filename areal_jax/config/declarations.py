@@ -49,6 +49,7 @@ from areal_jax.config.ranges import (
     VERSIONS,
 )
 from areal_jax.config.sandbox_fields import AUTO, LEVELS
+from areal_jax.config.simulation_fields import SIMULATION_FIELDS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
@@ -139,6 +140,11 @@ SECTIONS: Mapping[str, Section] = {
         ),
         weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
         record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
+        slow_versions=Integer(
+            0,
+            COUNT_OR_OFF,
+            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
+        ),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),
@@ -352,7 +358,9 @@ SECTIONS: Mapping[str, Section] = {
         tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
         project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
+        energy=Choice('off', ('off', 'auto'), 'joules and seconds by what devices do, see docs/energy.md'),
     ),
+    'simulation': Section('What a simulation draws and what work costs, see docs/simulation.md', **SIMULATION_FIELDS),
     'virtual': Section(
         'Seconds that work costs under the virtual clock',
         decode_step_s=Real(0.01, NOT_NEGATIVE, 'one decode step of all rows'),

@@ -14,7 +14,16 @@ import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS, ColumnArrays, join
 from areal_jax.files import JsonObject
-from areal_jax.types import NOT_GENERATED, FinishReason, Prompt, Segment, Trajectory, TrajectoryGroup, Verdict
+from areal_jax.types import (
+    NOT_GENERATED,
+    FinishReason,
+    Prompt,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    Verdict,
+    concatenate,
+)
 
 CANCELLED = 'cancelled'  # label of an episode whose request was cancelled: it has no answer to verify
 LOST = 'lost'  # label of an episode whose request no engine finished: its group is dropped
@@ -217,8 +226,8 @@ def digest_routes(segments: Iterable[Segment]) -> str:
 def join_segments(first: Segment, second: Segment) -> Segment:
     """Two segments of the same policy version and the same columns as one."""
     return Segment(
-        np.concatenate([first.tokens, second.tokens]),
-        np.concatenate([first.behavior_logprobs, second.behavior_logprobs]),
+        concatenate([first.tokens, second.tokens], np.int32),
+        concatenate([first.behavior_logprobs, second.behavior_logprobs], np.float32),
         first.policy_version,
         join([first.columns, second.columns]),
         first.context,

@@ -14,12 +14,13 @@ _RESULT_FIELDS = ('name', 'arguments', 'text', 'failed')
 
 
 def describe_episode(episode: Episode) -> JsonObject:
-    """{'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; `messages` is [] where there was no call."""
+    """{'sample', 'label', 'turns', 'messages', 'conversations', 'tools', 'outcome'}; no call: `messages` is []."""
     answered = [call for call in episode.calls if call.reply is not None]
     newest = {call.row: call for call in answered}
     conversations = [read_conversation(episode, newest[row]) for row in sorted(newest)]
     tools = [result for result in episode.results if result['name'] != TOOL_LISTING]
     return {
+        'sample': episode.sample,
         'label': episode.label or episode.finish_reason,
         'turns': len(answered) or _count_turns(episode),
         'messages': conversations[-1] if conversations else [],

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from areal_jax.addresses import address_family, join_address
-from areal_jax.code_version import read_code_version
 from areal_jax.distributed.codec import CodecError, decode, encode
 from areal_jax.distributed.wire import (
     Connection,
@@ -30,6 +29,7 @@ from areal_jax.distributed.wire import (
     send_all,
 )
 from areal_jax.errors import LostPeerError, UserError
+from areal_jax.workers.code_version import read_code_version
 
 _RETRY_S = 0.1
 _BACKLOG = 128

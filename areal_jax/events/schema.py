@@ -40,10 +40,10 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 12: devices stay; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards of a
-# buffered group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of
-# segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no
-# evaluation beside training, no `audit`; 1: no `log`
+# 12: devices stay, no simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no
+# rewards of a buffered group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5:
+# no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions;
+# 2: no evaluation beside training, no `audit`; 1: no `log`
 VERSION = 13
 
 
@@ -222,6 +222,7 @@ class RunDoneEvent(Header):
         Annotated[str, 'of a worker process or a tool, as JSON (reward, tool); from version 6 of the log on']
     ]
     failure: NotRequired[Annotated[str, 'type of the exception instead of a reply; from version 6 of the log on']]
+    joined: NotRequired[Annotated[int, 'of a simulation: like pieces of work that this one is, where more than 1']]
     check: NotRequired[Check]
 
 

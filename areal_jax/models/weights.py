@@ -19,11 +19,11 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.families import FAMILIES, Init, Weight
 from areal_jax.models.lora import ADAPTERS, Lora
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weight_rows import LAYERS, layers_of, letter_sizes, rows_of
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 
 Params = dict[str, Tree]  # weights by name, nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
-_LAYERS = 'layers/*/'
 _OF_EXPERTS = ('gate', 'up', 'down')
 _Leaf = TypeVar('_Leaf')
 Nested = Mapping[str, Union['WeightSpec', 'Nested']]  # specs by name, nested like the tree
@@ -45,7 +45,7 @@ class WeightSpec:
     @property
     def in_layers(self) -> bool:
         """Whether layers have one of their own each."""
-        return self.path.startswith(_LAYERS)
+        return self.path.startswith(LAYERS)
 
     @property
     def paths(self) -> list[str]:
@@ -65,7 +65,7 @@ class WeightSpec:
     @property
     def path_in_layer(self) -> str:
         """'attention/query/weight' of 'layers/*/attention/query/weight'."""
-        return self.path.removeprefix(_LAYERS)
+        return self.path.removeprefix(LAYERS)
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,8 +76,8 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
 
     Raises ConfigError for adapters of experts.
     """
-    sizes = _sizes(config)
-    rows = [row for row in FAMILIES[config.family].weights if _exists(row, config)]
+    sizes = letter_sizes(config)
+    rows = rows_of(config)
     if lora:
         if config.experts and (named := [name for name in lora.targets if name in _OF_EXPERTS]):
             raise ConfigError(
@@ -95,7 +95,7 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
             row.hf_name,
             row.transposed,
             row.gguf_name,
-            _layers_of(row, config),
+            layers_of(row, config),
         )
         for row in rows
     )
@@ -131,7 +131,7 @@ def find_leaf(tree: Tree, path: str) -> Tree | None:
 def map_matrices(table: Mapping[str, WeightSpec], params: Params, change: Callable[[jax.Array], jax.Array]) -> Params:
     """`params`, layers listed or stacked, with every matrix [..., in, out] replaced by `change` of it."""
     matrices = {path for spec in table.values() if spec.is_matrix for path in (spec.path, spec.stacked_path)}
-    pattern = lambda path: re.sub(r'^layers/\d+/', _LAYERS, path_name(path))
+    pattern = lambda path: re.sub(r'^layers/\d+/', LAYERS, path_name(path))
     leaf = lambda path, value: change(value) if pattern(path) in matrices else value
     return jax.tree_util.tree_map_with_path(leaf, params)
 
@@ -139,27 +139,6 @@ def map_matrices(table: Mapping[str, WeightSpec], params: Params, change: Callab
 def at_layer(pattern: str, layer: int) -> str:
     """'layers/3/mlp_norm' of 'layers/*/mlp_norm'; names of Hugging Face likewise."""
     return pattern.replace('*', str(layer), 1)
-
-
-def _sizes(c: ModelConfig) -> dict[str, int]:
-    heads, kv_heads = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    sizes = {'V': c.vocab_size, 'O': c.output_size or c.vocab_size, 'C': c.context_tokens, 'd': c.d_model, 'F': c.d_ff}
-    if c.experts:
-        sizes |= {'E': c.experts.count, 'M': c.experts.d_expert}
-    return {**sizes, 'D': c.head_dim, 'HD': heads, 'KD': kv_heads}
-
-
-def _layers_of(row: Weight, config: ModelConfig) -> tuple[int, ...]:
-    if not row.path.startswith(_LAYERS):
-        return ()
-    kinds = {'all': (False, True), 'dense': (False,), 'experts': (True,)}[row.layers]
-    return tuple(layer for layer in range(config.n_layers) if config.has_experts(layer) in kinds)
-
-
-def _exists(row: Weight, config: ModelConfig) -> bool:
-    if row.path.startswith(_LAYERS) and not _layers_of(row, config):
-        return False
-    return (not row.when or getattr(config, row.when)) and not (row.unless and getattr(config, row.unless))
 
 
 def _with_adapters(rows: Iterable[Weight], targets: tuple[str, ...] | None = None) -> Iterator[Weight]:

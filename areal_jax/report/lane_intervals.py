@@ -45,9 +45,8 @@ def lane_intervals(events: Iterable[Event]) -> list[LaneInterval]:
 def _interval(done: RunDoneEvent, start: RunStartEvent | None) -> LaneInterval:
     began = done['started']
     detail = {name: value for name, value in (start or {}).items() if name not in _KNOWN}
-    return LaneInterval(
-        done['lane'] or '', done['work'], began, began + done['seconds'], float(done['amount']), done['seq'], detail
-    )
+    amount = float(done['amount'] * done.get('joined', 1))
+    return LaneInterval(done['lane'] or '', done['work'], began, began + done['seconds'], amount, done['seq'], detail)
 
 
 def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, LaneInterval]]:

@@ -30,6 +30,7 @@ from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluatio
 from areal_jax.report.draw_ledger import ledger
 from areal_jax.report.event_log import load_events, outside_evaluation
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
+from areal_jax.report.pages.energy_section import summarize_energy
 from areal_jax.report.pages.html_page import FILE as HTML_PAGE
 from areal_jax.report.pages.html_page import render_html
 from areal_jax.report.pages.markdown_page import render_page
@@ -67,7 +68,7 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     """
     run = load_run(pathlib.Path(workdir), facts)
     files.write_json(run.workdir / FILE, run.report)
-    write_timeline(run.events, run.workdir)
+    write_timeline(run.events, run.workdir, 'simulated ' if facts.simulation else '')
     pictures = write_plots(run.events, run.metrics, run.report, run.workdir) if plots else []
     files.write_text(run.workdir / PAGE, render_page(run.report, pictures))
     if plots and (missing := describe_missing_library(HTML_PAGE)):
@@ -120,6 +121,7 @@ def build_report(
         **_generation(events, training, facts),
         **_causes(events, metrics, facts),
         'throughput': _throughput(training, metrics, within),
+        'energy': summarize_energy(metrics, facts.energy),
         'busy': busy_shares(events),
         'time': as_report(limit),
         'compilations': facts.compilations,
@@ -150,6 +152,7 @@ def _setting(facts: RunFacts) -> contents.Setting:
         'schedule': facts.schedule,
         'clock': facts.clock,
         'objective': facts.objective,
+        'simulation': facts.simulation,
     }
 
 

@@ -41,13 +41,14 @@ class Trace(TypedDict):
     traceEvents: list[TraceEntry]
 
 
-def build_timeline(events: Sequence[Event]) -> Trace:
+def build_timeline(events: Sequence[Event], of: str = '') -> Trace:
     """The trace: a process per kind of lane with a thread per lane, a process per engine with a thread per slot.
 
     Times are microseconds. Work that overlaps on one lane is drawn on several threads. Interruptions, publications,
-    loads and the like are instants on a process of their own; buffer size and version are counters.
+    loads and the like are instants on a process of their own; buffer size and version are counters. `of` stands before
+    the names of processes.
     """
-    tracks = _Tracks()
+    tracks = _Tracks(of)
     entries = [
         *(_work_entry(interval, tracks.lane(interval)) for interval in _by_start(lane_intervals(events))),
         *(_span_entry(span, tracks.slot(span, 'slot')) for span in slot_spans(events)),
@@ -61,18 +62,19 @@ def build_timeline(events: Sequence[Event]) -> Trace:
     return {'displayTimeUnit': 'ms', 'traceEvents': [*tracks.metadata, *entries]}
 
 
-def write_timeline(events: Sequence[Event], workdir: pathlib.Path | str) -> pathlib.Path:
-    """Write WORKDIR/timeline.json; returns its path."""
+def write_timeline(events: Sequence[Event], workdir: pathlib.Path | str, of: str = '') -> pathlib.Path:
+    """Write WORKDIR/timeline.json; returns its path. See build_timeline."""
     path = pathlib.Path(workdir) / FILE
-    files.write_text(path, json.dumps(plain(build_timeline(events)), separators=(',', ':'), allow_nan=False))
+    files.write_text(path, json.dumps(plain(build_timeline(events, of)), separators=(',', ':'), allow_nan=False))
     return path
 
 
 class _Tracks:
     """Numbers for processes and threads in the order in which they are first needed, with the metadata naming them."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: str) -> None:
         self.metadata: list[TraceEntry] = []
+        self._of = of  # before the name of each process
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[int, str], int] = {}
         self._free_from: dict[tuple[str, int], float] = {}  # end of the last work on a row of a lane
@@ -80,7 +82,7 @@ class _Tracks:
     def process(self, name: str) -> int:
         if name not in self._processes:
             self._processes[name] = len(self._processes) + 1
-            self._describe('process_name', self._processes[name], 0, name)
+            self._describe('process_name', self._processes[name], 0, self._of + name)
         return self._processes[name]
 
     def thread(self, process: str, name: str) -> tuple[int, int]:

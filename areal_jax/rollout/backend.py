@@ -68,6 +68,8 @@ class DecodeOutput:
     valid: np.ndarray  # bool [steps, rows]; False from a row's stop token (itself valid) or its limit on
     columns: ColumnArrays = dataclasses.field(default_factory=dict)  # [steps, rows, *shape], see RunningRequest.extend
     positions_read: int = 0  # of the cache by attention, over rows and steps of one layer without a window
+    # bool [rows]: the answer ends with its last valid token, whatever token that is; None: stop tokens tell
+    ended: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         check(self.columns, self.tokens.shape)
@@ -80,7 +82,9 @@ class DecodeOutput:
         """The same with arrays [rows, steps], so that the tokens of one row are contiguous."""
         turn = lambda array: np.ascontiguousarray(np.swapaxes(array, 0, 1))
         columns = {name: turn(array) for name, array in self.columns.items()}
-        return DecodeOutput(turn(self.tokens), turn(self.logprobs), turn(self.valid), columns, self.positions_read)
+        return dataclasses.replace(
+            self, tokens=turn(self.tokens), logprobs=turn(self.logprobs), valid=turn(self.valid), columns=columns
+        )
 
     def unsound(self) -> list[tuple[int, float]]:
         """(row, log-prob) of every valid token whose log-prob is NaN, infinite, or above 0 by more than rounding."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import engine_lane, publish_lane
+from areal_jax.lanes import engine_lane, publish_lane, wake_name
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.pinned import PinnedRequests
@@ -108,7 +108,7 @@ class LocalEngine:
         self._on_failed_dispatch, self._failed = on_failed_dispatch, 0  # dispatches since one of decoding succeeded
         self._pausing = False
         self._pause_mode: PauseMode = 'retract'
-        self._wake = clock.event(f'{self.name}: a request or weights')
+        self._wake = clock.event(wake_name(self.name))
         self._loaded = clock.event(f'{self.name}: new weights in use')
         self._parked = clock.event(f'{self.name}: paused')
 

@@ -17,23 +17,34 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.answer import SegmentIterator
 from areal_jax.rollout.block_index import root_digest
 from areal_jax.rollout.blocks import CachedSequence
-from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate
+from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate, is_repeated, repeat
 
 _NO_LOGPROBS, _NO_COLUMNS = np.zeros(0, np.float32), dict[str, np.ndarray]()
 _DIGEST_BYTES = 16  # of a prompt's key: two different prompts share one with a chance of 2^-128
 
 
 class GrowingArray:
-    """An array with an append along its first axis, whose cost does not depend on the length."""
+    """An array with an append along its first axis, whose cost does not depend on the length.
+
+    As long as it repeats one value (types.repeat) its memory does not depend on the length either.
+    """
 
     def __init__(self, values: np.ndarray):
         self._array, self._length = values, len(values)
+        self._repeats = is_repeated(values) or not len(values)  # `_array` begins with the value
 
     def __len__(self) -> int:
         return self._length
 
     def extend(self, values: np.ndarray) -> None:
         end = self._length + len(values)
+        if self._repeats and is_repeated(values) and (not self._length or self._array[0] == values[0]):
+            if not self._length:
+                self._array = values
+            self._length = end
+            return
+        if self._repeats:
+            self._array, self._repeats = self.view().copy(), False
         if end > len(self._array):
             grown = np.empty((2 * end, *self._array.shape[1:]), self._array.dtype)
             grown[: self._length] = self._array[: self._length]
@@ -43,6 +54,8 @@ class GrowingArray:
 
     def view(self, start: int = 0) -> np.ndarray:
         """Elements from `start` on; nothing that follows changes them."""
+        if self._repeats and self._length:
+            return repeat(self._array[0], self._length - start, self._array.dtype)
         return self._array[start : self._length]
 
 
@@ -132,9 +145,9 @@ class RunningRequest(SegmentIterator):
         """Delivers the segment under way."""
         if len(self) == self._delivered:
             return
-        tokens = self.tokens[self._delivered :].copy()
+        tokens = _keep(self.tokens[self._delivered :])
         columns = {name: values.view().copy() for name, values in self._columns.items()}
-        self.deliver(Segment(tokens, self._logprobs.view().copy(), self._version, columns, self._context))
+        self.deliver(Segment(tokens, _keep(self._logprobs.view()), self._version, columns, self._context))
         self._logprobs, self._columns, self._context = GrowingArray(_NO_LOGPROBS), {}, {}
         self._delivered = len(self)
 
@@ -147,3 +160,8 @@ class RunningRequest(SegmentIterator):
         """Delivers the segment under way; then the iteration raises the error."""
         self.flush()
         super().fail(error)
+
+
+def _keep(view: np.ndarray) -> np.ndarray:
+    """The same values, without the longer array that they are a part of."""
+    return view if is_repeated(view) else view.copy()

@@ -55,6 +55,7 @@ class DecodeStep:
     copies: tuple[tuple[int, int], ...]  # as of PrefillStep
     entries: tuple[tuple[int, RunningRequest], ...]  # (slot, request) by slot
     rows: tuple[DecodeRow, ...]  # beside them
+    quiet: int  # such dispatches, this one included, before anything is to be decided, unless a request ends or comes
 
 
 class Scheduler:
@@ -130,7 +131,8 @@ class Scheduler:
         if not entries:
             return None
         rows = tuple(_decode_row(running) for _, running in entries)
-        return DecodeStep(tuple(self.cache.take_copies()), entries, rows)
+        quiet = 1 if needs_prefill else self.cache.count_quiet(len(rows))
+        return DecodeStep(tuple(self.cache.take_copies()), entries, rows, quiet)
 
     def note_prefilled(self, step: PrefillStep) -> None:
         """The dispatch is done. A request that was cancelled meanwhile has no part of the cache any more."""
@@ -144,7 +146,9 @@ class Scheduler:
 
     def note_decoded(self, running: RunningRequest) -> None:
         """A request got tokens, of which all but the last are in the cache."""
-        _cached(running).filled = len(running) - 1
+        cached = _cached(running)
+        cached.filled = len(running) - 1
+        self.cache.cover(running)
 
     def _give_blocks(self) -> None:
         """Blocks for what requests in slots do next, the first admitted first; the last ones give theirs up."""

@@ -126,6 +126,10 @@ class DecodeStream:
         self._state: State = backend.initial_state()
         self._dispatches = 0  # of decoding
 
+    @property
+    def backend(self) -> DecodeBackend:
+        return self._backend
+
     def add(self, request: GenerationRequest) -> RunningRequest:
         """Puts the request at the end of the queue.
 
@@ -257,7 +261,7 @@ class DecodeStream:
             return after, output, {index: _read_context(backend, after, step.rows[index]) for index in first_rows}
 
         first = np.array([row.position for row in step.rows]) + 1  # positions that a row's first step sees
-        size = {'rows': len(step.rows), 'positions': int(first.sum())}
+        size = {'rows': len(step.rows), 'positions': int(first.sum()), 'quiet': step.quiet}
         began_s, work = self._clock.now(), self._work(self._kinds.decode, steps, weights, size)
         self._state, output, contexts = await self._clock.run(self._engine, dispatch, work)
         counts = output.counts()
@@ -267,7 +271,7 @@ class DecodeStream:
         positions = int((counts * first + counts * (counts - 1) // 2).sum())
         self._log.write(
             self._kinds.decode, self._engine, engine=self._engine, dispatch=self._dispatches, slots=slots,
-            bucket=backend.batch_bucket(step.rows), steps=steps, tokens=tokens, version=weights.version,
+            bucket=backend.batch_bucket(step.rows), steps=len(output.tokens), tokens=tokens, version=weights.version,
             positions=positions, positions_read=output.positions_read, **({'discarded': lost} if lost else {}),
         )  # fmt: skip
         totals = self.totals
@@ -318,6 +322,8 @@ class DecodeStream:
             if not count:
                 raise RuntimeError(f'{self._engine}: the backend has decoded nothing for {running.request_id}')
             matched, count = self._find_stop(running, output.tokens[row, :count])
+            if output.ended is not None and output.ended[row]:
+                matched = int(output.tokens[row, count - 1])
             place = row, slice(count)
             running.extend(output.tokens[place], output.logprobs[place], version, cut(output.columns, place))
             if matched is not None:

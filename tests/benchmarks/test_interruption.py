@@ -22,7 +22,7 @@ STEP_S, TOKEN_S = 0.01, 0.0005
 
 def measure(policy, **changes):
     log = EventLog()
-    prices = {'decode': STEP_S, 'prefill': lambda work: TOKEN_S * work.size['tokens'], 'load': 0.1}
+    prices = {'decode': STEP_S, 'prefill': lambda lane, work: TOKEN_S * work.size['tokens'], 'load': 0.1}
     run = InterruptedEngine(
         VirtualClock(LANES, log, prices), log, FastBackend(4, 320), 0, dataclasses.replace(LOAD, **changes), policy,
         decode_steps=2, interval_s=2 * LOAD.mean_tokens * STEP_S,

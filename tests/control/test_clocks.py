@@ -479,16 +479,17 @@ def test_under_the_virtual_clock_nothing_comes_from_another_thread():
     assert 'use run.clock=real' in error
 
 
-def test_a_price_may_depend_on_the_size_of_the_work():
-    prices = {'x': lambda work: work.size['rows'] * work.amount, 'y': 2.0}
+def test_a_price_may_depend_on_the_lane_and_on_the_size_of_the_work():
+    prices = {'x': lambda lane, work: (2 if lane == 'b' else 1) * work.size['rows'] * work.amount, 'y': 2.0}
 
     async def program(clock, supervisor):
         await clock.run('a', lambda: None, Work('x', 3, size={'rows': 5}))
         await clock.run('a', lambda: None, Work('y', 3, size={'rows': 5}))
+        await clock.run('b', lambda: None, Work('x', 3, size={'rows': 5}))
         return clock.now()
 
     clock = virtual(prices)
-    assert execute(clock, program) == 21.0
+    assert execute(clock, program) == 51.0
     assert all('rows' not in event for event in clock.log.events)  # it is not logged
 
 

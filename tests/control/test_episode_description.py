@@ -36,7 +36,7 @@ def test_the_conversations_of_rows_follow_their_calls():
     found = describe_episode(episode)
     both = [[ASKED, reply('A'), AGAIN, reply(last)] for last in 'BC']
     assert found == {
-        'label': 'turns', 'turns': 3, 'messages': both[1], 'conversations': both,
+        'sample': 0, 'label': 'turns', 'turns': 3, 'messages': both[1], 'conversations': both,
         'tools': [{'name': 'add', 'arguments': '{}', 'text': '3', 'failed': False}], 'outcome': outcome,
     }  # fmt: skip
     group = RunningGroup(Prompt(0, np.zeros(1, np.int32), 'own', {}), 0.0, [episode])

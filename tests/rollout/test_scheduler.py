@@ -157,7 +157,7 @@ def test_the_conversation_that_was_not_used_for_longest_gives_its_blocks():
 
 def test_prefill_of_a_turn_is_paid_by_what_it_computes():
     amounts = []
-    note = lambda work: amounts.append((work.amount, work.size['tokens'], work.size['positions'])) or 0.01
+    note = lambda lane, work: amounts.append((work.amount, work.size['tokens'], work.size['positions'])) or 0.01
     talk(2, prices=PRICES | {'prefill': note})
     assert amounts == [(8, 8, 36), (8, 2, 15 + 16)]
 

@@ -36,6 +36,8 @@ def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
             f'{field}={path!r} is no run: {workdir} has no {CONFIG} of one. Give the --workdir of a run, or one of its '
             f'checkpoints, WORKDIR/{CHECKPOINTS}/step_...{files_of_a_model}'
         )
+    if values.get('simulation', {}).get('prices'):
+        raise ConfigError(f'{field}={path!r} is a simulation, which has no weights: name a run of areal-train')
     config = default_config()
     known = dict(flatten(config))
     saved = {name: value for name, value in flatten(values) if name.startswith(_READ) and name in known}

@@ -9,7 +9,7 @@ from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import END_OF_WORK_S, RealClock
-from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.clocks.virtual import Price, VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.plugins import is_own
 
@@ -30,8 +30,13 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         return RealClock(
             widths, log, stall_s, start_s, max(stall_s, END_OF_WORK_S) if waits_for_work else END_OF_WORK_S
         )
+    return VirtualClock(widths, log, unit_prices(config), start_s)
+
+
+def unit_prices(config: TrackedConfig) -> dict[str, Price]:
+    """The prices of the section `virtual`, in seconds per unit."""
     prices = config.virtual
-    per_unit = {
+    return {
         **dict.fromkeys(('decode', 'evaluation_decode'), prices.decode_step_s),
         **dict.fromkeys(('prefill', 'evaluation_prefill'), prices.prefill_token_s),
         'train': prices.train_token_s,
@@ -41,7 +46,6 @@ def build_clock(config: TrackedConfig, log: EventLog, start_s: float, *, waits_f
         'save': prices.save_s,
         'compile': 0.0,
     }
-    return VirtualClock(widths, log, per_unit, start_s)
 
 
 def lane_widths(config: TrackedConfig) -> dict[str, int]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from ml_collections import config_dict
 
-from areal_jax.code_version import read_code_version
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import LEARNER, Role, list_roles
 from areal_jax.config.kinds import find_server, name_launched
@@ -20,6 +19,7 @@ from areal_jax.errors import ExitCode, UserError
 from areal_jax.registry.entries import Entry, FencedError
 from areal_jax.registry.heartbeat import Heartbeat
 from areal_jax.registry.presence import await_living
+from areal_jax.workers.code_version import read_code_version
 
 CONTROLLER = 'controller-0'  # in the registry
 _ENVIRONMENT = 'env:'

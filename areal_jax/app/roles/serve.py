@@ -26,7 +26,6 @@ from areal_jax.app.parts.record_channels import number_readers
 from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
 from areal_jax.app.roles.version_loader import OpenReceiver, VersionLoader
-from areal_jax.code_version import __version__
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
@@ -58,6 +57,7 @@ from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import move_to
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
+from areal_jax.workers.code_version import __version__
 
 _FIRST_VERSION = 0  # of the weights at launch, inside this process
 _NOTATION = 'server.notation'

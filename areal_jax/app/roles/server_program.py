@@ -24,13 +24,13 @@ from areal_jax.app.process.ending import code_of_stopped_server
 from areal_jax.app.process.interrupt import Interrupts, Wakeups
 from areal_jax.app.roles.receiver_process import ReceiverProcess
 from areal_jax.app.roles.roles import RoleProcess, await_controller
-from areal_jax.code_version import read_code_version
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import ClientKind
 from areal_jax.errors import UserError
 from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.server_entries import describe_server
+from areal_jax.workers.code_version import read_code_version
 from areal_jax.workers.interpreter import Interpreter
 
 _LOOK_S = 1.0

@@ -176,6 +176,8 @@ class Loop:
             cores=hardware['cores'],
             **site.describe_engines(),
             problems=parts.host.task.sizes(),
+            energy=parts.observer.energy.facts() if parts.observer.energy else None,
+            simulation=site.describe_simulation(),
         )
         facts.save(context.workdir)
         report = write_report(context.workdir, facts, plots=self._plots)

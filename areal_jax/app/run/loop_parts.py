@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import build_clock
+from areal_jax.app.parts.energy_builder import build_energy
 from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.parts.task_builder import TrySandbox, build_stream, build_task, build_verifier, try_scorer_sandbox
@@ -37,14 +38,17 @@ from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.protocols import Channel, Pool
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool as LocalPool
+from areal_jax.simulation.drawn_task import DrawnVerifier
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
+from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
 
+LoopVerifier: TypeAlias = ProcessVerifier | InlineVerifier | DrawnVerifier
 _RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
 
 
@@ -55,6 +59,9 @@ class Outside:
     make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
     start_worker: StartWorker = WorkerProcess
     try_sandbox: TrySandbox = try_sandbox
+    # of a simulation: in place of the task and of its verifier
+    build_task: Callable[[TrackedConfig, Tokenizer], Task] = build_task
+    build_verifier: Callable[[LoopClock, Task], LoopVerifier] | None = None
 
 
 class Origin(NamedTuple):
@@ -81,9 +88,9 @@ class Host:
     clock: LoopClock
     supervisor: Supervisor
     sandbox: SandboxRecord | None  # of its verifiers, as `build_verifier` takes it
-    verifier: ProcessVerifier | InlineVerifier
+    verifier: LoopVerifier
     # evaluation beside training has workers of its own, so that its answers never queue behind training answers
-    verifier_beside: ProcessVerifier | InlineVerifier | None
+    verifier_beside: LoopVerifier | None
 
 
 class Generation(NamedTuple):
@@ -134,8 +141,11 @@ def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopPa
     metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
     if generation.servers is not None:
         metrics.listeners.append(generation.servers.note_update)
+    energy = build_energy(host.config, site.find_devices)
+    if energy:
+        context.own(energy)
     observer = StepObserver(
-        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates
+        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates, energy
     )
     host.log.listeners.append(observer.on_event)
     sampling = build.build_sampling(host.config, host.model.tokenizer)
@@ -156,7 +166,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     config = context.config
     model = site.load_model()
     context.start.begin(f'preparing task {config.task.name}')
-    task = build_task(config, model.tokenizer)
+    task = outside.build_task(config, model.tokenizer)
     workflow_of = load_workflow(config, model.tokenizer)
     origin = _find_origin(context)
     scores = Scores(context.workdir, resume=context.resume, step=origin.version)
@@ -169,14 +179,17 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     make_clock = outside.make_clock or build_clock
     clock = make_clock(config, log, snapshot['clock_s'], waits_for_work=not context.ends_process())
 
-    sandbox = try_scorer_sandbox(config, outside.try_sandbox)
+    sandbox = None if outside.build_verifier else try_scorer_sandbox(config, outside.try_sandbox)
 
-    def launch(**settings: Any) -> ProcessVerifier | InlineVerifier:
+    def launch(**settings: Any) -> LoopVerifier:
         decode, start_worker = model.tokenizer.decode, outside.start_worker
-        verifier = context.own(
-            build_verifier(config, clock, task, decode, sandbox=sandbox, start_worker=start_worker, **settings)
-        )
-        verifier.launch()
+        if outside.build_verifier:
+            verifier = outside.build_verifier(clock, task)
+        else:
+            verifier = build_verifier(
+                config, clock, task, decode, sandbox=sandbox, start_worker=start_worker, **settings
+            )
+        context.own(verifier).launch()
         return verifier
 
     return Host(

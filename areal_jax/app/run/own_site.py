@@ -19,6 +19,7 @@ from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.channels import ChannelParts, PlacedChannel, build_channel
 from areal_jax.app.parts.compilations import CompilationCounter, use_compilation_cache
 from areal_jax.app.parts.device_moves import DeviceMoves
+from areal_jax.app.parts.energy_builder import UsedDevices, list_devices
 from areal_jax.app.parts.engines import (
     build_backends,
     build_engines,
@@ -33,15 +34,15 @@ from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.profile import DIRECTORY, TracedLearner
 from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout
+from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
 from areal_jax.app.run.start_warnings import print_passed_over
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.provenance import Hardware, hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
-from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_learner
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.config.splits import list_splits, replace_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
@@ -72,17 +73,10 @@ OwnLearner = SpmdLearner | CommandLeader
 
 def require_here(config: config_dict.ConfigDict) -> None:
     """Raises UserError for a config whose learner, in every split of the devices, does not fit this process."""
+    require_no_simulation(config)
     require_rules_of_origin(config)
     for split in list_splits(config):
         require_room(replace_split(config, split))
-
-
-def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSplit | None:
-    """The one that a run begins with, or goes on with; None where devices do not move."""
-    if not build.moves_devices(config):
-        return None
-    saved = None if checkpoint is None else checkpoint.state.get('reallocation')
-    return build.find_initial_split(config) if saved is None else DeviceSplit(saved['learner'], saved['engines'])
 
 
 class OwnSite:
@@ -154,6 +148,9 @@ class OwnSite:
         self.allocation = build.build_allocation(self._config, self.split)
         return build.build_device_rates(self._config, self.allocation)
 
+    def find_devices(self) -> UsedDevices | None:
+        return None if build.uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
+
     def note_split(self, split: DeviceSplit) -> DeviceRates:
         """Devices were moved: the rates from now on."""
         self.split = split
@@ -173,7 +170,8 @@ class OwnSite:
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout:
         engines = self.build_engines(published, clock, log)
-        pool = Pool(engines, clock, log, supervisor, build.build_requirements(self._config))
+        needed, versions = build.build_requirements(self._config), self._config.rollout.slow_versions
+        pool = Pool(engines, clock, log, supervisor, needed, slow_versions=versions)
         if self.split is None:
             return LocalRollout(engines, pool)
         assert isinstance(self.learner, MovingLearner)
@@ -251,6 +249,9 @@ class OwnSite:
             'lanes_own_devices': self.allocation.lanes_own_devices,
             'devices': self.allocation.describe(),
         }
+
+    def describe_simulation(self) -> str:
+        return ''
 
     def measure_memory(self) -> dict[str, int]:
         """Bytes by what they are for: shapes, programs of the self.learner, copies for a checkpoint."""

@@ -25,6 +25,7 @@ from areal_jax.app.workdir.provenance import Hardware, describe_hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner
+from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.distributed.attempt import learner_name, read_attempt
 from areal_jax.distributed.handshake import Hello, connect, digest_config
@@ -81,6 +82,7 @@ def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, *
 
 
 def _require_startable(config: config_dict.ConfigDict) -> None:
+    require_no_simulation(config)
     require_rules_of_origin(config)
     require_roles(config)
 
@@ -170,6 +172,9 @@ class RemoteSite:
         devices = parse_learner(self._config.cluster.learner).devices
         return DeviceRates(devices, 0, peak_flops(kind, self._config.learner.dtype))
 
+    def find_devices(self) -> None:
+        """They are in other processes."""
+
     def build_channel(self) -> RemoteChannel:
         directory = self._config.publication.directory or self._context.workdir / 'publication'
         return RemoteChannel(self._peers, pathlib.Path(directory))
@@ -192,6 +197,9 @@ class RemoteSite:
             'lanes_own_devices': 'cpu' not in platforms,
             'devices': {'learner': self._list('device_ids'), 'engines': {}},
         }
+
+    def describe_simulation(self) -> str:
+        return ''
 
     def _list(self, detail: str) -> list[Any]:
         return [value for entry in self._learners.values() for value in entry.details.get(detail, ())]

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.energy_builder import UsedDevices
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run_context import Checkpoint
 from areal_jax.app.workdir.environment import Environment
 from areal_jax.app.workdir.provenance import Hardware
 from areal_jax.checkpoint.store import Follower
+from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.device_site import DeviceSite
@@ -145,6 +148,10 @@ class LoopSite(Site, Protocol):
 
     def find_rates(self) -> DeviceRates: ...
 
+    def find_devices(self) -> UsedDevices | None:
+        """The devices of learner and engines, after `find_rates`; None where some are in other processes."""
+        ...
+
     def build_channel(self) -> Channel: ...
 
     def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
@@ -165,6 +172,18 @@ class LoopSite(Site, Protocol):
 
     def describe_engines(self) -> EngineFacts: ...
 
+    def describe_simulation(self) -> str:
+        """What is simulated, in words; '' = nothing."""
+        ...
+
     def close_learner(self) -> None:
         """After the report of a finished run."""
         ...
+
+
+def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSplit | None:
+    """The one that a run begins with, or goes on with; None where devices do not move."""
+    if not build.moves_devices(config):
+        return None
+    saved = None if checkpoint is None else checkpoint.state.get('reallocation')
+    return build.find_initial_split(config) if saved is None else DeviceSplit(saved['learner'], saved['engines'])

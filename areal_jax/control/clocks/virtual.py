@@ -18,16 +18,16 @@ from areal_jax.protocols import Event
 from areal_jax.types import Work
 
 NANOSECONDS = 1_000_000_000
-Price = float | Callable[[Work], float]  # seconds per unit of the amount, or the seconds of the work
+Price = float | Callable[[str, Work], float]  # seconds per unit of the amount, or of the work on a lane
 BLOCKED_S = 5.0  # beyond its deadline a call is given up from here: something blocks the I/O loop's own timer
 
 
 class VirtualClock(LoopClock):
     """Deterministic: the interleaving is a function of the program and of the prices of its work.
 
-    `prices` maps a kind of work to seconds per unit of its amount, or to a function of the work. A `call` runs for real
-    and holds time back at its modelled end until its result is there. Work in the background takes its modelled time
-    and delays no other work of its lane: what runs in the foreground goes on as if it were not there.
+    `prices` maps a kind of work to seconds per unit of its amount, or to a function of lane and work. A `call` runs for
+    real and holds time back at its modelled end until its result is there. Work in the background takes its modelled
+    time and delays no other work of its lane: what runs in the foreground goes on as if it were not there.
     """
 
     def __init__(self, lanes: Mapping[str, int], log: EventLog, prices: Mapping[str, Price], start_s: float = 0.0):
@@ -43,12 +43,12 @@ class VirtualClock(LoopClock):
     def now(self) -> float:
         return self._now_ns / NANOSECONDS
 
-    def price_s(self, work: Work) -> float:
-        """Modelled seconds of the work."""
+    def price_s(self, lane: str, work: Work) -> float:
+        """Modelled seconds of the work on the lane."""
         if work.kind not in self.prices:
             raise ValueError(f'work {work.kind!r} has no price under the virtual clock; priced: {sorted(self.prices)}')
         price = self.prices[work.kind]
-        return price(work) if callable(price) else price * work.amount
+        return price(lane, work) if callable(price) else price * work.amount
 
     def _lane_of(self, interval: Interval) -> Lane:
         if interval.work.in_background:
@@ -56,7 +56,7 @@ class VirtualClock(LoopClock):
         return super()._lane_of(interval)
 
     def _begin(self, interval: Interval) -> None:
-        interval.seconds = self.price_s(interval.work)
+        interval.seconds = self.price_s(interval.lane, interval.work)
         if interval.is_call:
             self._start_call(interval)
         else:

@@ -256,7 +256,7 @@ class CacheRules:
     def _end_run(self, event: RunDoneEvent) -> None:
         engine = self._engines.get(event['lane'] or '')
         if engine is not None and event['run'] in engine.decoding:
-            engine.decoded = event['amount'], engine.decoding.pop(event['run'])
+            engine.decoded = event['amount'] * event.get('joined', 1), engine.decoding.pop(event['run'])
 
     def _decode(self, event: DecodeEvent) -> Iterator[str]:
         engine = self._engines[event['engine']]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from aiohttp import web
 
-from areal_jax.code_version import __version__
 from areal_jax.columns import ROUTED_EXPERTS, cut, declared
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
@@ -21,6 +20,7 @@ from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.http.wire.route_fields import ASKED
 from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
 from areal_jax.types import TokenScores
+from areal_jax.workers.code_version import __version__
 
 _INFO = ReplyInfo('model', 0, lambda token: f'<{token}>')
 _FUNCTION = {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}, 'strict': False}

@@ -9,7 +9,7 @@ import pathlib
 from areal_jax.installation import BESIDE
 
 __version__ = '0.1.0'
-_PACKAGE = pathlib.Path(__file__).parent
+_PACKAGE = pathlib.Path(__file__).parent.parent
 _SUFFIXES = ('.py', '.cc', '.h')
 _DIGITS = 12
 

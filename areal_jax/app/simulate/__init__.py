@@ -1,0 +1,1 @@
+"""A simulated run: the production loop with counts for tokens and prices for work."""

@@ -1,0 +1,77 @@
+"""The fields of the section `simulation`, and what a simulation can not do. docs/simulation.md is their page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ml_collections import config_dict
+
+from areal_jax.config.cluster import parse_engines
+from areal_jax.config.fields import Field, Flag, Real, Text
+from areal_jax.config.objectives import find_objective
+from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, ConfigError
+
+ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
+TASK = 'task'  # simulation.prompts, besides a distribution
+
+SIMULATION_FIELDS: Mapping[str, Field] = {
+    'prices': Text(
+        '',
+        "'roofline': from chip and model; 'virtual': the section virtual; FILE.json: of areal-simulate --calibrate; "
+        "'' = the config is no simulation",
+    ),
+    'chip': Text('H800', 'roofline: of the learner, and of engines that engine_chips does not name'),
+    'engine_chips': Text(
+        '', "'4 x H800, 4 x A100': of the engines in their order, H800/3 is one of a third of the speed; '' = chip"
+    ),
+    'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
+    'answers': Text(
+        'lognormal(1000, 0.75)',
+        'tokens of an answer before the limit: lognormal(mean, sigma), constant(n), ..., or log(RUN): those of a run',
+    ),
+    'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
+    'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
+    'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
+    'verifier': Text('constant(10)', 'milliseconds of the verifier for an answer, likewise'),
+    'bandwidth': Real(0.6, SHARE_ABOVE_ZERO, 'roofline: share of the memory bandwidth that decoding reaches'),
+    'prefill': Real(0.5, SHARE_ABOVE_ZERO, 'roofline: share of the flops that prefill reaches'),
+    'mfu': Real(0.4, SHARE_ABOVE_ZERO, 'roofline: share of the flops that training reaches'),
+    'passes': Real(4.0, POSITIVE, 'roofline: forward passes that an update costs: 3, and 1 for proximal log-probs'),
+    'update_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of an update besides passes and optimizer'),
+    'load_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of a publication besides its bytes'),
+    'switch_s': Real(0.0, NOT_NEGATIVE, 'engines that share the learner: seconds to change from one to the other'),
+    'join': Flag(True, 'join dispatches between which nothing is decided: the same events, in less time'),
+}
+
+
+def require_no_simulation(c: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for the config of a simulation, which trains nothing."""
+    if prices := c.simulation.prices:
+        raise ConfigError(
+            f'simulation.prices={prices!r} makes this config one of a simulation: run it with areal-simulate, or set '
+            "simulation.prices='' to train"
+        )
+
+
+def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule that a config breaks: the fields, their values and the fix."""
+    prices = c.simulation.prices
+    if not prices:
+        return
+    setting = f'simulation.prices={prices!r}'
+    if prices not in (ROOFLINE, VIRTUAL) and not prices.endswith('.json'):
+        yield f"{setting} is unknown; use '{ROOFLINE}', '{VIRTUAL}' or FILE.json"
+    if not find_objective(c.loss.objective).generates:
+        yield f'{setting} and loss.objective={c.loss.objective!r}: a simulation is of runs that generate'
+    if c.rollout.workflow != 'single_turn':
+        yield f'{setting} and rollout.workflow={c.rollout.workflow!r}: only single_turn is simulated'
+    if c.friction.actor_share or c.friction.reward_share or c.friction.unrewarded_share:
+        yield f'{setting} and the section friction: answers without tokens meet none; set its shares to 0'
+    if c.rollout.record_routes:
+        yield f'{setting} and rollout.record_routes=True: there are no experts without weights; set it to False'
+    shared = parse_engines(c.cluster.engines).shared
+    if prices == ROOFLINE and shared and (c.staleness.eta != 0 or c.staleness.schedule != 'natural'):
+        yield (
+            f"{setting} and cluster.engines={c.cluster.engines!r}: engines on the learner's devices are simulated in "
+            'turns with it; set staleness.eta=0, or give the engines devices of their own'
+        )

@@ -1,0 +1,146 @@
+"""What comes from outside a run, drawn by key: lengths of prompts and answers, rewards, seconds of a verifier.
+
+Every number is a function of the seed, the draw and the sample, whatever happens in which order: two simulations that
+differ in a setting see the same answers.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from areal_jax.lanes import REWARD
+from areal_jax.protocols import Clock, Event, PromptStream
+from areal_jax.simulation.count_backend import prompt_tokens
+from areal_jax.simulation.lengths import Lengths
+from areal_jax.tasks.task import OverLength, Problem, Split
+from areal_jax.types import FinishReason, Prompt, Verdict, Work
+
+NAME = 'simulated'
+_MOST_KEPT = 1 << 17  # lengths of answers under way, which every dispatch asks for
+
+
+class Answers(Protocol):
+    """The answers of a simulation."""
+
+    def length(self, draw: int, sample: int) -> int:
+        """Tokens after which the answer stops by itself; a limit may come first."""
+        ...
+
+    def reward(self, draw: int, sample: int) -> float: ...
+
+    def verifier_s(self, draw: int, sample: int) -> float:
+        """Seconds of the verifier."""
+        ...
+
+
+class DrawnPrompts:
+    """Implements protocols.PromptStream: every draw is another prompt, whose length is drawn."""
+
+    def __init__(self, lengths: Lengths, seed: int):
+        self._lengths, self._seed, self._next = lengths, seed, 0
+
+    def draw(self) -> Prompt:
+        draw = self._next
+        self._next += 1
+        length = self._lengths.draw(self._seed, draw, 0, 'prompt')
+        return Prompt(draw, prompt_tokens(draw, length), NAME, {})
+
+    def state(self) -> Mapping[str, Any]:
+        return {'next': self._next}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._next = state['next']
+
+
+class CountedPrompts:
+    """Implements protocols.PromptStream: prompts of a task, of which the length alone is kept."""
+
+    def __init__(self, stream: PromptStream):
+        self._stream = stream
+        self.state, self.restore = stream.state, stream.restore
+
+    def draw(self) -> Prompt:
+        prompt = self._stream.draw()
+        return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
+
+
+class DrawnVerifier:
+    """Implements protocols.Verifier: workers of the lane `reward`, whose seconds and rewards are drawn."""
+
+    def __init__(self, clock: Clock, answers: Answers, workers: int):
+        self._clock, self._answers, self._free = clock, answers, workers
+        self._queue: collections.deque[Event] = collections.deque()  # of answers that wait for a worker
+
+    def launch(self) -> None:
+        """There is no process."""
+
+    def start(self) -> None:
+        """There is no process."""
+
+    def close(self) -> None:
+        """There is no process."""
+
+    async def verify(
+        self,
+        prompt: Prompt,
+        answer_tokens: np.ndarray,
+        finish_reason: FinishReason,
+        describe_episode: Callable[[], dict[str, Any]] | None = None,
+    ) -> Verdict:
+        draw, sample = prompt.draw, self._find_sample(describe_episode)
+        seconds = self._answers.verifier_s(draw, sample)
+        work = Work('reward', detail={'draw': draw, 'attempt': 1}, size={'seconds': seconds})
+        if self._free:
+            self._free -= 1
+        else:
+            turn = self._clock.event('a free verifier worker')
+            self._queue.append(turn)
+            await self._clock.wait(turn)
+        try:
+            return await self._clock.run(REWARD, lambda: Verdict(self._answers.reward(draw, sample)), work)
+        finally:
+            if self._queue:
+                self._queue.popleft().set()
+            else:
+                self._free += 1
+
+    def _find_sample(self, describe_episode: Callable[[], dict[str, Any]] | None) -> int:
+        assert describe_episode is not None  # the loop gives it with every answer
+        return int(describe_episode()['sample'])
+
+
+def keep_lengths(answers: Answers) -> Callable[[int, int], int]:
+    """`answers.length` with what was drawn last."""
+    return functools.lru_cache(_MOST_KEPT)(answers.length)
+
+
+class DrawnTask:
+    """Implements tasks.task.Task for training alone: no answer has a text."""
+
+    name, scorer = NAME, ''
+
+    def __init__(self, make_prompts: Callable[[], PromptStream]):
+        self._make_prompts = make_prompts
+
+    def fitting(self, prompt_tokens: int, over_length: OverLength) -> DrawnTask:
+        return self
+
+    def sizes(self) -> dict[str, int]:
+        return {'train': 0, 'held_out': 0, 'dropped': 0}
+
+    def prompts(self, split: Split, seed: int) -> PromptStream:
+        return self._make_prompts()
+
+    def held_out(self, n: int, seed: int) -> list[Prompt]:
+        return []
+
+    def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
+        raise NotImplementedError('answers of a simulation have no text')
+
+    def final_answer(self, text: str) -> str:
+        return text

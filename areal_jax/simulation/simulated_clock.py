@@ -1,0 +1,197 @@
+"""The clock of a simulation: the virtual clock with dispatches that are joined, lanes that share cores, a busy host.
+
+Quiet dispatches of an engine, between which nothing is decided, become one jump. A jump is planned up to the first end
+of one of its answers, or as long as blocks last, and cut at the next dispatch boundary when the engine is woken: by a
+request, by weights, by a pause. So admissions, swaps and ends come at the nanosecond at which they come without jumps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+import signal
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from areal_jax import protocols
+from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.loop import Block, Event, Ready
+from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
+from areal_jax.control.event_writer import EventLog
+from areal_jax.lanes import LEARNER, is_engine_lane, wake_name
+from areal_jax.simulation.count_backend import Jump
+from areal_jax.simulation.shared_cores import SharedCores
+
+_LANES = 1 << 48  # above any number of a request: at equal times the lane decides, then the order of requests
+_Entry = Interval | tuple[signal.Signals, protocols.Event] | Callable[[], None]  # of the clock's heap
+HostPrice = Mapping[str, float]  # seconds of the host's loop for a completion, by the kind of its work
+
+
+@dataclasses.dataclass(eq=False)
+class _Plan:
+    """When an interval ends: now in `ends[count - 1]`, in ns of the clock."""
+
+    order: int
+    ends: list[int]
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.ends[self.count - 1]
+
+
+class SimulatedClock(VirtualClock):
+    """See the module.
+
+    At equal times completions of engines come last, in the order of the engines, whatever was requested first: the
+    requests of joined dispatches are fewer.
+
+    Args:
+      host: seconds that a completion costs the loop of the host, which handles one at a time; {} = nothing.
+      contention: how many times longer work takes while two or more lanes of engines and learner are busy, which then
+        share cores; 1 = each has its own. Nothing is joined with a host or with contention.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, int],
+        log: EventLog,
+        prices: Mapping[str, Price],
+        start_s: float = 0.0,
+        *,
+        host: HostPrice | None = None,
+        contention: float = 1.0,
+    ):
+        self._host, self._cores = dict(host or {}), SharedCores(contention)
+        self._joins = not self._host and contention == 1.0
+        self._plans: dict[Interval, _Plan] = {}
+        self._jumps: dict[str, Interval] = {}  # under way, by lane
+        self._by_wake = {wake_name(lane): lane for lane in lanes if is_engine_lane(lane)}
+        self._ranks = {lane: 1 + index for index, lane in enumerate(sorted(self._by_wake.values(), key=_lane_key))}
+        self._released: tuple[int, int] = (-1, -1)  # the last key that was released
+        self._joined = 1  # dispatches of the completion that is being released
+        super().__init__(lanes, log, prices, start_s)
+
+    def event(self, name: str) -> Event:
+        lane = self._by_wake.get(name)
+        return super().event(name) if lane is None else _WakeEvent(name, lambda: self._cut(lane))
+
+    def _begin(self, interval: Interval) -> None:
+        if interval.is_call:
+            super()._begin(interval)
+            return
+        try:
+            interval.result = interval.fn()
+        except Exception as error:
+            interval.error = error
+        order = self._ranks.get(interval.lane, 0) * _LANES + next(self._order)
+        ends = self._plan_ends(interval)
+        self._plans[interval] = _Plan(order, ends, len(ends))
+        if _find_jump(interval):
+            self._jumps[interval.lane] = interval
+        if self._cores.contention > 1 and (is_engine_lane(interval.lane) or interval.lane == LEARNER):
+            self._cores.begin(interval, ends[0] - self._now_ns, self._now_ns)
+            self._reschedule()
+        else:
+            _push(self._heap, self._plans[interval], interval)
+
+    def _plan_ends(self, interval: Interval) -> list[int]:
+        """The ends of the dispatches that the interval joins; of other work, its own."""
+        jump, work = _find_jump(interval), interval.work
+        if jump is None or not self._joins:
+            interval.seconds = self.price_s(interval.lane, work)
+            return [self._now_ns + round(interval.seconds * NANOSECONDS)]
+        count = max(1, min(jump.dispatches, int(work.size['quiet'])))
+        seconds = [self.price_s(interval.lane, work)]
+        size = dict(work.size)
+        further = dataclasses.replace(work, size=size)
+        for _ in range(1, count):
+            size['positions'] += work.amount * size['rows']  # each row sees the tokens that it has got
+            seconds.append(self.price_s(interval.lane, further))
+        return list(itertools.accumulate((round(one * NANOSECONDS) for one in seconds), initial=self._now_ns))[1:]
+
+    def _cut(self, lane: str) -> None:
+        """The jump of the lane ends with the dispatch that is under way."""
+        interval = self._jumps.get(lane)
+        if interval is None:
+            return
+        plan = self._plans[interval]
+        count = 1 + bisect.bisect_right(plan.ends, self._released, key=lambda end: (end, plan.order))
+        if count < plan.count:
+            plan.count = count
+            _push(self._heap, self._plans[interval], interval)
+
+    def _finish(self, interval: Interval) -> None:
+        plan = self._plans.pop(interval, None)
+        self._joined = plan.count if plan else 1
+        if plan is not None and (jump := _find_jump(interval)):
+            state, _, contexts = cast(tuple[object, object, object], interval.result)
+            interval.result = state, jump.finish(plan.count), contexts
+            interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
+            del self._jumps[interval.lane]
+        if self._cores.end(interval, self._now_ns):
+            interval.seconds = self.now() - interval.started_s
+            self._reschedule()
+        super()._finish(interval)
+
+    def _write_completion(
+        self, kind: str, lane: str | None = None, interval: Interval | None = None, **fields: object
+    ) -> None:
+        joined = {'joined': self._joined} if interval and self._joined > 1 else {}
+        super()._write_completion(kind, lane, interval, **fields, **joined)
+
+    def _reschedule(self) -> None:
+        """Work that shares cores ends at other times."""
+        for interval, end in self._cores.ends_ns().items():
+            self._plans[interval].ends = [end]
+            _push(self._heap, self._plans[interval], interval)
+
+    # The next completion.
+
+    def _release_next(self, block: Block) -> Ready:
+        while self._heap and _is_outdated(self._plans, *self._heap[0]):
+            heapq.heappop(self._heap)
+        first = self._next_deadline()
+        keys = [(int(when), int(order)) for when, order, _ in (*self._heap[:1], *((first,) if first else ()))]
+        if keys:
+            key = min(keys)
+            self._released = max(self._released, key)
+            entry = self._heap[0][2] if self._heap and self._heap[0][:2] == key else None
+            if isinstance(entry, Interval) and (cost_s := self._host.get(entry.work.kind)):
+                self._now_ns = max(self._now_ns, key[0]) + round(cost_s * NANOSECONDS)
+        return super()._release_next(block)
+
+
+class _WakeEvent(Event):
+    """Tells when it is set."""
+
+    def __init__(self, name: str, on_set: Callable[[], None]):
+        super().__init__(name)
+        self._on_set = on_set
+
+    def set(self) -> None:
+        self._on_set()
+        super().set()
+
+
+def _push(heap: list[tuple[int, int, _Entry]], plan: _Plan, interval: Interval) -> None:
+    heapq.heappush(heap, (plan.end, plan.order, interval))
+
+
+def _is_outdated(plans: Mapping[Interval, _Plan], when: int, order: int, entry: object) -> bool:
+    """Whether the interval of an entry ends at another time by now, or has ended."""
+    if not isinstance(entry, Interval) or entry.is_call:
+        return False
+    plan = plans.get(entry)
+    return plan is None or plan.end != when
+
+
+def _find_jump(interval: Interval) -> Jump | None:
+    result = interval.result
+    return result[1] if isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Jump) else None
+
+
+def _lane_key(lane: str) -> tuple[int, str]:
+    return len(lane), lane

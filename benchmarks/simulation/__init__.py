@@ -1,0 +1,1 @@
+"""Published rows, and the constants with which they are simulated."""

@@ -1,0 +1,198 @@
+"""Simulated runs: the events of real ones, jumps that change nothing, a kill, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areal_jax import main_check_log
+from areal_jax.app.model.run_config import read_run_config
+from areal_jax.app.simulate import simulation_settings
+from areal_jax.app.simulate.simulated_site import build_simulation
+from areal_jax.app.training import build_run
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import ExitCode
+from areal_jax.simulation.count_backend import CountBackend
+from areal_jax.telemetry.metrics import read_metrics
+from tests.app.small import SmallRun, call_after, small_config
+
+# what depends on the values of tokens and weights, or says where the run was made
+OF_VALUES = {'manifest', 'positions_read', 'devices'}
+CLUSTER = {
+    'simulation__prices': 'roofline', 'simulation__model': 'Qwen3-0.6B', 'simulation__answers': 'lognormal(300, 0.75)',
+    'simulation__prompts': 'uniform(20, 90)', 'cluster__engines': '3 x tensor=1', 'cluster__learner': 'data=1',
+    'rollout__slots': 8, 'rollout__context_tokens': 1024, 'rollout__max_new_tokens': 900, 'rollout__block_tokens': 16,
+    'rollout__prefill_buckets': (256, 1024), 'rollout__decode_steps': 4, 'rollout__max_running_groups': 0,
+    'learner__groups_per_update': 4, 'learner__row_tokens': 1024, 'learner__row_loss_tokens': 1024,
+    'staleness__eta': 2.0,
+}  # fmt: skip
+# kinds of events that jumps may not move; their dispatches of decoding are fewer
+KEPT = {
+    'draw', 'admit', 'route', 'arrive', 'prefill', 'interrupt', 'load', 'publish', 'finish', 'reward', 'buffer',
+    'consume', 'drop', 'preempt',
+}  # fmt: skip
+
+
+def simulate(workdir, resume=False, **fields):
+    return build_simulation(small_config(**{**CLUSTER, **fields}), workdir, resume=resume)
+
+
+def read_events(workdir):
+    return [json.loads(line) for line in (workdir / 'events.jsonl').read_text().splitlines()]
+
+
+def without(event, *names):
+    return {name: value for name, value in event.items() if name not in names}
+
+
+def is_decoding(event):
+    return event['kind'] == 'run_done' and event['work'] == 'decode'
+
+
+def compared(workdir):
+    return [without(event, 'seq', 'run') for event in read_events(workdir) if event['kind'] in KEPT]
+
+
+@pytest.fixture(scope='module')
+def simulated(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('simulated')
+    simulate(workdir, run__steps=4).train()
+    return workdir
+
+
+def test_a_simulation_has_the_events_of_the_run_whose_lengths_it_has(tmp_path, monkeypatch):
+    """Two engines and eta 2, the same prices, and the shapes of the programs that the run had compiled.
+
+    Every event comes at the same nanosecond, token values aside.
+    """
+    fields = {
+        'task__verifier': 'process', 'task__symbols': 8, 'cluster__engines': '2 x shared', 'staleness__eta': 2.0,
+        'learner__filter_equal_rewards': False,
+    }  # fmt: skip
+    real = SmallRun(tmp_path / 'real', **fields).train()
+    program = real.session.program.parts.generation.engines[0].stream.backend
+    for shape in ('prefill_bucket', 'batch_bucket'):
+        monkeypatch.setattr(CountBackend, shape, staticmethod(getattr(program, shape)))
+    [prompt] = {len(group.trajectories[0].prompt.tokens) for groups in real.batches for group in groups}
+    build_simulation(
+        small_config(
+            **fields, simulation__prices='virtual', simulation__answers=f'log({tmp_path / "real"})',
+            simulation__prompts=f'constant({prompt})',
+        ),
+        tmp_path / 'again',
+    ).train()  # fmt: skip
+    of_run, again = (
+        [without(event, *OF_VALUES) for event in read_events(tmp_path / name)] for name in ('real', 'again')
+    )
+    assert {event['kind'] for event in of_run} >= {'interrupt', 'decode', 'prefill', 'load', 'reward', 'consume'}
+    assert again == of_run
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {},
+        {'rollout__kv_policy': 'keep'},
+        {'rollout__kv_policy': 'wait'},
+        {'rollout__cache_tokens': 2048},  # answers are preempted
+        {'rollout__cache_tokens': 2048, 'rollout__block_tokens': 64, 'rollout__decode_steps': 32},
+        {'simulation__engine_chips': '1 x H800, 2 x A100'},
+        {'cluster__engines': '2 x shared', 'cluster__learner': 'data=2', 'learner__rows_per_microbatch': 2,
+         'staleness__eta': 0.0, 'simulation__switch_s': 3.0},
+    ],
+    ids=['recompute', 'keep', 'wait', 'preempted', 'preempted, large blocks', 'mixed', 'in turns'],
+)  # fmt: skip
+def test_joined_dispatches_change_no_event_but_their_own(tmp_path, fields):
+    for join in (True, False):
+        simulate(tmp_path / str(join), simulation__join=join, run__steps=3, **fields).train()
+    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
+    assert joined == single
+    decoded = [
+        [event for event in read_events(tmp_path / str(join)) if event['kind'] == 'decode'] for join in (True, False)
+    ]
+    assert len(decoded[0]) < len(decoded[1])
+    assert sum(event['tokens'] for event in decoded[0]) == sum(event['tokens'] for event in decoded[1])
+    seconds = []
+    for join in (True, False):
+        seconds.append(sum(event['seconds'] for event in read_events(tmp_path / str(join)) if is_decoding(event)))
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+    if 'rollout__cache_tokens' in fields:
+        assert any(event['kind'] == 'preempt' for event in joined)
+
+
+def test_ends_at_the_same_time_come_in_the_same_order(tmp_path, monkeypatch):
+    """Steps of a tenth of a second on all engines: whole dispatches end together, and rewards and weights with them."""
+    even = dict.fromkeys(('prefill', 'train', 'snapshot', 'publish', 'load', 'reward', 'save', 'compile'), 0.4)
+    prices = {kind: lambda lane, work, seconds=seconds: seconds for kind, seconds in even.items()}
+    monkeypatch.setattr(
+        simulation_settings, 'price_roofline', lambda settings, cluster, devices: {'decode': 0.1, **prices}
+    )  # 0.1 a step: four of a dispatch take as long as all else
+    for join in (True, False):
+        simulate(tmp_path / str(join), simulation__join=join, run__steps=4).train()
+    joined, single = (compared(tmp_path / str(join)) for join in (True, False))
+    assert joined == single
+
+
+def test_the_log_keeps_every_rule_and_the_report_says_that_it_is_simulated(simulated):
+    assert main_check_log.main([str(simulated)]) == ExitCode.FINISHED
+    assert '**Simulated**, without weights: Qwen3-0.6B, learner on 1 x H800' in (simulated / 'report.md').read_text()
+    assert 'simulated lanes' in (simulated / 'timeline.json').read_text()
+
+
+def test_memory_does_not_hold_the_tokens(simulated):
+    segments = [event for event in read_events(simulated) if event['kind'] == 'finish']
+    assert sum(event['tokens'] for event in segments) > 1000
+    (checkpoint,) = sorted((simulated / 'checkpoints').glob('step_*'))
+    assert (checkpoint / 'run_state.json').stat().st_size < 1_000_000
+
+
+def test_a_simulation_that_is_killed_goes_on_as_one(tmp_path):
+    fields = {'run__steps': 5, 'checkpoint__every': 1}
+    whole = simulate(tmp_path / 'whole', **fields).train()
+    killed = simulate(tmp_path / 'killed', **fields)
+
+    def die():
+        raise KeyboardInterrupt
+
+    call_after(killed, 3, die)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = simulate(tmp_path / 'killed', resume=True, **fields).train()
+    assert resumed['steps'] == whole['steps'] == 5
+    first, second = (read_metrics(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'killed'))
+    assert first == second
+    assert main_check_log.main([str(tmp_path / 'killed')]) == ExitCode.FINISHED
+
+
+def test_a_simulation_never_becomes_a_run(tmp_path, simulated):
+    with pytest.raises(ConfigError, match='run it with areal-simulate'):
+        build_run(small_config(**CLUSTER), tmp_path)
+    with pytest.raises(ConfigError, match='is a simulation, which has no weights'):
+        read_run_config(str(simulated))
+    with pytest.raises(ConfigError, match=r"simulation.prices='' makes this config none of a simulation"):
+        build_simulation(small_config(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'simulation__chip': 'H801'}, "the chip 'H801' is not known"),
+        ({'simulation__model': 'Qwen9'}, 'Qwen9'),
+        ({'simulation__engine_chips': '2 x H800'}, 'names 2 engines, and cluster.engines has 3'),
+        ({'simulation__engine_chips': 'H800'}, "'H800' is not of the form '4 x H100'"),
+        ({'simulation__model': 'R1-distill-Qwen-32B', 'simulation__engine_chips': '3 x v5e'}, 'has 16 GB, in which 0 '),
+        ({'simulation__answers': 'normal(3)'}, "simulation.answers='normal\\(3\\)' is not known"),
+        ({'simulation__prices': 'guess'}, "simulation.prices='guess' is unknown"),
+        ({'cluster__engines': '1 x shared'}, 'in turns with it; set staleness.eta=0'),
+        ({'loss__objective': 'sft'}, 'a simulation is of runs that generate'),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_sentence(tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(tmp_path, **fields)
+
+
+def test_a_log_must_hold_a_batch(tmp_path, simulated):
+    with pytest.raises(ConfigError, match=r'whole groups of answers, fewer than learner.groups_per_update=64'):
+        simulate(tmp_path, simulation__answers=f'log({simulated})', learner__groups_per_update=64)
