@@ -264,12 +264,8 @@ class Controller:
     async def _update(self, groups: list[TrajectoryGroup], frictions: Mapping[str, float]) -> None:
         version, learner, run = self._trained_version, self._learner, self._clock.run
         detail = {'update': version + 1}
-        work = Work(
-            'train',
-            self._update_tokens(groups),
-            detail,
-            size={'positions': sum(group.seen_positions() for group in groups)},
-        )
+        size = {'positions': sum(group.seen_positions() for group in groups)}
+        work = Work('train', self._update_tokens(groups), detail, size=size)
         metrics = await run(lanes.LEARNER, lambda: learner.update(groups, version), work)
         copy = await run(lanes.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
