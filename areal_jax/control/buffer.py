@@ -5,6 +5,7 @@ The controller fills it and forms batches from it.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 
 from areal_jax.types import Dropped, TrajectoryGroup
@@ -56,3 +57,9 @@ class TrajectoryBuffer:
     def groups(self) -> list[TrajectoryGroup]:
         """The content, lowest draw first."""
         return [self._groups[draw] for draw in sorted(self._groups)]
+
+
+def stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
+    """The group with the time at which a batch took it, in clock seconds."""
+    stamped = tuple(dataclasses.replace(trajectory, consumed_s=now) for trajectory in group.trajectories)
+    return dataclasses.replace(group, trajectories=stamped)
