@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 
 from areal_jax import lanes
 from areal_jax.control.admission import Admission
-from areal_jax.control.buffer import TrajectoryBuffer
+from areal_jax.control.buffer import TrajectoryBuffer, stamp_consumed
 from areal_jax.control.checkpoint_writer import CheckpointWriter
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, RunningGroup
@@ -255,7 +255,7 @@ class Controller:
 
     def _take_batch(self) -> list[TrajectoryGroup]:
         now = self._clock.now()
-        groups = [_stamp_consumed(group, now) for group in self._buffer.take(self._settings.groups_per_update)]
+        groups = [stamp_consumed(group, now) for group in self._buffer.take(self._settings.groups_per_update)]
         self._gate.consume(len(groups))
         self._log.write('consume', update=self._trained_version + 1, draws=[group.draw for group in groups])
         self._admission.note_change()
@@ -391,8 +391,3 @@ class Controller:
         if self._reallocation:
             self._reallocation.restore(state['reallocation'])
         self._log.write('restore', update=self._trained_version)
-
-
-def _stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
-    stamped = tuple(dataclasses.replace(trajectory, consumed_s=now) for trajectory in group.trajectories)
-    return dataclasses.replace(group, trajectories=stamped)
