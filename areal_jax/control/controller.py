@@ -30,7 +30,7 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
-from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
+from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work, count_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +264,7 @@ class Controller:
     async def _update(self, groups: list[TrajectoryGroup], frictions: Mapping[str, float]) -> None:
         version, learner, run = self._trained_version, self._learner, self._clock.run
         detail = {'update': version + 1}
-        size = {'positions': sum(group.seen_positions() for group in groups)}
-        work = Work('train', self._update_tokens(groups), detail, size=size)
+        work = Work('train', self._update_tokens(groups), detail, size=count_positions(groups))
         metrics = await run(lanes.LEARNER, lambda: learner.update(groups, version), work)
         copy = await run(lanes.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
