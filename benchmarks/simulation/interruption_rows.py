@@ -22,13 +22,13 @@ from benchmarks.simulation.simulated import Simulations
 
 WITHIN = 0.15  # of closed form 3.9
 GROUPS = (4, 8, 16, 32, 64, 128)  # of an update, for one engine
-_ANSWERS = 4096  # measured, or so many updates as are asked for
+_ANSWERS, _FEWEST = 4096, 4  # measured, and updates at least
 _LEARNER = 64  # devices: training takes next to no time
 _GRID = 4000
 
 
-def setting_of(model: str, groups: int, kv_policy: str, updates: int) -> Setting:
-    enough = max(updates, _ANSWERS // (groups * rows.TABLE_1_BATCH.group_size))
+def setting_of(model: str, groups: int, kv_policy: str) -> Setting:
+    enough = max(_FEWEST, _ANSWERS // (groups * rows.TABLE_1_BATCH.group_size))
     return Setting(
         model, 1 + _LEARNER, groups, float('inf'), generating=1, kv_policy=kv_policy, updates=enough
     )  # fmt: skip
@@ -101,7 +101,7 @@ def compare_interruption(simulations: Simulations, updates: int) -> Result:
     for row in rows.FIGURE_6B:
         curve: list[Point] = []
         for groups in GROUPS:
-            settings = [setting_of(row.model, groups, policy, updates) for policy in ('recompute', 'wait')]
+            settings = [setting_of(row.model, groups, policy) for policy in ('recompute', 'wait')]
             interrupted, waiting = map(simulations.find, settings)
             if interrupted is None or waiting is None:
                 continue
