@@ -41,6 +41,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--seed', type=int, default=0, help='the first one, of lengths and rewards')
     parser.add_argument('--seeds', type=int, default=constants.SEEDS.value, help='runs of a row')
     parser.add_argument('--updates', type=int, default=constants.UPDATES.value, help='measured, after the warm-up')
+    parser.add_argument('--kept', type=pathlib.Path, help='a file of runs: those in it are not made again')
     parser.add_argument('--parts', default=','.join(PARTS))
     options = parser.parse_args(arguments)
     options.parts = split_choices('parts', options.parts, tuple(PARTS))
@@ -50,7 +51,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(arguments)
     until = time.monotonic() + 60 * options.minutes
-    simulations = Simulations((), until)
+    simulations = Simulations((), until, options.kept)
     found: dict[str, Result] = {}
     for seed in range(options.seed, options.seed + options.seeds):
         if found and time.monotonic() >= until:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 import pathlib
 import statistics
 import sys
@@ -17,6 +18,7 @@ from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line
+from benchmarks.simulation import constants
 from benchmarks.simulation.setting import Setting, build_config
 
 
@@ -118,11 +120,15 @@ class Simulations:
 
     Args:
       until: of time.monotonic().
+      kept: a file of runs, one a line, to which every run is added; those of the same setting, seed and constants are
+        not made again.
     """
 
-    def __init__(self, seeds: Sequence[int], until: float):
-        self.seeds, self._until = list(seeds), until
+    def __init__(self, seeds: Sequence[int], until: float, kept: pathlib.Path | None = None):
+        self.seeds, self._until, self._kept = list(seeds), until, kept
         self._runs: dict[Setting, dict[int, Measured]] = {}
+        lines = kept.read_text().splitlines() if kept and kept.exists() else []
+        self._known = {run['key']: Measured(**run['measured']) for run in map(json.loads, lines)}
         self._asked: set[Setting] = set()  # since the last `take`
 
     def add_seed(self, seed: int) -> None:
@@ -133,9 +139,18 @@ class Simulations:
         runs = self._runs.setdefault(setting, {})
         self._asked.add(setting)
         for seed in self.seeds:
-            if seed not in runs and time.monotonic() < self._until:
-                runs[seed] = simulate(setting, seed)
+            if seed not in runs and (run := self._run(setting, seed)):
+                runs[seed] = run
         return median(runs.values()) if runs else None
+
+    def _run(self, setting: Setting, seed: int) -> Measured | None:
+        key = json.dumps([setting.describe(), seed, constants.digest()])
+        if key not in self._known and time.monotonic() < self._until:
+            self._known[key] = measured = simulate(setting, seed)
+            if self._kept:
+                with self._kept.open('a') as file:
+                    print(json.dumps({'key': key, 'measured': dataclasses.asdict(measured)}), file=file)
+        return self._known.get(key)
 
     def seeds_of(self, setting: Setting) -> int:
         return len(self._runs.get(setting, ()))
