@@ -140,6 +140,11 @@ SECTIONS: Mapping[str, Section] = {
         ),
         weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
         record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
+        slow_versions=Integer(
+            0,
+            COUNT_OR_OFF,
+            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
+        ),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),
@@ -248,6 +253,9 @@ SECTIONS: Mapping[str, Section] = {
             "'N x shared' with the learner's first device | 'N x tensor=K' or 'N x expert=K': K devices for each",
         ),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
+        reallocate=Text('off', "moves engines between generation and training: 'off' | 'auto' | 'plan(FILE)'"),
+        reallocate_gain=Real(0.1, SHARE_ABOVE_ZERO, 'auto: predicted gain of the time of an update to move for'),
+        reallocate_updates=Integer(4, COUNT, 'auto: updates in a row that must predict it, and least between moves'),
     ),
     'distributed': Section(
         'A learner over several processes, or several runs that average',
@@ -350,6 +358,7 @@ SECTIONS: Mapping[str, Section] = {
         tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
         project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
+        energy=Choice('off', ('off', 'auto'), 'joules and seconds by what devices do, see docs/energy.md'),
     ),
     'simulation': Section('What a simulation draws and what work costs, see docs/simulation.md', **SIMULATION_FIELDS),
     'virtual': Section(

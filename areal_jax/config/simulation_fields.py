@@ -12,6 +12,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, ConfigError
 
 ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
+TASK = 'task'  # simulation.prompts, besides a distribution
 
 SIMULATION_FIELDS: Mapping[str, Field] = {
     'prices': Text(
@@ -20,13 +21,15 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
         "'' = the config is no simulation",
     ),
     'chip': Text('H800', 'roofline: of the learner, and of engines that engine_chips does not name'),
-    'engine_chips': Text('', "'4 x H100, 4 x L40S': of the engines in their order; '' = chip"),
+    'engine_chips': Text(
+        '', "'4 x H800, 4 x A100': of the engines in their order, H800/3 is one of a third of the speed; '' = chip"
+    ),
     'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
     'answers': Text(
         'lognormal(1000, 0.75)',
         'tokens of an answer before the limit: lognormal(mean, sigma), constant(n), ..., or log(RUN): those of a run',
     ),
-    'prompts': Text('constant(512)', 'tokens of a prompt, likewise'),
+    'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
     'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
     'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
     'verifier': Text('constant(10)', 'milliseconds of the verifier for an answer, likewise'),

@@ -126,6 +126,10 @@ class DecodeStream:
         self._state: State = backend.initial_state()
         self._dispatches = 0  # of decoding
 
+    @property
+    def backend(self) -> DecodeBackend:
+        return self._backend
+
     def add(self, request: GenerationRequest) -> RunningRequest:
         """Puts the request at the end of the queue.
 
@@ -194,6 +198,10 @@ class DecodeStream:
         self._scheduler.requeue()
         self._state = None  # frees its memory first
         self._state = self._backend.initial_state()
+
+    def release(self) -> None:
+        """Lets the cache go; nothing is decoded any more."""
+        self._state = None
 
     def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
         """The next dispatch, for `run`; None where there is no request. See Scheduler.next_step."""

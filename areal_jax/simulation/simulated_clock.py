@@ -11,9 +11,11 @@ import bisect
 import dataclasses
 import heapq
 import itertools
+import signal
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from areal_jax import protocols
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Event, Ready
 from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
@@ -23,6 +25,7 @@ from areal_jax.simulation.count_backend import Jump
 from areal_jax.simulation.shared_cores import SharedCores
 
 _LANES = 1 << 48  # above any number of a request: at equal times the lane decides, then the order of requests
+_Entry = Interval | tuple[signal.Signals, protocols.Event] | Callable[[], None]  # of the clock's heap
 HostPrice = Mapping[str, float]  # seconds of the host's loop for a completion, by the kind of its work
 
 
@@ -46,7 +49,7 @@ class SimulatedClock(VirtualClock):
     requests of joined dispatches are fewer.
 
     Args:
-      host: what a completion costs the loop of the host, which handles one at a time; {} = nothing.
+      host: seconds that a completion costs the loop of the host, which handles one at a time; {} = nothing.
       contention: how many times longer work takes while two or more lanes of engines and learner are busy, which then
         share cores; 1 = each has its own. Nothing is joined with a host or with contention.
     """
@@ -68,7 +71,6 @@ class SimulatedClock(VirtualClock):
         self._by_wake = {wake_name(lane): lane for lane in lanes if is_engine_lane(lane)}
         self._ranks = {lane: 1 + index for index, lane in enumerate(sorted(self._by_wake.values(), key=_lane_key))}
         self._released: tuple[int, int] = (-1, -1)  # the last key that was released
-        self._host_free_ns = 0
         self._joined = 1  # dispatches of the completion that is being released
         super().__init__(lanes, log, prices, start_s)
 
@@ -93,7 +95,7 @@ class SimulatedClock(VirtualClock):
             self._cores.begin(interval, ends[0] - self._now_ns, self._now_ns)
             self._reschedule()
         else:
-            self._push(interval)
+            _push(self._heap, self._plans[interval], interval)
 
     def _plan_ends(self, interval: Interval) -> list[int]:
         """The ends of the dispatches that the interval joins; of other work, its own."""
@@ -110,10 +112,6 @@ class SimulatedClock(VirtualClock):
             seconds.append(self.price_s(interval.lane, further))
         return list(itertools.accumulate((round(one * NANOSECONDS) for one in seconds), initial=self._now_ns))[1:]
 
-    def _push(self, interval: Interval) -> None:
-        plan = self._plans[interval]
-        heapq.heappush(self._heap, (plan.end, plan.order, interval))
-
     def _cut(self, lane: str) -> None:
         """The jump of the lane ends with the dispatch that is under way."""
         interval = self._jumps.get(lane)
@@ -123,7 +121,7 @@ class SimulatedClock(VirtualClock):
         count = 1 + bisect.bisect_right(plan.ends, self._released, key=lambda end: (end, plan.order))
         if count < plan.count:
             plan.count = count
-            self._push(interval)
+            _push(self._heap, self._plans[interval], interval)
 
     def _finish(self, interval: Interval) -> None:
         plan = self._plans.pop(interval, None)
@@ -131,8 +129,7 @@ class SimulatedClock(VirtualClock):
         if plan is not None and (jump := _find_jump(interval)):
             state, _, contexts = cast(tuple[object, object, object], interval.result)
             interval.result = state, jump.finish(plan.count), contexts
-            if plan.count > 1 or len(plan.ends) > 1:
-                interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
+            interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
             del self._jumps[interval.lane]
         if self._cores.end(interval, self._now_ns):
             interval.seconds = self.now() - interval.started_s
@@ -149,7 +146,7 @@ class SimulatedClock(VirtualClock):
         """Work that shares cores ends at other times."""
         for interval, end in self._cores.ends_ns().items():
             self._plans[interval].ends = [end]
-            self._push(interval)
+            _push(self._heap, self._plans[interval], interval)
 
     # The next completion.
 
@@ -157,19 +154,14 @@ class SimulatedClock(VirtualClock):
         while self._heap and _is_outdated(self._plans, *self._heap[0]):
             heapq.heappop(self._heap)
         first = self._next_deadline()
-        next_keys = [(when, order) for when, order, _ in (self._heap[:1] + ([first] if first else []))]  # type: ignore[operator]
-        cost_s = 0.0
-        if next_keys:
-            key = min(next_keys)
-            self._released = max(self._released, (int(key[0]), int(key[1])))
+        keys = [(int(when), int(order)) for when, order, _ in (*self._heap[:1], *((first,) if first else ()))]
+        if keys:
+            key = min(keys)
+            self._released = max(self._released, key)
             entry = self._heap[0][2] if self._heap and self._heap[0][:2] == key else None
-            if self._host and isinstance(entry, Interval):
-                cost_s = self._host.get(entry.work.kind, 0.0)
-        self._now_ns = max(self._now_ns, self._host_free_ns)
-        ready = super()._release_next(block)
-        if cost_s:
-            self._host_free_ns = self._now_ns + round(cost_s * NANOSECONDS)
-        return ready
+            if isinstance(entry, Interval) and (cost_s := self._host.get(entry.work.kind)):
+                self._now_ns = max(self._now_ns, key[0]) + round(cost_s * NANOSECONDS)
+        return super()._release_next(block)
 
 
 class _WakeEvent(Event):
@@ -182,6 +174,10 @@ class _WakeEvent(Event):
     def set(self) -> None:
         self._on_set()
         super().set()
+
+
+def _push(heap: list[tuple[int, int, _Entry]], plan: _Plan, interval: Interval) -> None:
+    heapq.heappush(heap, (plan.end, plan.order, interval))
 
 
 def _is_outdated(plans: Mapping[Interval, _Plan], when: int, order: int, entry: object) -> bool:

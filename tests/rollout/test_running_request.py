@@ -9,7 +9,7 @@ from areal_jax import columns
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.rollout.running_request import GrowingArray, RunningRequest
-from areal_jax.types import GenerationRequest, SamplingParams, Segment
+from areal_jax.types import GenerationRequest, SamplingParams, Segment, concatenate, is_repeated, repeat
 from tests.rollout.engine_rig import collect
 
 
@@ -32,6 +32,25 @@ def test_an_array_grows_by_any_steps_and_leaves_earlier_views_and_its_source_alo
         assert view.tolist() == before
         assert (len(array), array.view().tolist(), array.view(2).tolist()) == (len(expected), expected, expected[2:])
     assert source.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize('start', [[], [7, 7], [1, 7]])
+def test_an_array_of_one_value_keeps_its_length_alone_until_another_value_comes(start):
+    source = repeat(7, len(start), np.int32) if start == [7, 7] else np.array(start, np.int32)
+    array, expected = GrowingArray(source), list(start)
+    for value, length in ((7, 1000), (7, 1), (8, 3), (8, 2), (7, 4)):
+        array.extend(repeat(value, length, np.int32))
+        expected += [value] * length
+        assert (len(array), array.view().tolist(), array.view(2).tolist()) == (len(expected), expected, expected[2:])
+        assert is_repeated(array.view()) == (len(set(expected)) == 1)
+
+
+def test_arrays_of_one_value_are_joined_to_one():
+    joined = concatenate([repeat(7, 2, np.int32), repeat(7, 3, np.int32)], np.int32)
+    assert is_repeated(joined)
+    assert joined.tolist() == [7] * 5
+    assert concatenate([repeat(7, 2, np.int32), repeat(8, 1, np.int32)], np.int32).tolist() == [7, 7, 8]
+    assert concatenate([np.array([7]), repeat(7, 1, np.int32)], np.int32).tolist() == [7, 7]
 
 
 def test_segments_carry_what_was_generated_since_the_last_one():

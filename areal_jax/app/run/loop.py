@@ -76,6 +76,9 @@ class Loop:
         """Compiles what the run needs first."""
         parts, began = self.parts, time.monotonic()
         programs = self._site.compile(parts.generation.engines, parts.host.origin.version)
+        if parts.reallocation and parts.generation.moves:
+            for split in parts.reallocation.prepared:  # before the run was stopped
+                parts.generation.moves.prepare(split)
         self._context.start.end()
         self._site.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
@@ -173,6 +176,7 @@ class Loop:
             cores=hardware['cores'],
             **site.describe_engines(),
             problems=parts.host.task.sizes(),
+            energy=parts.observer.energy.facts() if parts.observer.energy else None,
             simulation=site.describe_simulation(),
         )
         facts.save(context.workdir)
