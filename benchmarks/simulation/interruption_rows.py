@@ -74,7 +74,7 @@ def closed_form(setting: Setting) -> ClosedForm:
     return ClosedForm(
         answer_s=mean * setting.step_s,
         batch_s=setting.groups * setting.batch.group_size * mean * setting.step_s / slots,
-        rebuild_s=engine.prefill_s(slots * setting.context, slots * squares / 2),
+        rebuild_s=engine.prefill_s(slots * setting.context, slots * float(squares) / 2),
         drain_s=setting.step_s * (longest_rest - mean_rest),
         faster_drain_s=float(lost),
     )
