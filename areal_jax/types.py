@@ -363,7 +363,7 @@ class EngineCapabilities:
 
 def repeat(value: float, count: int, dtype: Any) -> np.ndarray:
     """[count]: an array of one value, whose memory does not depend on its length: the tokens of a simulation."""
-    return np.broadcast_to(np.asarray(value, dtype), (count,))
+    return np.ndarray((count,), dtype, np.asarray(value, dtype).tobytes(), strides=(0,))  # of bytes: nothing changes it
 
 
 def is_repeated(array: np.ndarray) -> bool:

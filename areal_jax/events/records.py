@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, NotRequired, Union
 
 Check = Callable[[object], bool]  # whether a value is of the declared type
+_PLAIN = frozenset((str, bool, types.NoneType))  # whose instances are the values of the type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,8 @@ def _check_of(kind: object) -> Check:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return lambda value: value in arguments
+    if _is_union(kind) and set(arguments) <= _PLAIN:
+        return lambda value: isinstance(value, arguments)
     if _is_union(kind):
         checks = [_check_of(argument) for argument in arguments]
         return lambda value: any(check(value) for check in checks)
@@ -95,7 +98,7 @@ def _check_of(kind: object) -> Check:
         return lambda value: isinstance(value, int) and not isinstance(value, bool)
     if kind is float:
         return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind in (str, bool, types.NoneType):
+    if kind in _PLAIN:
         plain = typing.cast(type, kind)
         return lambda value: isinstance(value, plain)
     raise TypeError(f'{kind} is no type of JSON; use bool, int, float, str, None, a list, a union or a literal')

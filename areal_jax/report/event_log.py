@@ -23,12 +23,30 @@ def parse_events(content: bytes, name: str) -> list[Event]:
     A log without the event `log` has version 1. Raises FileError, which begins with `name` and the line, for a line
     that is no event of the schema, and for a log that a later program wrote.
     """
-    events = parse_json_lines(content, name)
+    events = parse_json_lines(content, name, _SharedTexts().share)
     for number, event in enumerate(events, start=1):
         require_known_version(event, f'{name}: line {number}')
         if fault := find_fault(event):
             raise files.FileError(f'{name}: line {number} {fault}: it was edited or is of another program; remove it')
     return cast(list[Event], events)
+
+
+class _SharedTexts:
+    """Equal texts of all events become one: names of fields, of lanes, of the requests in slots."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+
+    def share(self, event: dict[str, object]) -> dict[str, object]:
+        known = self._known
+        shared: dict[str, object] = {}
+        for name, value in event.items():
+            if isinstance(value, str):
+                value = known.setdefault(value, value)
+            elif isinstance(value, list):
+                value = [known.setdefault(entry, entry) if isinstance(entry, str) else entry for entry in value]
+            shared[known.setdefault(name, name)] = value
+        return shared
 
 
 def outside_evaluation(events: Iterable[Event]) -> Iterator[Event]:

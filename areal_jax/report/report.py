@@ -56,17 +56,20 @@ PAGE = 'report.md'
 _log = logging.getLogger(__name__)
 
 
-def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True) -> dict[str, object]:
+def write_report(
+    workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True, events: Sequence[Event] | None = None
+) -> dict[str, object]:
     """Write report.json, report.md, report.html, timeline.json and plots/ from what the work directory holds.
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
         facts: of the run; app/run/rebuild.py finds them in a work directory.
         plots: whether to draw; without it report.md shows no pictures, and report.html is not written.
+        events: those of events.jsonl, where they are known.
 
     Returns the report. Raises UserError for a file there that was torn or edited.
     """
-    run = load_run(pathlib.Path(workdir), facts)
+    run = load_run(pathlib.Path(workdir), facts, events)
     files.write_json(run.workdir / FILE, run.report)
     write_timeline(run.events, run.workdir, 'simulated ' if facts.simulation else '')
     pictures = write_plots(run.events, run.metrics, run.report, run.workdir) if plots else []
@@ -78,9 +81,9 @@ def write_report(workdir: pathlib.Path | str, facts: RunFacts, plots: bool = Tru
     return dict(run.report)
 
 
-def load_run(workdir: pathlib.Path, facts: RunFacts) -> Run:
+def load_run(workdir: pathlib.Path, facts: RunFacts, events: Sequence[Event] | None = None) -> Run:
     """What the work directory holds, and the report of it; writes nothing. Raises as `write_report`."""
-    events = load_events(workdir / EVENTS)
+    events = load_events(workdir / EVENTS) if events is None else events
     metrics = metric_log.read_metrics(workdir / metric_log.FILE)
     return Run(workdir, events, metrics, build_report(events, metrics, facts, read_curve(workdir / EVALUATIONS)))
 

@@ -31,20 +31,36 @@ class SlotSpan:
 
 def slot_spans(events: Sequence[Event], kind: DecodeKind = 'decode') -> list[SlotSpan]:
     """Spans of all slots by engine, slot and time; a request without a slot in between makes a new span."""
-    open_spans: dict[tuple[str, int], SlotSpan] = {}
+    open_spans: dict[tuple[str, int], _OpenSpan] = {}
     spans: list[SlotSpan] = []
     for event, interval in decode_intervals(events, kind):
         for slot, request in enumerate(event['slots']):
             key = (event['engine'], slot)
             span = open_spans.get(key)
-            if span and (span.request, span.version) == (request, event['version']):
-                open_spans[key] = dataclasses.replace(span, end=interval.end, dispatches=span.dispatches + 1)
+            if span and span.request == request and span.version == event['version']:
+                span.end = interval.end
+                span.dispatches += 1
                 continue
             if span:
-                spans.append(open_spans.pop(key))
+                spans.append(open_spans.pop(key).close(*key))
             if request is not None:
-                open_spans[key] = SlotSpan(*key, request, event['version'], interval.start, interval.end, 1)
-    return sorted([*spans, *open_spans.values()], key=lambda span: (span.engine, span.slot, span.start))
+                open_spans[key] = _OpenSpan(request, event['version'], interval.start, interval.end)
+    spans += [span.close(*key) for key, span in open_spans.items()]
+    return sorted(spans, key=lambda span: (span.engine, span.slot, span.start))
+
+
+@dataclasses.dataclass
+class _OpenSpan:
+    """One that may go on with the next dispatch."""
+
+    request: str
+    version: int
+    start: float
+    end: float
+    dispatches: int = 1
+
+    def close(self, engine: str, slot: int) -> SlotSpan:
+        return SlotSpan(engine, slot, self.request, self.version, self.start, self.end, self.dispatches)
 
 
 def decode_intervals(

@@ -144,7 +144,8 @@ class LocalEngine:
             return self._require_pinned().generate(request)
         running = self._stream.add(request)
         self._log.write('arrive', self.name, request=running.request_id)
-        self._wake.set()
+        if not self._stream.table.is_full:  # else it waits for a slot, and the engine goes on as it would
+            self._wake.set()
         return running
 
     def cancel(self, request_id: str) -> None:

@@ -30,33 +30,33 @@ class GrowingArray:
     """
 
     def __init__(self, values: np.ndarray):
-        self._array, self._length = values, len(values)
+        self._array, self.length = values, len(values)
         self._repeats = is_repeated(values) or not len(values)  # `_array` begins with the value
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def extend(self, values: np.ndarray) -> None:
-        end = self._length + len(values)
-        if self._repeats and is_repeated(values) and (not self._length or self._array[0] == values[0]):
-            if not self._length:
+        end = self.length + len(values)
+        if self._repeats and is_repeated(values) and (not self.length or self._array[0] == values[0]):
+            if not self.length:
                 self._array = values
-            self._length = end
+            self.length = end
             return
         if self._repeats:
             self._array, self._repeats = self.view().copy(), False
         if end > len(self._array):
             grown = np.empty((2 * end, *self._array.shape[1:]), self._array.dtype)
-            grown[: self._length] = self._array[: self._length]
+            grown[: self.length] = self._array[: self.length]
             self._array = grown
-        self._array[self._length : end] = values
-        self._length = end
+        self._array[self.length : end] = values
+        self.length = end
 
     def view(self, start: int = 0) -> np.ndarray:
         """Elements from `start` on; nothing that follows changes them."""
-        if self._repeats and self._length:
-            return repeat(self._array[0], self._length - start, self._array.dtype)
-        return self._array[start : self._length]
+        if self._repeats and self.length:
+            return repeat(self._array[0], self.length - start, self._array.dtype)
+        return self._array[start : self.length]
 
 
 class RunningRequest(SegmentIterator):
@@ -86,7 +86,7 @@ class RunningRequest(SegmentIterator):
         self._known = of_request(request.sampling)
 
     def __len__(self) -> int:
-        return len(self._given) if self._tokens is None else len(self._tokens)
+        return len(self._given) if self._tokens is None else self._tokens.length
 
     @property
     def tokens(self) -> np.ndarray:

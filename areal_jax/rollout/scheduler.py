@@ -175,14 +175,17 @@ class Scheduler:
     def _plan_prefill(self) -> PrefillStep:
         admitted = self.table.admitted()
         planned: dict[Prefix | CachedSequence, tuple[RunningRequest, PlannedPiece]] = {}  # by target
-        before = []
+        spans: list[Span] = []
+        is_full, before = False, []  # `is_full`: no bucket holds what is planned, so that what follows need not be
         for running in admitted:
             cached = _cached(running)
             if not cached.is_attached and (cached.prefix is None or cached.prefix.is_complete):
                 before.append(running)
-            target = _prefill_target(running)
+            target = None if is_full else _prefill_target(running)
             if target is not None and target not in planned:
                 planned[target] = running, self._next_piece(running, target)
+                spans.append(planned[target][1].piece.span)
+                is_full = self._backend.prefill_bucket(spans) is None
         chosen, bucket = self._fill_bucket(list(planned.values()))
         drivers = {running.request_id for running, _ in chosen}
         pieces = tuple(piece for _, piece in chosen)

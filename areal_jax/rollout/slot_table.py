@@ -29,6 +29,11 @@ class SlotTable:
         """Slots with a request."""
         return len(self._slot_of)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is free."""
+        return not self._free
+
     def has_slot(self, running: RunningRequest) -> bool:
         return running.request_id in self._slot_of
 

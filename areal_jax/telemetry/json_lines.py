@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_jax import files
@@ -16,8 +16,10 @@ def read_json_lines(path: pathlib.Path) -> list[dict[str, object]]:
     return parse_json_lines(path.read_bytes(), str(path)) if path.exists() else []
 
 
-def parse_json_lines(content: bytes, name: str) -> list[dict[str, object]]:
-    """One dict per line; a last line that was cut off by the death of its writer is left out.
+def parse_json_lines(
+    content: bytes, name: str, keep: Callable[[dict[str, object]], dict[str, object]] = lambda record: record
+) -> list[dict[str, object]]:
+    """One dict per line, what `keep` makes of it; a last line that its writer's death has cut off is left out.
 
     Raises:
         FileError: a line before the last is not a JSON object, or the last is complete and not an object; the message
@@ -31,7 +33,8 @@ def parse_json_lines(content: bytes, name: str) -> list[dict[str, object]]:
     records: list[dict[str, object]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(files.parse_object(line, f'{name}: line {number} of {len(lines)}', 'restore or remove it'))
+            where = f'{name}: line {number} of {len(lines)}'
+            records.append(keep(files.parse_object(line, where, 'restore or remove it')))
         except files.FileError:
             if number == len(lines) and _is_torn(line):
                 break

@@ -180,6 +180,6 @@ class Loop:
             simulation=site.describe_simulation(),
         )
         facts.save(context.workdir)
-        report = write_report(context.workdir, facts, plots=self._plots)
+        report = write_report(context.workdir, facts, plots=self._plots, events=events)
         site.close_learner()
         return report, weights

@@ -5,6 +5,8 @@ Measured on intervals of the lanes during which the other side was idle.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
 
 from areal_jax.lanes import LEARNER, is_engine_lane
@@ -38,9 +40,9 @@ def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: in
 def _own_costs(own: Sequence[LaneInterval], other: Sequence[LaneInterval]) -> dict[str, float]:
     """Seconds per unit, by kind of work; without the kinds that never ran alone."""
     costs: dict[str, list[float]] = {}
-    beside = {lane: [*other, *(i for i in own if i.lane != lane)] for lane in {i.lane for i in own}}
+    everything = _ByStart([*own, *other])
     for one in own:
-        if one.amount > 0 and not _overlaps(one, beside[one.lane]):
+        if one.amount > 0 and not everything.overlap_beside(one):
             costs.setdefault(one.work, []).append((one.end - one.start) / one.amount)
     return {kind: sorted(found)[len(found) // 2] for kind, found in costs.items()}
 
@@ -54,5 +56,27 @@ def _seconds(lane: Sequence[LaneInterval], costs: dict[str, float], within: Wind
     return total / updates if lane and updates else None
 
 
-def _overlaps(interval: LaneInterval, others: Sequence[LaneInterval]) -> bool:
-    return any(o.start < interval.end and interval.start < o.end for o in others)
+class _ByStart:
+    """Intervals in the order of their starts, each with the latest end up to it, of any lane and of any other lane."""
+
+    def __init__(self, intervals: Sequence[LaneInterval]):
+        ordered = sorted(intervals, key=lambda interval: interval.start)
+        self._starts = [interval.start for interval in ordered]
+        self._latest: list[tuple[float, str, float]] = []  # latest end, its lane, latest end of another lane
+        end, lane, of_another = -math.inf, '', -math.inf
+        for one in ordered:
+            if one.lane == lane:
+                end = max(end, one.end)
+            elif one.end > end:
+                end, lane, of_another = one.end, one.lane, end
+            else:
+                of_another = max(of_another, one.end)
+            self._latest.append((end, lane, of_another))
+
+    def overlap_beside(self, interval: LaneInterval) -> bool:
+        """Whether an interval of another lane overlaps it."""
+        begun = bisect.bisect_left(self._starts, interval.end)
+        if not begun:
+            return False
+        end, lane, of_another = self._latest[begun - 1]
+        return interval.start < (of_another if lane == interval.lane else end)
