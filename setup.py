@@ -16,6 +16,7 @@ RAY = ['ray>=2.60,<3']  # placement groups of TPU slices
 JOBSET = ['pyyaml>=6']
 # MCP servers of agents, clients of agent.function, the wire of environments, notations of calls; renderers needs httpx
 AGENTS = ['mcp>=2.3,<3', 'openai>=2', 'pyzmq>=26', 'msgpack>=1.1', 'renderers>=0.1.12', 'httpx>=0.27']
+ENERGY = ['nvidia-ml-py>=12']  # energy counters of GPUs
 PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
@@ -77,6 +78,7 @@ setup(
         'mlflow': ['mlflow>=3.1'],
         'trackio': ['trackio>=0.20'],
         'push': PUSH,
+        'energy': ENERGY,
         'agents': AGENTS,
         'ray': RAY,  # launch.ray
         'jobset': JOBSET,  # launch.jobset

@@ -11,7 +11,7 @@ from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.commands.command import EXITS, Command, Example
 from areal_jax.commands.help import answer
-from areal_jax.errors import ExitCode
+from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from absl import flags
@@ -23,9 +23,12 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     """Parse, build, run; returns the exit code."""
     answer(COMMAND, argv[1:])
 
-    from areal_jax.app.command_line import parse_train_command
+    from areal_jax.app.command_line import parse_flags, parse_train_command
 
     values = _define_flags()
+    if any(word.lstrip('-').startswith('calibrate') for word in argv[1:]):
+        parse_flags(argv, values)
+        return _calibrate(values)
     command = parse_train_command(argv, values)
 
     from areal_jax.app.process.setup import set_up_process
@@ -48,6 +51,25 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     return ExitCode.FINISHED
 
 
+def _calibrate(values: flags.FlagValues) -> int:
+    """Fits prices, predicts the runs that were left out, and prints both."""
+    from areal_jax.app.simulate.calibrated_runs import as_json, calibrate_runs, describe_table, predict_run
+    from areal_jax.files import write_json
+
+    if values.out is None:
+        raise UserError('--calibrate writes a table of prices: name its file with --out=FILE.json')
+    out = pathlib.Path(values.out)
+    table = calibrate_runs([pathlib.Path(run) for run in values.calibrate], out)
+    print(describe_table(table), flush=True)
+    predictions = []
+    for run in values.predict:
+        predictions.append(predict_run(pathlib.Path(run), out))
+        print(predictions[-1].describe(), flush=True)
+    if values.json:
+        write_json(pathlib.Path(values.json), as_json(table, predictions))
+    return ExitCode.FINISHED
+
+
 def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
@@ -55,18 +77,29 @@ def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string('workdir', None, 'Directory for everything the simulation leaves.', flag_values=values)
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_list('calibrate', [], 'Real runs, to whose logs prices are fitted.', flag_values=values)
+    flags.DEFINE_list('predict', [], 'Real runs that were left out: simulated with these prices.', flag_values=values)
+    flags.DEFINE_string('out', None, 'Where the table of prices goes, for simulation.prices.', flag_values=values)
+    flags.DEFINE_string('json', None, 'Where table and predictions go.', flag_values=values)
     return values
 
 
 COMMAND = Command(
     program='areal-simulate',
     purpose='Simulates a run on a modelled cluster: the same controller, without weights; leaves log and report.',
-    usage=('--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--config.SECTION.FIELD=VALUE ...]',),
+    usage=(
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--config.SECTION.FIELD=VALUE ...]',
+        '--calibrate=RUN,RUN --out=FILE [--predict=RUN,RUN] [--json=FILE]',
+    ),
     flags=_define_flags,
     examples=(
         Example(
             'sixteen accelerators and a model of 1.5 billion parameters, in about a minute',
             'areal-simulate --config=configs/simulate/sixteen.py --workdir=runs/sixteen',
+        ),
+        Example(
+            'fit prices to two runs, and predict a third with them',
+            'areal-simulate --calibrate=runs/one,runs/two --out=prices.json --predict=runs/three',
         ),
     ),
     fields=(

@@ -213,6 +213,18 @@ class Pool(Generator, Protocol):
         ...
 
 
+class ChangingPool(Pool, Protocol):
+    """A pool whose engines join and leave while it generates."""
+
+    async def join(self, engine: RolloutEngine) -> None:
+        """Takes in an engine that has started; returns when it has the version of the others and gets requests."""
+        ...
+
+    async def leave(self, name: str, reason: str) -> RolloutEngine:
+        """The engine, paused and without requests: they go on elsewhere with everything generated so far."""
+        ...
+
+
 class Episode(Protocol):
     """One answer in the making, as a workflow sees it (control/episode.py)."""
 

@@ -1159,9 +1159,9 @@ MUTATIONS = [
     ),
     Mutation(
         'leave the requests of a group where least is outstanding',
-        'areal_jax.rollout.pool:Pool.generate',
-        'else ledger.engine_of_group(request)',
-        'else None',
+        'areal_jax.rollout.pool:Pool._place',
+        "ledger.engine_of_group(request) or ''",
+        "''",
         'tests/rollout/test_pool.py',
     ),
     Mutation(
@@ -1242,6 +1242,20 @@ MUTATIONS = [
         'tests/rollout/test_slot_table.py',
     ),
     Mutation(
+        'give up the dispatch under way of an engine that leaves',
+        'areal_jax.rollout.pool:Pool.leave',
+        'await engine.pause()',
+        'pass',
+        'tests/rollout/test_changing_pool.py',
+    ),
+    Mutation(
+        'forget what an engine that leaves has delivered',
+        'areal_jax.rollout.pooled_generation:PooledGeneration.rest',
+        'prefix=(*self.request.prefix, *self._received)',
+        'prefix=self.request.prefix',
+        'tests/rollout/test_changing_pool.py',
+    ),
+    Mutation(
         'evaluate under the weights of training',
         'areal_jax.rollout.pool:Pool.pin',
         'lambda engine: engine.pin(published))',
@@ -1265,8 +1279,8 @@ MUTATIONS = [
     Mutation(
         'put requests of an evaluation into a checkpoint',
         'areal_jax.rollout.pool:Pool.order',
-        'if request.version is None\n        ]',
-        ']',
+        'for name, request in found if request.version is None]',
+        'for name, request in found]',
         'tests/evaluation/test_beside.py',
     ),
     Mutation(

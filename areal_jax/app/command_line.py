@@ -98,6 +98,16 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
     return CommandLine(config, find_config_file(source).source, overrides)
 
 
+def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Parses a command line without a config into `values`; raises CommandLineError."""
+    try:
+        left = values(list(argv))
+    except flags.Error as error:
+        raise _describe(error, argv, values) from error
+    if len(left) > 1:
+        raise CommandLineError(f'unexpected argument {left[1]!r}: flags are written --name=value')
+
+
 def define_model(values: flags.FlagValues) -> None:
     """Adds --model, for commands that load weights (origin.choose_source)."""
     flags.DEFINE_string(

@@ -350,6 +350,7 @@ SECTIONS: Mapping[str, Section] = {
         tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
         project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
+        energy=Choice('off', ('off', 'auto'), 'joules and seconds by what devices do, see docs/energy.md'),
     ),
     'simulation': Section('What a simulation draws and what work costs, see docs/simulation.md', **SIMULATION_FIELDS),
     'virtual': Section(

@@ -130,6 +130,7 @@ OTHER_NAMES: Mapping[str, str] = {
     'telemetry.tensorboard': 'report_to use_tensorboard',
     'telemetry.tracker': 'use_wandb wandb logger log_with',
     'telemetry.profile_steps': 'profile profiler',
+    'telemetry.energy': 'energy_monitor log_energy power carbon codecarbon',
 }
 _FIELD_OF = {name: path for path, names in OTHER_NAMES.items() for name in names.split()}
 _FLAGS: Mapping[str, str] = {  # of the commands, by what other programs call them

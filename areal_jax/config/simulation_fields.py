@@ -12,6 +12,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, ConfigError
 
 ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
+TASK = 'task'  # simulation.prompts, besides a distribution
 
 SIMULATION_FIELDS: Mapping[str, Field] = {
     'prices': Text(
@@ -26,7 +27,7 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
         'lognormal(1000, 0.75)',
         'tokens of an answer before the limit: lognormal(mean, sigma), constant(n), ..., or log(RUN): those of a run',
     ),
-    'prompts': Text('constant(512)', 'tokens of a prompt, likewise'),
+    'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
     'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
     'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
     'verifier': Text('constant(10)', 'milliseconds of the verifier for an answer, likewise'),

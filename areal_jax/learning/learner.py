@@ -95,7 +95,7 @@ class SpmdLearner:
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
         self._teacher, *read = place_teacher(teacher, decoder.config, mesh, settings, optimizer, self.packing)
-        make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate, *read)
+        make = self._make = PartMaker(decoder, mesh, settings, optimizer, self._layout, learning_rate, *read)
         self.parts = self._make_parts(make, params)
         self._host_copies = HostCopies() if _is_on_host(decoder, mesh, settings) else None
         self._declared = self._declare()

@@ -53,6 +53,7 @@ def measure(update: Update, settings: LearnerSettings) -> Metrics:
     if settings.objective.learns_from_answers:
         applied = update.trained.was_applied(len(batches))
         measured['fates'] = diagnostics.fate_metrics(groups, kept, batches, applied, version)
+        measured['useful'] = diagnostics.useful_metrics(batches, applied)
     return merge(**measured)
 
 

@@ -30,6 +30,7 @@ from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluatio
 from areal_jax.report.draw_ledger import ledger
 from areal_jax.report.event_log import load_events, outside_evaluation
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
+from areal_jax.report.pages.energy_section import summarize_energy
 from areal_jax.report.pages.html_page import FILE as HTML_PAGE
 from areal_jax.report.pages.html_page import render_html
 from areal_jax.report.pages.markdown_page import render_page
@@ -120,6 +121,7 @@ def build_report(
         **_generation(events, training, facts),
         **_causes(events, metrics, facts),
         'throughput': _throughput(training, metrics, within),
+        'energy': summarize_energy(metrics, facts.energy),
         'busy': busy_shares(events),
         'time': as_report(limit),
         'compilations': facts.compilations,

@@ -12,6 +12,7 @@ from areal_jax.report.agents import AgentSummary
 from areal_jax.report.aggregates import Ends as Ends
 from areal_jax.report.aggregates import MeanMax as MeanMax
 from areal_jax.report.aggregates import Mismatch
+from areal_jax.report.pages.energy_section import EnergySummary
 from areal_jax.report.publications import PublicationRow
 from areal_jax.report.servers import ServerRow
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
@@ -364,6 +365,7 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     code: CodeVerdicts | None  # None where no answer was code
     throughput: Throughput
     busy: Busy
+    energy: EnergySummary | None  # None: telemetry.energy='off'
     time: Time
     compilations: int  # after warm-up
     peak_memory_bytes: int | None  # of the process tree

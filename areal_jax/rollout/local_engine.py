@@ -8,6 +8,7 @@ interrupts none: no new answer starts until the running ones have ended, and the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -101,6 +102,7 @@ class LocalEngine:
                 training=self._stream, decode_steps=decode_steps, every_dispatches=every_dispatches,
                 decode_text=decode_text,
             )  # fmt: skip
+        self._tasks: list[asyncio.Task[None]] = []
         self._swapped_s: float | None = None  # when the swap began whose rebuild is not finished
         self._pause_s = 0.0
         self._on_failed_dispatch, self._failed = on_failed_dispatch, 0  # dispatches since one of decoding succeeded
@@ -121,9 +123,18 @@ class LocalEngine:
         return self._stream
 
     def start(self, supervisor: Supervisor) -> None:
-        supervisor.start(self.name, self._serve())
+        self._tasks = [supervisor.start(self.name, self._serve())]
         if self._pinned is not None:
-            self._pinned.start(supervisor)
+            self._tasks.append(self._pinned.start(supervisor))
+
+    def stop(self) -> None:
+        """Ends the engine, which is paused and has no requests, and lets its weights and its cache go."""
+        for task in self._tasks:
+            task.cancel()
+        self._stream.release()
+        if self._pinned is not None:
+            self._pinned.release()
+        self._weights, self._staged = EngineWeights(self._weights.version, None), None
 
     # What the pool calls; protocols.RolloutEngine has the docstrings.
 

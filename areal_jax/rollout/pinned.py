@@ -6,6 +6,8 @@ of training shares a dispatch with one of an evaluation; new weights of training
 
 from __future__ import annotations
 
+import asyncio
+
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock
@@ -55,10 +57,15 @@ class PinnedRequests:
         self._parked = clock.event(f'{engine}: pinned requests paused')
         self._resumed = clock.event(f'{engine}: pinned requests resumed')
 
-    def start(self, supervisor: Supervisor) -> None:
+    def start(self, supervisor: Supervisor) -> asyncio.Task[None]:
         slots, size = self.backend.slots, self.backend.state_bytes
         self._log.write('evaluation_slots', self._engine, engine=self._engine, slots=slots, bytes=size)
-        supervisor.start(f'{self._engine}: evaluation', self._serve())
+        return supervisor.start(f'{self._engine}: evaluation', self._serve())
+
+    def release(self) -> None:
+        """Lets cache and weights go; nothing is decoded any more."""
+        self._stream.release()
+        self._weights.clear()
 
     # Weights and requests.
 

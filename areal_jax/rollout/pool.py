@@ -1,6 +1,7 @@
 """The engines of a run: which of them generates a request, and what is done to all of them.
 
-The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone.
+The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone. pooled_generation.py is a
+request here, which goes on elsewhere when its engine leaves.
 """
 
 from __future__ import annotations
@@ -10,48 +11,25 @@ from typing import TypeVar
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Clock, Generation, RolloutEngine
-from areal_jax.rollout.load_ledger import Entry, Ledger
+from areal_jax.protocols import Clock, RolloutEngine
+from areal_jax.rollout.load_ledger import Ledger
+from areal_jax.rollout.pooled_generation import PooledGeneration
 from areal_jax.rollout.requirements import Requirement, require_capabilities
-from areal_jax.types import EngineFinish, GenerationRequest, PublishedWeights, Segment
+from areal_jax.rollout.speed import MeasuredSpeeds
+from areal_jax.types import GenerationRequest, PublishedWeights
 
 Result = TypeVar('Result')
-
-
-class PooledGeneration:
-    """A generation that keeps the ledger: delivered tokens are no longer outstanding. Implements Generation."""
-
-    def __init__(self, generation: Generation, entry: Entry, ledger: Ledger):
-        self._generation, self._entry, self._ledger = generation, entry, ledger
-
-    @property
-    def finish_reason(self) -> EngineFinish | None:
-        return self._generation.finish_reason
-
-    @property
-    def engine(self) -> str:
-        return self._entry.engine
-
-    def __aiter__(self) -> PooledGeneration:
-        return self
-
-    async def __anext__(self) -> Segment:
-        try:
-            segment = await self._generation.__anext__()
-        except StopAsyncIteration:
-            self._ledger.close(self._entry)
-            raise
-        self._ledger.note_generated(self._entry, len(segment.tokens))
-        return segment
+_Key = tuple[bool, str]  # of a request: whether it is pinned to a version, its id
 
 
 class Pool:
     """Routes requests: the samples of a group share an engine, and with it a prefill; a new group goes to the engine
     with the fewest outstanding tokens. Requests that are pinned to a version have a ledger of their own, so they do not
-    change where training requests go. Implements protocols.Pool.
+    change where training requests go. Implements protocols.Pool and protocols.ChangingPool.
 
     Args:
       requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
+      measures_speed: whether engines differ: then outstanding tokens are weighed by the speed measured there.
     """
 
     def __init__(
@@ -61,44 +39,149 @@ class Pool:
         log: EventLog,
         supervisor: Supervisor,
         requirements: Sequence[Requirement] = (),
+        *,
+        measures_speed: bool = False,
     ):
         if not engines:
             raise ValueError('the pool has no engine; set cluster.engines')
         require_capabilities(engines, requirements)
-        self._engines = {engine.name: engine for engine in engines}
-        self._clock, self._log, self._supervisor = clock, log, supervisor
-        self.ledger = Ledger(self._engines)  # of training
-        self.pinned_ledger = Ledger(self._engines)
-        self._pinned: list[int] = []  # versions that engines keep or are fetching
-        for name, engine in self._engines.items():
-            status = engine.status()
-            log.write('join', name, engine=name, version=status.policy_version, devices=list(status.devices))
+        self._engines: dict[str, RolloutEngine] = {}
+        self._clock, self._log, self._supervisor, self._requirements = clock, log, supervisor, requirements
+        self.ledger, self.pinned_ledger = Ledger(), Ledger()  # of training, and of pinned requests
+        self._speeds = MeasuredSpeeds(self.ledger, clock.now) if measures_speed else None
+        self._open: dict[_Key, PooledGeneration] = {}  # in the order of arrival
+        self._waiting: dict[_Key, PooledGeneration] = {}  # those that no engine has
+        self._target: PublishedWeights | None = None  # what engines were given last
+        self._pinned: dict[int, PublishedWeights] = {}  # versions that engines keep or are fetching
+        for engine in engines:
+            self._admit(engine)
+
+    # Engines that come and go.
+
+    async def join(self, engine: RolloutEngine) -> None:
+        """Takes in an engine that has started, once it has the version of the others and all pinned ones.
+
+        Raises EngineError where it lacks what the run needs, RuntimeError for a name that is taken.
+        """
+        require_capabilities([engine], self._requirements)
+        if engine.name in self._engines:
+            raise RuntimeError(f'{engine.name} joins, and an engine of that name is there')
+        held: set[int] = set()
+        while True:
+            target = self._target
+            if target is not None and engine.status().policy_version != target.version:
+                await engine.stage(target)
+                await engine.swap(target.version)
+            elif pins := [published for version, published in self._pinned.items() if version not in held]:
+                await engine.pin(pins[0])
+                held.add(pins[0].version)
+            else:
+                break
+        self._admit(engine)
+        self._place_waiting()
+
+    async def leave(self, name: str, reason: str) -> RolloutEngine:
+        """Returns the engine, paused and without requests: what it had goes on elsewhere with all that was generated.
+
+        It gets no request from the call on. Where no other engine is there, requests wait for one to join.
+        """
+        engine = self._engines[name]
+        for ledger in (self.ledger, self.pinned_ledger):
+            ledger.withdraw_engine(name)
+        await engine.pause()  # what a dispatch under way generates is kept
+        for request in engine.open_requests():
+            one = self._open[_key(request)]
+            engine.cancel(request.request_id)
+            await one.withdraw()
+            if request.version is None:
+                fields = {'request': request.request_id, 'tokens': one.received_tokens, 'attempt': 0}
+                self._log.write('move', name, from_engine=name, reason=reason, **fields)
+            self._waiting[_key(request)] = one
+        for one in self._open.values():
+            if one.engine == name:  # it has ended, and its workflow has not read that yet
+                one.close()
+        del self._engines[name]
+        for ledger in (self.ledger, self.pinned_ledger):
+            ledger.remove_engine(name)
+        if self._speeds:
+            self._speeds.remove(name)
+        self._log.write('leave', name, engine=name, reason=reason)
+        self._place_waiting()
+        return engine
+
+    def _admit(self, engine: RolloutEngine) -> None:
+        name, status = engine.name, engine.status()
+        self._engines[name] = engine
+        for ledger in (self.ledger, self.pinned_ledger):
+            ledger.add_engine(name)
+        if self._speeds:
+            self._speeds.add(name)
+        self._log.write('join', name, engine=name, version=status.policy_version, devices=list(status.devices))
+
+    # Requests.
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> PooledGeneration:
-        """Starts the request on the engine `prefer` if there is one of that name."""
+        """Starts the request on the engine `prefer` if there is one of that name; it waits where there is none."""
         ledger = self.ledger if request.version is None else self.pinned_ledger
-        name = prefer if prefer in self._engines else ledger.engine_of_group(request)
-        name = name or ledger.least_outstanding()
-        assert name is not None  # the engines of a process stay
+        one = PooledGeneration(request, ledger, self._clock, self._forget, self._note_generated)
+        if not self._place(one, prefer):
+            one.wait()
+            self._waiting[_key(request)] = one
+        self._open[_key(request)] = one
+        return one
+
+    def _place(self, one: PooledGeneration, prefer: str = '') -> bool:
+        """Sends the request to an engine; False where none takes it."""
+        request, ledger = one.rest(), one.ledger
+        name = next(filter(ledger.is_routed, (prefer, ledger.engine_of_group(request) or '')), None)
+        if (name := name or ledger.least_outstanding()) is None:
+            return False
         if request.version is None:
             self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
+            if self._speeds:
+                self._speeds.note_requests(name, 1)
         generation = self._engines[name].generate(request)
-        return PooledGeneration(generation, ledger.open(request, name), ledger)
+        one.place(name, generation)
+        return True
+
+    def _place_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for key, one in waiting.items():
+            if not self._place(one):
+                self._waiting[key] = one
+
+    def _forget(self, one: PooledGeneration) -> None:
+        """The iteration of a request has ended."""
+        if self._open.get(_key(one.request)) is one:
+            del self._open[_key(one.request)]
+        if self._speeds and one.request.version is None and one.engine in self._engines:
+            self._speeds.note_requests(one.engine, -1)
+
+    def _note_generated(self, one: PooledGeneration, tokens: int) -> None:
+        if self._speeds and one.request.version is None and one.engine in self._engines:
+            self._speeds.note_generated(one.engine, tokens)
 
     def cancel(self, request: GenerationRequest) -> None:
-        ledger = self.ledger if request.version is None else self.pinned_ledger
-        if (entry := ledger.find(request.request_id)) is not None:
-            self._engines[entry.engine].cancel(entry.request_id)
+        if (one := self._open.get(_key(request))) is not None:
+            self._cancel(one)
 
     def cancel_all(self, version: int | None = None) -> None:
-        for ledger in (self.ledger, self.pinned_ledger):
-            for entry in ledger.entries():
-                if version in (None, entry.version):
-                    self._engines[entry.engine].cancel(entry.request_id)
-                    ledger.close(entry)  # also if the iteration was abandoned
+        for one in list(self._open.values()):
+            if version in (None, one.request.version):
+                self._cancel(one)
+                one.close()  # also if the iteration was abandoned
+
+    def _cancel(self, one: PooledGeneration) -> None:
+        if self._waiting.pop(_key(one.request), None) is not None:
+            one.cancel_waiting()
+        elif one.engine in self._engines:
+            self._engines[one.engine].cancel(one.request.request_id)
+
+    # Weights and pauses.
 
     async def load_weights(self, published: PublishedWeights) -> float:
         """All engines fetch at the same time; each swaps as soon as its weights are there."""
+        self._target = published
 
         async def load(engine: RolloutEngine) -> float:
             await engine.stage(published)
@@ -107,14 +190,14 @@ class Pool:
         return max(await self._on_every_engine(f'load of version {published.version}', load))
 
     async def pin(self, published: PublishedWeights) -> None:
-        self._pinned.append(published.version)
+        self._pinned[published.version] = published
         await self._on_every_engine(f'pin of version {published.version}', lambda engine: engine.pin(published))
 
     def unpin(self, version: int) -> None:
         self.cancel_all(version)
         for engine in self._engines.values():
             engine.unpin(version)
-        self._pinned.remove(version)
+        del self._pinned[version]
 
     def pinned_versions(self) -> Sequence[int]:
         return tuple(self._pinned)
@@ -127,7 +210,8 @@ class Pool:
             engine.resume()
 
     def open_requests(self) -> int:
-        return len(self.ledger)
+        waiting = sum(one.request.version is None for one in self._waiting.values())
+        return len(self.ledger) + waiting
 
     def serving_engines(self) -> int:
         return self.ledger.routed_engines()
@@ -136,28 +220,31 @@ class Pool:
         self.ledger.on_room = note_room
 
     def order(self) -> list[tuple[str, int, int]]:
-        return [
-            (name, request.draw, request.sample)
-            for name, engine in self._engines.items()
-            for request in engine.open_requests()
-            if request.version is None
-        ]
+        """Engine by engine; then those that wait for one, under ''."""
+        placed = [(name, request) for name, engine in self._engines.items() for request in engine.open_requests()]
+        waiting = [('', one.request) for one in self._waiting.values()]
+        found = [*placed, *waiting]
+        return [(name, request.draw, request.sample) for name, request in found if request.version is None]
 
     async def _on_every_engine(
         self, action: str, act: Callable[[RolloutEngine], Coroutine[object, object, Result]]
     ) -> list[Result]:
         """The result of every engine, in their order; they act at the same time, and all have when this returns."""
-        results: dict[str, Result] = {}
+        engines, results = list(self._engines.values()), dict[str, Result]()
         done = self._clock.event(f'{action} of every engine')
 
         async def act_on(engine: RolloutEngine) -> None:
             results[engine.name] = await act(engine)
-            if len(results) == len(self._engines):
+            if len(results) == len(engines):
                 done.set()
 
-        first, *others = self._engines.values()
+        first, *others = engines
         for engine in others:
             self._supervisor.start(f'{engine.name}: {action}', act_on(engine))
         await act_on(first)  # by the caller: with one engine no further coroutine comes in between
         await self._clock.wait(done)
-        return [results[name] for name in self._engines]
+        return [results[engine.name] for engine in engines]
+
+
+def _key(request: GenerationRequest) -> _Key:
+    return request.version is not None, request.request_id

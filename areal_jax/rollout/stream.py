@@ -199,6 +199,10 @@ class DecodeStream:
         self._state = None  # frees its memory first
         self._state = self._backend.initial_state()
 
+    def release(self) -> None:
+        """Lets the cache go; nothing is decoded any more."""
+        self._state = None
+
     def next_step(self, *, only_begun: bool = False) -> PrefillStep | DecodeStep | None:
         """The next dispatch, for `run`; None where there is no request. See Scheduler.next_step."""
         return self._scheduler.next_step(only_begun=only_begun)

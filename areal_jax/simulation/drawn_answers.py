@@ -21,18 +21,14 @@ class DrawnAnswers:
     """Lengths, rewards and seconds of a verifier are independent of each other.
 
     Args:
-      answers, prompts: tokens; `verifier`: milliseconds.
+      answers: tokens; `verifier`: milliseconds.
       success: share of the answers with the reward 1; the others have 0.
     """
 
     seed: int
     answers: Lengths
-    prompts: Lengths
     verifier: Lengths
     success: float
-
-    def prompt_length(self, draw: int) -> int:
-        return self.prompts.draw(self.seed, draw, 0, 'prompt')
 
     def length(self, draw: int, sample: int) -> int:
         return self.answers.draw(self.seed, draw, sample)
@@ -50,16 +46,12 @@ class LoggedAnswers:
 
     Args:
       groups: (length, reward) of the samples 0, 1, ... of every draw whose samples have all ended.
-      prompts, verifier: as of DrawnAnswers.
+      verifier: as of DrawnAnswers.
     """
 
     groups: tuple[tuple[tuple[int, float], ...], ...]
     seed: int
-    prompts: Lengths
     verifier: Lengths
-
-    def prompt_length(self, draw: int) -> int:
-        return self.prompts.draw(self.seed, draw, 0, 'prompt')
 
     def length(self, draw: int, sample: int) -> int:
         return self._find(draw, sample)[0]

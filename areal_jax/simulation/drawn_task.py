@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_jax.lanes import REWARD
-from areal_jax.protocols import Clock, Event
+from areal_jax.protocols import Clock, Event, PromptStream
 from areal_jax.simulation.count_backend import prompt_tokens
+from areal_jax.simulation.lengths import Lengths
 from areal_jax.tasks.task import OverLength, Problem, Split
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 
@@ -25,8 +26,6 @@ _MOST_KEPT = 1 << 17  # lengths of answers under way, which every dispatch asks 
 
 class Answers(Protocol):
     """The answers of a simulation."""
-
-    def prompt_length(self, draw: int) -> int: ...
 
     def length(self, draw: int, sample: int) -> int:
         """Tokens after which the answer stops by itself; a limit may come first."""
@@ -40,21 +39,34 @@ class Answers(Protocol):
 
 
 class DrawnPrompts:
-    """Implements protocols.PromptStream: every draw is another prompt."""
+    """Implements protocols.PromptStream: every draw is another prompt, whose length is drawn."""
 
-    def __init__(self, answers: Answers):
-        self._answers, self._next = answers, 0
+    def __init__(self, lengths: Lengths, seed: int):
+        self._lengths, self._seed, self._next = lengths, seed, 0
 
     def draw(self) -> Prompt:
         draw = self._next
         self._next += 1
-        return Prompt(draw, prompt_tokens(draw, self._answers.prompt_length(draw)), NAME, {})
+        length = self._lengths.draw(self._seed, draw, 0, 'prompt')
+        return Prompt(draw, prompt_tokens(draw, length), NAME, {})
 
     def state(self) -> Mapping[str, Any]:
         return {'next': self._next}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._next = state['next']
+
+
+class CountedPrompts:
+    """Implements protocols.PromptStream: prompts of a task, of which the length alone is kept."""
+
+    def __init__(self, stream: PromptStream):
+        self._stream = stream
+        self.state, self.restore = stream.state, stream.restore
+
+    def draw(self) -> Prompt:
+        prompt = self._stream.draw()
+        return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
 
 
 class DrawnVerifier:
@@ -112,8 +124,8 @@ class DrawnTask:
 
     name, scorer = NAME, ''
 
-    def __init__(self, answers: Answers):
-        self._answers = answers
+    def __init__(self, make_prompts: Callable[[], PromptStream]):
+        self._make_prompts = make_prompts
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> DrawnTask:
         return self
@@ -121,8 +133,8 @@ class DrawnTask:
     def sizes(self) -> dict[str, int]:
         return {'train': 0, 'held_out': 0, 'dropped': 0}
 
-    def prompts(self, split: Split, seed: int) -> DrawnPrompts:
-        return DrawnPrompts(self._answers)
+    def prompts(self, split: Split, seed: int) -> PromptStream:
+        return self._make_prompts()
 
     def held_out(self, n: int, seed: int) -> list[Prompt]:
         return []

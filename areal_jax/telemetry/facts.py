@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
+from areal_jax.telemetry.energy.description import EnergyFacts
 from areal_jax.types import CODE
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
@@ -90,6 +91,7 @@ class RunFacts:
     cores: int = 1
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
     tracker: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
+    energy: EnergyFacts | None = None  # None: telemetry.energy='off'
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores
     devices: Mapping[str, Sequence[int] | Mapping[str, Sequence[int]]] = dataclasses.field(

@@ -140,6 +140,9 @@ UPDATE_GROUPS = Metric('update/trained_groups', 'groups', 'groups of the batch t
 UPDATE_FILTERED = Metric('update/filtered_equal_rewards', 'groups', 'groups of the batch left out for equal rewards')
 UPDATE_TRAJECTORIES = Metric('update/trained_trajectories', 'trajectories', 'trajectories with a trained token')
 UPDATE_TOKENS = Metric('update/trained_tokens', 'tokens', 'trained tokens: generated, neither filtered nor masked')
+USEFUL_TOKENS = Metric(
+    'update/useful_tokens', 'tokens', 'trained tokens of applied optimizer steps whose advantage is not 0'
+)
 READ_TOKENS = Metric('train/read_tokens', 'tokens', 'prompts and answers that passes of the update read, no padding')
 MODEL_FLOPS = Metric('train/model_flops', 'FLOP', 'that the model needs for these passes, see diagnostics/flops.py')
 OPTIMIZER_STEPS = Metric('update/optimizer_steps', 'steps', 'optimizer steps that were applied')
@@ -212,6 +215,30 @@ RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a 
 RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
 RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
 
+# with telemetry.energy='auto', since the last update: telemetry/energy/; evaluations beside training are in
+ENERGY = Metric(
+    'energy/joules', 'J', 'of all below that are joules, modelled ones in the middle; absent where devices are left out'
+)
+ENERGY_PER_GENERATED = Metric('energy/joules_per_generated_token', 'J/token', 'energy/joules by tokens/generated')
+ENERGY_PER_TRAINED = Metric('energy/joules_per_trained_token', 'J/token', 'energy/joules by tokens/trained')
+ENERGY_PER_USEFUL = Metric('energy/joules_per_useful_token', 'J/token', 'energy/joules by update/useful_tokens')
+ENERGY_NVML = Metric('energy/nvml_joules', 'J', "measured: the counters of the run's GPUs, whoever uses these")
+ENERGY_RAPL = Metric('energy/rapl_joules', 'J', 'measured: all CPU packages of this machine, whatever runs on them')
+ENERGY_MODELLED = Metric(
+    'energy/modelled_joules', 'J', 'of devices without a counter: seconds by state times the middle of published watts'
+)
+ENERGY_MODELLED_LOW = Metric('energy/modelled_joules_low', 'J', 'the same with the lowest published watts')
+ENERGY_MODELLED_HIGH = Metric('energy/modelled_joules_high', 'J', 'the same with the highest published watts')
+ENERGY_IDLE = Metric(
+    'energy/idle_joules', 'J', 'modelled: idle seconds times the middle of published watts; a part of energy/joules'
+)
+ENERGY_IDLE_LOW = Metric('energy/idle_joules_low', 'J', 'the same with the lowest published watts')
+ENERGY_IDLE_HIGH = Metric('energy/idle_joules_high', 'J', 'the same with the highest published watts')
+ENERGY_ACTIVITY = Metric(
+    'energy/decode_activity', 'share', 'log of the rows decoded by log of 128, mean over the seconds of decoding'
+)
+ENERGY_SECONDS = 'energy/seconds/'  # prefix; what follows is train, prefill, decode or idle; seconds of devices
+
 ROUTES = 'routes/'  # prefix of what learning/diagnostics/route_metrics.py measures, of a model with experts
 ROUTES_RECORDED = Metric('routes/recorded', 'share', 'of the trained tokens, those whose experts an engine recorded')
 ROUTE_PROMPTS = Metric(
@@ -233,6 +260,7 @@ PREFIXES = (
     BY_AGE,
     ROUTES,
     RATIO,
+    ENERGY_SECONDS,
     'loss/',
     'train/',
     'update/',

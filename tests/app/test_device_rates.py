@@ -1,4 +1,4 @@
-"""Tokens per second and device, and model FLOPs utilisation, in the metrics of a run."""
+"""Tokens per second and device, model FLOPs utilisation, and energy, in the metrics of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.app.small import SmallRun, small_config
 
 def test_rates_are_tokens_and_operations_by_the_seconds_of_the_update(tmp_path: pathlib.Path, monkeypatch):
     monkeypatch.setitem(devices.PEAKS, 'cpu', Peak(2e9, 1e9, 'made up'))
-    run = SmallRun(tmp_path, run__clock='real', run__steps=3).train()
+    monkeypatch.setattr('areal_jax.app.parts.energy_builder.POWERCAP', tmp_path / 'nothing')
+    run = SmallRun(tmp_path, run__clock='real', run__steps=3, telemetry__energy='auto').train()
     seconds = [i.end - i.start for i in lane_intervals(run.events) if i.work == 'train']
     lines = read_metrics(tmp_path / 'metrics.jsonl')
     assert len(seconds) == len(lines) == 3
@@ -29,7 +30,25 @@ def test_rates_are_tokens_and_operations_by_the_seconds_of_the_update(tmp_path: 
     for line in lines:  # one engine on one device
         rate = 'rollout/tokens_per_second_per_device'
         assert line[rate] == line['throughput/generate_tokens_per_second']
+    require_seconds_without_joules(run, lines)
     assert run.report['throughput']['mfu'] in [line['learner/mfu'] for line, _ in trained] or len(trained) == 2
+
+
+def require_seconds_without_joules(run: SmallRun, lines) -> None:
+    """A CPU without a meter: seconds by state that fill the time of each update, one sentence, no joules."""
+    energy = run.report['energy']
+    (sentence,) = energy['sentences']
+    assert sentence.startswith('No joules of 1 x cpu are known (RAPL: ')
+    assert sentence in (run.workdir / 'report.md').read_text()
+    assert (energy['joules'], energy['sources']) == (None, [])
+    assert not [name for line in lines for name in line if 'joules' in name]
+    trained = sum(i.end - i.start for i in lane_intervals(run.events) if i.work == 'train')
+    assert energy['device_seconds']['train'] == pytest.approx(trained)
+    assert 0 < energy['device_seconds']['decode'] < sum(energy['device_seconds'].values())
+    admitted = next(event['time'] for event in run.events if event['kind'] == 'admit')
+    assert sum(energy['device_seconds'].values()) == pytest.approx(lines[-1]['time'] - admitted)
+    for line in lines:
+        assert 0 <= line['update/useful_tokens'] <= line['update/trained_tokens']
 
 
 def test_no_utilisation_on_a_cpu_or_on_a_modelled_clock(monkeypatch):

@@ -72,11 +72,11 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
     }
     plain = (
         'steps wall_seconds interruptions steps_with_interruption compilations peak_memory_bytes weights_sha256 '
-        'git_commit config seed eta clock objective window_seconds cause_of_gap warnings '
+        'git_commit config seed eta clock objective simulation window_seconds cause_of_gap warnings '
         'planned_steps finished running missing newest_checkpoint attempts schedule idle_fields prolonged '
         'evaluation_curve evaluation_curve_ends evaluation_lane_share evaluation_cache_bytes '
         'attention_positions preemptions kv_cache_bytes servers token_fates censoring ratios_by_age ratio_split '
-        'publications code experts'
+        'publications code experts energy'
     )
     assert keys(report) == expected | dict.fromkeys(plain.split())
 

@@ -173,6 +173,7 @@ class Loop:
             cores=hardware['cores'],
             **site.describe_engines(),
             problems=parts.host.task.sizes(),
+            energy=parts.observer.energy.facts() if parts.observer.energy else None,
             simulation=site.describe_simulation(),
         )
         facts.save(context.workdir)

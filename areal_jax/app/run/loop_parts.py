@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import build_clock
+from areal_jax.app.parts.energy_builder import build_energy
 from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.parts.task_builder import TrySandbox, build_stream, build_task, build_verifier, try_scorer_sandbox
@@ -135,8 +136,11 @@ def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopPa
     metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
     if generation.servers is not None:
         metrics.listeners.append(generation.servers.note_update)
+    energy = build_energy(host.config, site.find_devices)
+    if energy:
+        context.own(energy)
     observer = StepObserver(
-        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates
+        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates, energy
     )
     host.log.listeners.append(observer.on_event)
     sampling = build.build_sampling(host.config, host.model.tokenizer)

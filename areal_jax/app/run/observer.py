@@ -16,6 +16,7 @@ from areal_jax.control.controller import StepRecord
 from areal_jax.events.schema import Event
 from areal_jax.telemetry import names
 from areal_jax.telemetry.devices import DeviceRates
+from areal_jax.telemetry.energy.accounting import EnergyAccount, EnergyState
 from areal_jax.telemetry.metrics import MetricsWriter, merge
 from areal_jax.telemetry.optimizer_ages import OptimizerAges
 from areal_jax.telemetry.progress import Progress
@@ -34,6 +35,7 @@ class ObserverState(TypedDict):
     engines: EngineCountsState  # since the last update
     ledger: NotRequired[LedgerState | None]  # None, or absent: an earlier part of the run has kept none
     optimizer_steps: NotRequired[list[float]]  # OptimizerAges.state
+    energy: NotRequired[EnergyState | None]  # None, or absent: there was no account
 
 
 class Compilations(Protocol):
@@ -58,6 +60,7 @@ class StepObserver:
         cpu_seconds: Callable[[], float],
         first_time_s: float,
         rates: DeviceRates,
+        energy: EnergyAccount | None = None,
     ):
         self._metrics, self._progress, self._compilations = metrics, progress, compilations
         self._cpu_seconds, self._last_time_s, self._rates = cpu_seconds, first_time_s, rates
@@ -67,6 +70,7 @@ class StepObserver:
         self._engines = EngineCounts()
         self.ledger: TokenLedger | None = TokenLedger()
         self._optimizer_ages = OptimizerAges()
+        self.energy = energy
         self._evaluating = False
         self._evaluations: list[Mapping[str, float]] = []  # of evaluations beside training, not written yet
         self._cpu_at_first_admission: float | None = None
@@ -75,6 +79,8 @@ class StepObserver:
     def on_event(self, event: Event) -> None:
         if self.ledger:
             self.ledger.apply(event)
+        if self.energy:
+            self.energy.apply(event)
         if event['kind'] == 'evaluate':
             self._evaluating = event['mode'] == 'start'
             self._last_time_s = event['time']
@@ -101,12 +107,14 @@ class StepObserver:
         if self._cpu_at_first_admission is not None:
             self.cpu_seconds_in_window = self._cpu_seconds() - self._cpu_at_first_admission
         compiled = self._compilations.count
+        counted = self._counted(record)
         optional = {names.PUBLISH_PAUSE: record.publish_pause_s, names.FILTERED_RATE: record.filtered_rate}
         values = merge(
             learner=record.metrics,
             ages=self._optimizer_ages.note_update(record.step, record.metrics),
             ledger=self._balance(record),
-            observer=self._counted(record),
+            observer=counted,
+            energy=self.energy.take(record.time_s, {**record.metrics, **counted}) if self.energy else {},
             update=self._rates.of_learner(record.metrics, self._take_update_seconds()),
             controller={
                 names.TIME: record.time_s,
@@ -152,6 +160,7 @@ class StepObserver:
             'engines': self._engines.state(),
             'ledger': self.ledger.state() if self.ledger else None,
             'optimizer_steps': self._optimizer_ages.state(),
+            'energy': self.energy.state() if self.energy else None,
         }
 
     def restore(self, state: ObserverState) -> None:
@@ -165,6 +174,8 @@ class StepObserver:
         elif self.ledger:
             self.ledger.restore(kept)
         self._optimizer_ages = OptimizerAges(state.get('optimizer_steps', ()))
+        if self.energy:
+            self.energy.restore(state.get('energy'))
         self._checks = CodeChecks(state.get('checks'))
         self._audited, self._disagreements = state.get('audited', 0), state.get('disagreements', 0)
 

@@ -18,6 +18,7 @@ from areal_jax.app.model.text_model import describe_loading, require_rules_of_or
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.channels import ChannelParts, PlacedChannel, build_channel
 from areal_jax.app.parts.compilations import CompilationCounter, use_compilation_cache
+from areal_jax.app.parts.energy_builder import UsedDevices, list_devices
 from areal_jax.app.parts.engines import (
     build_backends,
     build_engines,
@@ -140,6 +141,9 @@ class OwnSite:
     def find_rates(self) -> DeviceRates:
         self.allocation = build.build_allocation(self._config)
         return build.build_device_rates(self._config, self.allocation)
+
+    def find_devices(self) -> UsedDevices | None:
+        return None if build.uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
 
     def build_channel(self) -> PlacedChannel:
         parts = ChannelParts(self._config, self._context.workdir, self.model, self.allocation, self.learner.writers)

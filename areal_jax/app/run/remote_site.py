@@ -172,6 +172,9 @@ class RemoteSite:
         devices = parse_learner(self._config.cluster.learner).devices
         return DeviceRates(devices, 0, peak_flops(kind, self._config.learner.dtype))
 
+    def find_devices(self) -> None:
+        """They are in other processes."""
+
     def build_channel(self) -> RemoteChannel:
         directory = self._config.publication.directory or self._context.workdir / 'publication'
         return RemoteChannel(self._peers, pathlib.Path(directory))

@@ -47,7 +47,7 @@ from areal_jax.workers.worker_process import WorkerDiedError
 
 _QUIET = {
     'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.hook': '', 'telemetry.profile_steps': (),
-    'telemetry.tracker': 'none', 'telemetry.project': '', 'run.export': False,
+    'telemetry.tracker': 'none', 'telemetry.project': '', 'telemetry.energy': 'off', 'run.export': False,
 }  # fmt: skip
 Paths = Mapping[str, str]  # where the files of a config field lie here: {'task.path': 'data/train.jsonl'}
 

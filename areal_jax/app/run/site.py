@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
+from areal_jax.app.parts.energy_builder import UsedDevices
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run_context import Checkpoint
 from areal_jax.app.workdir.environment import Environment
@@ -132,6 +133,10 @@ class LoopSite(Site, Protocol):
     awaited_beside: int  # and for evaluation
 
     def find_rates(self) -> DeviceRates: ...
+
+    def find_devices(self) -> UsedDevices | None:
+        """The devices of learner and engines, after `find_rates`; None where some are in other processes."""
+        ...
 
     def build_channel(self) -> Channel: ...
 

@@ -13,6 +13,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import lane_widths
+from areal_jax.app.parts.energy_builder import UsedDevices, group_devices
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.loop_parts import Outside
 from areal_jax.app.run.observer import Compilations
@@ -25,6 +26,7 @@ from areal_jax.app.simulate.simulation_settings import (
     as_simulated,
     build_answers,
     build_prices,
+    build_prompts,
     cache_blocks,
     note_not_simulated,
     read_update,
@@ -39,7 +41,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import engine_lane
+from areal_jax.lanes import LEARNER, engine_lane
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
@@ -82,7 +84,7 @@ class SimulatedSite:
         """What takes the place of the world outside: clock, prompts, verifier."""
         return Outside(
             make_clock=functools.partial(_build_clock, self._prices),
-            build_task=lambda config, tokenizer: DrawnTask(self._answers),
+            build_task=lambda config, tokenizer: DrawnTask(lambda: build_prompts(config)),
             build_verifier=lambda clock, task: DrawnVerifier(clock, self._answers, self._config.task.verifier_workers),
         )
 
@@ -106,6 +108,15 @@ class SimulatedSite:
         engines = parse_engines(self._config.cluster.engines)
         learner = parse_learner(self._config.cluster.learner).devices
         return DeviceRates(learner, engines.devices or learner, None)
+
+    def find_devices(self) -> UsedDevices:
+        cluster = self._prices.cluster
+        if cluster is None:
+            return UsedDevices((), simulated=True)
+        uses = [(number, cluster.learner.chip.name, LEARNER) for number in range(cluster.learner.devices)]
+        for (lane, numbers), engine in zip(self._list_devices().items(), cluster.engines, strict=True):
+            uses += [(number, engine.chip.name, lane) for number in numbers]
+        return UsedDevices(group_devices(uses), simulated=True)
 
     def build_channel(self) -> CountChannel:
         return CountChannel()
@@ -210,4 +221,4 @@ def _build_clock(
     widths = lane_widths(config)
     if config.simulation.prices == VIRTUAL:
         return VirtualClock(widths, log, prices.by_kind, start_s)
-    return SimulatedClock(widths, log, prices.by_kind, start_s)
+    return SimulatedClock(widths, log, prices.by_kind, start_s, host=prices.host, contention=prices.contention)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ml_collections import config_dict
@@ -11,19 +12,22 @@ from ml_collections import config_dict
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.parts.clock import unit_prices
 from areal_jax.app.parts.part_settings import count_cache_blocks
+from areal_jax.app.parts.task_builder import build_stream, build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.simulation_fields import ROOFLINE, VIRTUAL
+from areal_jax.config.simulation_fields import ROOFLINE, TASK, VIRTUAL
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.protocols import PromptStream
 from areal_jax.report.event_log import load_events
+from areal_jax.simulation.calibration import read_table
 from areal_jax.simulation.chips import find_chip
 from areal_jax.simulation.count_learner import UpdateShape
 from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups
-from areal_jax.simulation.drawn_task import Answers
+from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnPrompts
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
     Cluster,
@@ -50,7 +54,9 @@ class Prices(NamedTuple):
     """What work costs, and on what; None: no devices are named."""
 
     by_kind: Mapping[str, Price]
-    cluster: Cluster | None
+    cluster: Cluster | None = None
+    contention: float = 1.0  # see simulation/simulated_clock.py
+    host: Mapping[str, float] = MappingProxyType({})
 
 
 def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
@@ -83,14 +89,23 @@ def build_answers(config: TrackedConfig) -> Answers:
         text = getattr(simulation, name)
         return parse_lengths(text, most, group_share=group_share, draws_of_run=draws, field=f'simulation.{name}')
 
-    longest = config.rollout.context_tokens - config.rollout.max_new_tokens
-    prompts, verifier = parse('prompts', longest), parse('verifier', _LONGEST)
+    verifier = parse('verifier', _LONGEST)
     text = simulation.answers.strip()
     if text.startswith('log(') and text.endswith(')'):
         workdir = pathlib.Path(text[4:-1])
         groups = read_groups(_load_events(workdir), workdir, batch)
-        return LoggedAnswers(groups, config.run.seed, prompts, verifier)
-    return DrawnAnswers(config.run.seed, parse('answers', _LONGEST, share), prompts, verifier, simulation.success)
+        return LoggedAnswers(groups, config.run.seed, verifier)
+    return DrawnAnswers(config.run.seed, parse('answers', _LONGEST, share), verifier, simulation.success)
+
+
+def build_prompts(config: TrackedConfig) -> PromptStream:
+    """Raises ConfigError, or what building the task raises."""
+    text, rollout, seed = config.simulation.prompts, config.rollout, config.run.seed
+    if text == TASK:
+        return CountedPrompts(build_stream(config, build_task(config, describe_text_model(config).tokenizer)))
+    longest = rollout.context_tokens - rollout.max_new_tokens
+    draws = config.run.steps * config.learner.groups_per_update
+    return DrawnPrompts(parse_lengths(text, longest, draws_of_run=draws, field='simulation.prompts'), seed)
 
 
 def _load_events(workdir: pathlib.Path) -> list:  # type: ignore[type-arg]
@@ -103,9 +118,10 @@ def build_prices(config: TrackedConfig) -> Prices:
     """Raises ConfigError for an unknown chip or model, and for a plan that does not fit the memory."""
     prices = config.simulation.prices
     if prices == VIRTUAL:
-        return Prices(unit_prices(config), None)
+        return Prices(unit_prices(config))
     if prices != ROOFLINE:
-        raise ConfigError(f'simulation.prices={prices!r}: tables of prices are not read yet')
+        table = read_table(pathlib.Path(prices))
+        return Prices(table.by_kind(), contention=table.contention, host=table.host)
     engines = parse_engines(config.cluster.engines)
     cluster = build_cluster(settings := _read_roofline(config), parse_learner(config.cluster.learner), engines)
     check_memory(cluster, config.rollout.cache_tokens, config.rollout.context_tokens)

@@ -102,6 +102,16 @@ def fate_metrics(
     return {str(name): np.trim_zeros(tokens, 'b').astype(float).tolist() for name, tokens in fates.items()}
 
 
+def useful_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> dict[str, float]:
+    """Trained tokens that move the weights: of batches with an applied step, those whose advantage is not 0."""
+    useful = [
+        np.count_nonzero(batch.advantages[batch.loss_mask])
+        for batch, was_applied in zip(batches, applied, strict=True)
+        if was_applied
+    ]
+    return {str(names.USEFUL_TOKENS): float(sum(useful))}
+
+
 def inside_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> dict[str, float]:
     """Optimizer steps of the update that come before the one that trains a token: over tokens and epochs.
 

@@ -41,6 +41,7 @@ def render_html(run: Run) -> str:
         Section('warnings', 'Caveats', [parts.warnings or _NO_CAVEAT]),
         Section('learning', 'Learning', list(_learning(run, parts))),
         Section('speed', 'Speed and limit', list(_speed(run, parts))),
+        *([Section('energy', 'Energy', [parts.energy, parts.energy_sources])] if parts.energy_sources else []),
         Section('slots', 'Slots', list(_slots(run))),
         Section('staleness', 'Staleness', list(_staleness(run, parts))),
         Section('agreement', 'Engine and learner', list(_agreement(run, parts))),

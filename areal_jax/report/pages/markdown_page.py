@@ -25,6 +25,7 @@ def render_page(report: Report, pictures: Sequence[str]) -> str:
         *_headed('## Tokens', parts.fates, parts.answers),
         '## Time and limit',
         *(render_part(part) for part in _time(parts)),
+        *_headed('## Energy', parts.energy, parts.energy_sources),
         '## Groups',
         *(render_part(part) for part in (parts.groups, parts.problems)),
         *(f'![{picture}]({picture})' for picture in pictures),

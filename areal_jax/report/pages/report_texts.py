@@ -15,6 +15,8 @@ from areal_jax.report.code_verdicts import HEAD as CODE_HEAD
 from areal_jax.report.code_verdicts import describe_code
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.engine_work import describe_attention, work_rows
+from areal_jax.report.pages.energy_section import HEAD as ENERGY_HEAD
+from areal_jax.report.pages.energy_section import describe_energy, energy_rows
 from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
 from areal_jax.report.publications import describe_publications
 from areal_jax.report.ratios import age_rows, describe_experts, describe_split, route_rows, split_rows
@@ -90,6 +92,8 @@ class Parts:
     publications: Table
     agents: Table
     servers: Table
+    energy: Table
+    energy_sources: Items
     groups: Table
     problems: Text
     versions: Text
@@ -134,6 +138,8 @@ def tell_parts(report: Report) -> Parts:
         publications=Table(PUBLICATIONS_HEAD, describe_publications(report['publications'])),
         agents=Table(AGENTS_HEAD, describe_agents(report['agents'])),
         servers=Table(SERVERS_HEAD, describe_servers(report['servers'])),
+        energy=Table(ENERGY_HEAD, energy_rows(report['energy'])),
+        energy_sources=Items(describe_energy(report['energy'])),
         groups=Table(('', 'groups'), _group_rows(report['groups'])),
         problems=Text(_describe_problems(report['problems'])),
         versions=Text(versions or 'not recorded'),

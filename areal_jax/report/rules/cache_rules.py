@@ -140,9 +140,11 @@ class CacheRules:
                 engine.computing, engine.is_torn, engine.is_empty = None, False, True
         elif event['kind'] == 'prefill':
             yield from self._prefill(event)
-        elif event['kind'] == 'preempt':
+        elif event['kind'] in ('preempt', 'move'):
             self.end(event['request'])
             self._forget([event['request']])
+        elif event['kind'] == 'leave':
+            self._engines.pop(event['engine'], None)
         elif event['kind'] == 'interrupt':
             yield from self._interrupt(event)
         elif event['kind'] == 'load':

@@ -54,6 +54,8 @@ class GenerationRules:
             yield from self._lengths.apply_waiting()
         elif event['kind'] == 'finish':
             yield from self._finish(event)
+        elif event['kind'] == 'leave':
+            del self._dispatches[event['engine']]  # one that joins under its name counts anew
         yield from self._cache.apply(event)
 
     # Where the program stands still.

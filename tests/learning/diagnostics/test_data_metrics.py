@@ -1,11 +1,11 @@
-"""The mismatch of tokens by the turn of their row."""
+"""The mismatch of tokens by the turn of their row, and which tokens move the weights."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from areal_jax.learning.diagnostics.data_metrics import mismatch_metrics
+from areal_jax.learning.diagnostics.data_metrics import mismatch_metrics, useful_metrics
 from areal_jax.types import PackedBatch
 
 
@@ -49,3 +49,14 @@ def test_rows_of_one_turn_have_no_metric_of_turns():
 def test_turns_beyond_the_eighth_are_counted_with_it():
     found = mismatch_metrics([batch(range(0, 20, 2), [0] * 10)], [np.ones((1, 1, 10), np.float32)], 3)
     assert (found['mismatch/turn/8/n'], found['mismatch/turn/7/n']) == (3, 1)
+
+
+def test_useful_tokens_are_trained_with_an_advantage_in_an_applied_step():
+    # of four tokens one is masked and one has no advantage; the second batch was left out for a gradient of NaN
+    packed = dataclasses.replace(
+        batch([3, 4, 5, 6], [0, 0, 1, 1]),
+        advantages=np.array([0.5, -2.0, 0.0, 1.0], np.float32).reshape(1, 1, -1),
+        loss_mask=np.array([True, True, True, False]).reshape(1, 1, -1),
+    )
+    assert useful_metrics([packed, packed], [True, False]) == {'update/useful_tokens': 2.0}
+    assert useful_metrics([], []) == {'update/useful_tokens': 0.0}

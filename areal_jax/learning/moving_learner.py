@@ -1,0 +1,48 @@
+"""The learner that goes on with another mesh between two updates: what cluster.reallocate moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.prepared_mesh import PreparedMesh, move_state, prepare_mesh
+
+
+class MovingLearner(SpmdLearner):
+    """`protocols.Learner` that moves. For one process, an objective without a teacher, and no split of the ratio."""
+
+    def __init__(self, *args: Any, **options: Any):
+        """See SpmdLearner; raises ConfigError for what keeps its mesh."""
+        self._prepared: dict[Mesh, PreparedMesh] = {}
+        super().__init__(*args, **options)
+        if self._teacher is not None or self._ratio is not None:
+            raise ConfigError(
+                "a learner with loss.teacher or diagnostics.ratio_sample keeps its mesh: use cluster.reallocate='off'"
+            )
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Compiles what `move` to this mesh needs; in any thread, while updates go on. Nothing the second time.
+
+        Raises ConfigError for a mesh that cannot share out the model or the rows.
+        """
+        if mesh != self._mesh and mesh not in self._prepared:
+            prepared = prepare_mesh(self._make, self.parts[0], mesh)
+            prepared.compile()
+            self._prepared[mesh] = prepared
+
+    def move(self, mesh: Mesh) -> None:
+        """Goes on with another mesh, between two updates; weights and optimizer state keep their bits."""
+        if mesh == self._mesh:
+            return
+        self.prepare(mesh)
+        self._prepared[self._mesh] = PreparedMesh(self._mesh, self._layout, self.parts[0])  # the way back
+        prepared, self._copy = self._prepared.pop(mesh), None
+        move_state(self.state, prepared.part)
+        self._mesh, self._layout, self.parts = mesh, prepared.layout, [prepared.part]
+        self.programs, self._passes = prepared.part.programs, prepared.part.passes
+        self.attention, self.packing = self._layout.attention, self._layout.packing
+        self._price = self._price._replace(packing=self.packing)
+        self._declared = self._declare()
