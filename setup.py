@@ -113,6 +113,7 @@ setup(
             'areal-report=areal_jax.main_report:run',
             'areal-role=areal_jax.main_role:run',
             'areal-serve=areal_jax.main_serve:run',
+            'areal-plan=areal_jax.main_plan:run',
             'areal-replay=areal_jax.main_replay:run',
             'areal-check-log=areal_jax.main_check_log:run',
             'areal-config=areal_jax.main_config:run',
