@@ -7,6 +7,7 @@ import dataclasses
 
 LEARNER, REWARD, DISK, PUBLISH = 'learner', 'reward', 'disk', 'publish'  # lanes
 REGISTRY = 'registry'  # lane: the registry of servers is read in it
+PREPARE = 'prepare'  # lane: programs for another split of the devices are compiled in it
 TOOL = 'tool'  # lane: agents call their tools in it
 PROGRAM = 'program'  # lane: what programs of episodes do next is waited for in it
 EVALUATION_REWARD = 'reward/evaluation'  # lane: answers of an evaluation beside training are verified in it

@@ -85,7 +85,8 @@ def _build_parser() -> Parser:
     parser.add_argument('--portable', help='Pack the run into this file instead of replaying it.')
     parser.add_argument(
         '--data', action='append', default=[], metavar='FIELD=PATH',
-        help='Where a file that the config names lies here: task.path=FILE, model.path=PATH, staleness.schedule=FILE.',
+        help='Where a file that the config names lies here: task.path=FILE, model.path=PATH, staleness.schedule=FILE, '
+        'cluster.reallocate=FILE.',
     )  # fmt: skip
     parser.add_argument('--json', default='', help='Write what was found there too.')
     return parser

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import GroupFilter, equal_rewards
+from areal_jax.control.reallocation import Reallocation
 from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.during_training import EvaluationBeside
@@ -317,6 +319,8 @@ class ToyRun:
         make_workflow: Callable[[ToyRun], Workflow] | None = None,  # called when the gate and the pool are there
         learner: Any = None,
         unscored: Sequence[int] = (),  # draws of the evaluation that no verifier scores
+        make_reallocation: Callable[[ToyRun], Reallocation] | None = None,  # called when pool and learner are there
+        more_lanes: Mapping[str, int] = MappingProxyType({}),
     ):
         state = resume['run_state'] if resume else None
         self.log = log or (EventLog(next_seq=state['next_seq'], next_run=state['next_run']) if state else EventLog())
@@ -325,6 +329,7 @@ class ToyRun:
         self.checkpoints: list[dict[str, Any]] = []
         lanes = {'learner': 1, 'reward': 2, 'disk': 1}
         lanes |= {lane(i): 1 for i in range(engines) for lane in (engine_lane, publish_lane)}
+        lanes |= more_lanes
         start_s = state['clock_s'] if state else 0.0
         make = make_clock or (lambda lanes, log, start_s: VirtualClock(lanes, log, prices, start_s=start_s))
         self.clock = make(lanes, self.log, start_s)
@@ -357,6 +362,8 @@ class ToyRun:
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
         self.pool = pool = self.build_pool(newest)
+        self.newest = newest
+        self.reallocation = make_reallocation(self) if make_reallocation else None
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
         self.verifier = ToyVerifier(self.clock, delays, fail)
         self.stream = ToyStream()
@@ -376,6 +383,7 @@ class ToyRun:
             save_checkpoint=lambda *state: self.save_checkpoint(*state),
             on_published=self._note_published,
             group_filter=GroupFilter(equal_rewards(), max_filtered) if max_filtered else None,
+            reallocation=self.reallocation,
         )  # fmt: skip
         self.newest, self.resumed, self.unscored = newest, state, unscored
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None

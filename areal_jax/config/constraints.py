@@ -13,19 +13,23 @@ from ml_collections import config_dict
 
 from areal_jax.config.agent_fields import find_agent_problems
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
-from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.cluster import find_device_problems, parse_engines, parse_learner
 from areal_jax.config.code_fields import find_code_problems, find_training_problems
 from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
 from areal_jax.config.model_fields import find_model_problems
-from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems
+from areal_jax.config.objective_constraints import (
+    find_group_problems,
+    find_objective_problems,
+    find_reference_problems,
+)
 from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
-from areal_jax.config.reference_constraints import find_reference_problems
 from areal_jax.config.sandbox_fields import find_sandbox_problems
 from areal_jax.config.simulation_fields import find_simulation_problems
+from areal_jax.config.splits import find_reallocation_problems
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 
@@ -57,7 +61,8 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_client_problems(c)
     yield from find_task_problems(c)
     yield from _file_problems(c)
-    yield from _device_problems(c)
+    yield from find_device_problems(c)
+    yield from find_reallocation_problems(c)
     yield from _telemetry_problems(c)
     yield from _export_problems(c)
 
@@ -372,24 +377,3 @@ def _telemetry_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'telemetry.profile_steps={steps} ends after the last update, run.steps={c.run.steps}; lower it, or raise '
             'run.steps'
         )
-
-
-def _device_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What the learner's devices cannot divide evenly among them, or would leave idle."""
-    layout = parse_learner(c.cluster.learner)
-    if c.learner.rows_per_microbatch % layout.data_shards:
-        yield (
-            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp * expert '
-            f'= {layout.data_shards} of cluster.learner={c.cluster.learner!r}'
-        )
-    if layout.tensor > 1 and 'tensor' not in c.cluster.strategy:
-        yield (
-            f'tensor={layout.tensor} of cluster.learner={c.cluster.learner!r} is left idle by cluster.strategy='
-            f'{c.cluster.strategy!r}; use fsdp_tensor or tensor'
-        )
-    for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
-        if size % layout.context:
-            yield (
-                f'learner.{field}={size} must be a multiple of context={layout.context} of cluster.learner='
-                f'{c.cluster.learner!r}'
-            )

@@ -140,6 +140,11 @@ SECTIONS: Mapping[str, Section] = {
         ),
         weights=Choice('published', ('published', 'int8'), 'int8: quantized, and activations, in engines alone'),
         record_routes=Flag(False, 'with experts: those that each token has reached, see docs/moe.md'),
+        slow_versions=Integer(
+            0,
+            COUNT_OR_OFF,
+            'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
+        ),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),
@@ -248,6 +253,9 @@ SECTIONS: Mapping[str, Section] = {
             "'N x shared' with the learner's first device | 'N x tensor=K' or 'N x expert=K': K devices for each",
         ),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
+        reallocate=Text('off', "moves engines between generation and training: 'off' | 'auto' | 'plan(FILE)'"),
+        reallocate_gain=Real(0.1, SHARE_ABOVE_ZERO, 'auto: predicted gain of the time of an update to move for'),
+        reallocate_updates=Integer(4, COUNT, 'auto: updates in a row that must predict it, and least between moves'),
     ),
     'distributed': Section(
         'A learner over several processes, or several runs that average',

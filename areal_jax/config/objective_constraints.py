@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
-from areal_jax.config.objectives import BASE, FIELD, is_policy, resolve
+from areal_jax.config.objectives import BASE, FIELD, find_objective, is_policy, reads_reference, resolve
 
 _READ_RATIO = ('clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic', 'oapl')
 _OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
@@ -250,4 +250,19 @@ def _bound_problems(ours: _Combination) -> Iterator[str]:
         yield (
             f'{ours.show("surrogate")} with {ours.show("dual_clip")} would cut fresh tokens; set loss.dual_clip above '
             '1, usually 3'
+        )
+
+
+def find_reference_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What a reference in a directory of its own does not go with, and what a teacher needs."""
+    kind = find_objective(c.loss.objective)
+    if kind.teacher and not c.loss.teacher:
+        yield (
+            f'loss.objective={c.loss.objective!r} needs loss.teacher: a Hugging Face directory with the vocabulary of '
+            'the model'
+        )
+    if c.loss.reference and reads_reference(c.loss) and c.lora.rank:
+        yield (
+            f'loss.reference={c.loss.reference!r} with lora.rank={c.lora.rank}: the frozen weights are kept once, and '
+            "those of the reference are others; use loss.reference='', the model at the start, or lora.rank=0"
         )

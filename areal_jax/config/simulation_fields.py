@@ -21,7 +21,9 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
         "'' = the config is no simulation",
     ),
     'chip': Text('H800', 'roofline: of the learner, and of engines that engine_chips does not name'),
-    'engine_chips': Text('', "'4 x H100, 4 x L40S': of the engines in their order; '' = chip"),
+    'engine_chips': Text(
+        '', "'4 x H800, 4 x A100': of the engines in their order, H800/3 is one of a third of the speed; '' = chip"
+    ),
     'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
     'answers': Text(
         'lognormal(1000, 0.75)',

@@ -25,6 +25,7 @@ from areal_jax.control.group_filter import GroupFilter
 from areal_jax.control.groups import RunningGroups
 from areal_jax.control.lock_step import LockStep
 from areal_jax.control.publisher import Publisher, Update
+from areal_jax.control.reallocation import Reallocation, ReallocationState
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
@@ -81,6 +82,7 @@ class HostState(TypedDict):
     admission: HeldState
     idle_slots: HeldState
     observer: dict[str, Any]
+    reallocation: ReallocationState | None
 
 
 # step, arrays of the learner, weights of earlier versions (lock-step schedules), state of the host; on the lane `disk`
@@ -113,6 +115,7 @@ class Controller:
         on_published: Callable[[PublishedWeights], None] = lambda _: None,
         group_filter: GroupFilter | None = None,
         disturbances: Disturbances | None = None,
+        reallocation: Reallocation | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
@@ -120,6 +123,7 @@ class Controller:
         self._on_published = on_published
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
         self._buffer, self._filter, self._disturbances = TrajectoryBuffer(), group_filter, disturbances
+        self._reallocation = reallocation
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
@@ -208,15 +212,17 @@ class Controller:
 
     async def _train(self) -> bool:
         while self._trained_version < self._settings.steps:
+            if self._reallocation and not self.stop_requested.is_set():
+                await self._reallocation.pass_boundary(self._trained_version + 1, self._newest_publication)
             groups = await self._form_batch()
             if groups is None:
                 await self.save_for_good()
                 return False
             await self._update(*self._disturb(groups))
             if self._is_checkpoint_due():
-                await self._publication_of(self._trained_version)
+                await self._newest_publication()
                 await self._checkpoint()
-        await self._publication_of(self._trained_version)
+        await self._newest_publication()
         if self.stop_requested.is_set():
             await self.save_for_good()
         elif self._lock_step:  # the engines may have an earlier version
@@ -273,6 +279,8 @@ class Controller:
             lowest = self._lock_step.add(published)
         else:
             pause_s = await self._pool.load_weights(published)
+            if self._reallocation:
+                self._reallocation.published = published
         self._on_published(published)
         return lowest, pause_s
 
@@ -296,8 +304,9 @@ class Controller:
         self._admission.note_change()
         self._published.set()
 
-    async def _publication_of(self, version: int) -> None:
-        while self._gate.version < version:
+    async def _newest_publication(self) -> None:
+        """Returns when every engine has the weights of the last update."""
+        while self._gate.version < self._trained_version:
             self._published.clear()
             await self._clock.wait(self._published)
 
@@ -311,7 +320,7 @@ class Controller:
 
     async def save_for_good(self) -> None:
         """The last checkpoint of a run that was asked to stop; returns when it is written."""
-        await self._publication_of(self._trained_version)
+        await self._newest_publication()
         await self._checkpoint()
         await self._writer.wait()
 
@@ -360,6 +369,7 @@ class Controller:
             'admission': self._admission.held.state(self._clock.now()),
             'idle_slots': self._admission.idle.state(self._clock.now()),
             'observer': dict(self._observer_state()),
+            'reallocation': self._reallocation.state() if self._reallocation else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -377,6 +387,8 @@ class Controller:
             self._filter.restore(state['filter'])
         self._admission.held.restore(state['admission'])
         self._admission.idle.restore(state['idle_slots'])
+        if self._reallocation:
+            self._reallocation.restore(state['reallocation'])
         self._log.write('restore', update=self._trained_version)
 
 

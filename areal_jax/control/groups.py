@@ -68,7 +68,11 @@ class RunningGroups:
     def restore(self, groups: Iterable[RunningGroup], order: Iterable[tuple[str, int, int]]) -> None:
         """Takes the groups of a snapshot; `order` is Pool.order of the same instant."""
         self._groups = {group.prompt.draw: group for group in groups}
-        self._order = [(draw, sample) for _, draw, sample in order]
+        self._order = []
+        for engine, draw, sample in order:
+            self._order.append((draw, sample))
+            if engine:  # where a request is that has moved since it began
+                self._groups[draw].episodes[sample].engine = engine
 
     def resume(self) -> None:
         """Starts the open episodes of restored groups in the order in which the engines would have served them.

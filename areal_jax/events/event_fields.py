@@ -12,7 +12,8 @@ RunNumber = Annotated[int, 'number of the run on a lane, in the order of request
 WorkKind = Annotated[
     str,
     'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
-    'evaluation_prefill, pin; with a server of others generate and control; of agents tool',
+    'evaluation_prefill, pin; with a server of others generate and control; of agents tool; of another split of the '
+    'devices compile and reshard',
 ]
 Check = Annotated[
     int, 'CRC-32 of the other fields as JSON with sorted keys; of the real clock, from version 6 of the log on'

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NotRequired
 
 from areal_jax import files
 from areal_jax.events import records
+from areal_jax.events.device_events import ReallocateEvent
 from areal_jax.events.episode_events import AuditEvent, CheckEvent, FinishEvent, RewardEvent
 from areal_jax.events.event_fields import (
     Amount,
@@ -39,10 +40,10 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 12: no simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards of a
-# buffered group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of
-# segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no
-# evaluation beside training, no `audit`; 1: no `log`
+# 12: devices stay, no simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no
+# rewards of a buffered group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5:
+# no lengths of segments, nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions;
+# 2: no evaluation beside training, no `audit`; 1: no `log`
 VERSION = 13
 
 
@@ -348,7 +349,7 @@ Event = (
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
     | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ReceiveEvent
-    | EvaluationReceiveEvent | FrictionEvent | ErrorEvent
+    | EvaluationReceiveEvent | FrictionEvent | ReallocateEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

@@ -113,6 +113,16 @@ class CacheTable:
         cached.blocks += blocks
         return True
 
+    def cover(self, running: RunningRequest) -> None:
+        """Blocks for what was generated: they are there, unless several dispatches were one (`count_quiet`)."""
+        cached = running.cached
+        assert cached is not None
+        number = -(-cached.filled // self._block_tokens) - len(cached.blocks)
+        if number > 0:
+            blocks = self.pool.allocate(number)
+            cached.own += blocks
+            cached.blocks += blocks
+
     def count_quiet(self, rows: int) -> int:
         """Dispatches of decoding for which the free blocks surely last, the one included whose blocks are there."""
         return 1 + self.pool.free // rows * self._block_tokens // self._steps

@@ -19,6 +19,7 @@ from areal_jax.rollout.speed import MeasuredSpeeds
 from areal_jax.types import GenerationRequest, PublishedWeights
 
 Result = TypeVar('Result')
+_FAST = 0.7  # of the speed of the fastest engine: one with less is slow
 _Key = tuple[bool, str]  # of a request: whether it is pinned to a version, its id
 
 
@@ -30,6 +31,8 @@ class Pool:
     Args:
       requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
       measures_speed: whether engines differ: then outstanding tokens are weighed by the speed measured there.
+      slow_versions: of engines of unequal speed: an answer that spans so many versions leaves a slow engine for a
+        faster one when new weights are loaded, as its KV is computed again then anyway; 0 = none does.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Pool:
         requirements: Sequence[Requirement] = (),
         *,
         measures_speed: bool = False,
+        slow_versions: int = 0,
     ):
         if not engines:
             raise ValueError('the pool has no engine; set cluster.engines')
@@ -51,6 +55,7 @@ class Pool:
         self._speeds = MeasuredSpeeds(self.ledger, clock.now) if measures_speed else None
         self._open: dict[_Key, PooledGeneration] = {}  # in the order of arrival
         self._waiting: dict[_Key, PooledGeneration] = {}  # those that no engine has
+        self._slow_versions = slow_versions
         self._target: PublishedWeights | None = None  # what engines were given last
         self._pinned: dict[int, PublishedWeights] = {}  # versions that engines keep or are fetching
         for engine in engines:
@@ -91,11 +96,7 @@ class Pool:
         await engine.pause()  # what a dispatch under way generates is kept
         for request in engine.open_requests():
             one = self._open[_key(request)]
-            engine.cancel(request.request_id)
-            await one.withdraw()
-            if request.version is None:
-                fields = {'request': request.request_id, 'tokens': one.received_tokens, 'attempt': 0}
-                self._log.write('move', name, from_engine=name, reason=reason, **fields)
+            await self._withdraw(engine, one, reason)
             self._waiting[_key(request)] = one
         for one in self._open.values():
             if one.engine == name:  # it has ended, and its workflow has not read that yet
@@ -182,12 +183,42 @@ class Pool:
     async def load_weights(self, published: PublishedWeights) -> float:
         """All engines fetch at the same time; each swaps as soon as its weights are there."""
         self._target = published
+        fast = self._find_fast() if self._slow_versions else ()
 
         async def load(engine: RolloutEngine) -> float:
             await engine.stage(published)
-            return await engine.swap(published.version)
+            if not fast or engine.name in fast:
+                return await engine.swap(published.version)
+            await self._send_long(engine, published.version, fast)
+            pause_s = await engine.swap(published.version)
+            engine.resume()
+            return pause_s
 
         return max(await self._on_every_engine(f'load of version {published.version}', load))
+
+    def _find_fast(self) -> list[str]:
+        """The engines that are nearly as fast as the fastest; [] where all are, or one is not measured yet."""
+        speeds = {name: engine.status().tokens_per_s for name, engine in self._engines.items()}
+        fast = [name for name, speed in speeds.items() if speed >= _FAST * max(speeds.values())]
+        return fast if min(speeds.values()) > 0 and len(fast) < len(speeds) else []
+
+    async def _send_long(self, engine: RolloutEngine, version: int, fast: Sequence[str]) -> None:
+        """Pauses the engine, and sends its old answers to the fast engines with the fewest outstanding tokens."""
+        await engine.pause()
+        for request in engine.open_requests():
+            one = self._open[_key(request)]
+            if request.version is None and one.first_version(version) <= version - self._slow_versions:
+                await self._withdraw(engine, one, 'slow')
+                outstanding = self.ledger.outstanding()
+                self._place(one, min((name for name in fast if name in outstanding), key=outstanding.__getitem__))
+
+    async def _withdraw(self, engine: RolloutEngine, one: PooledGeneration, reason: str) -> None:
+        """Takes a request from a paused engine, with all that was generated."""
+        engine.cancel(one.request.request_id)
+        await one.withdraw()
+        if one.request.version is None:
+            fields = {'request': one.request.request_id, 'tokens': one.received_tokens, 'attempt': 0}
+            self._log.write('move', engine.name, from_engine=engine.name, reason=reason, **fields)
 
     async def pin(self, published: PublishedWeights) -> None:
         self._pinned[published.version] = published

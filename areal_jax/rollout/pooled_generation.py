@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from areal_jax.protocols import Clock, Event, Generation
 from areal_jax.rollout.load_ledger import Entry, Ledger
-from areal_jax.types import EngineFinish, GenerationRequest, Segment
+from areal_jax.types import NOT_GENERATED, EngineFinish, GenerationRequest, Segment
 
 
 class PooledGeneration:
@@ -50,6 +50,11 @@ class PooledGeneration:
     def received_tokens(self) -> int:
         """Of the answer, prefix included."""
         return sum(len(segment.tokens) for segment in (*self.request.prefix, *self._received))
+
+    def first_version(self, newest: int) -> int:
+        """Of the tokens received; `newest` where there are none."""
+        versions = (segment.policy_version for segment in (*self.request.prefix, *self._received))
+        return min((version for version in versions if version != NOT_GENERATED), default=newest)
 
     def rest(self) -> GenerationRequest:
         """The request with everything received as its prefix."""

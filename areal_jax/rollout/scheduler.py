@@ -148,8 +148,7 @@ class Scheduler:
         """A request got tokens, of which all but the last are in the cache."""
         cached = _cached(running)
         cached.filled = len(running) - 1
-        if len(cached.blocks) * self._backend.block_tokens < cached.filled:  # of several dispatches in one
-            self.cache.grow(running)
+        self.cache.cover(running)
 
     def _give_blocks(self) -> None:
         """Blocks for what requests in slots do next, the first admitted first; the last ones give theirs up."""

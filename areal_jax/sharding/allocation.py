@@ -53,10 +53,11 @@ class Allocation:
         return {'learner': [device.id for device in self.learner.devices.flat], 'engines': engines}
 
 
-def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
+def allocate(learner: LearnerLayout, engines: EnginesLayout, *, from_end: bool = False) -> Allocation:
     """The learner's mesh over the first devices, and the devices of the engines.
 
     An engine of its own devices has them after the learner's; engines that share decode on the first local device.
+    With `from_end` the first engine has the last devices: where engines come and go, those that stay keep theirs.
 
     Raises ConfigError where there are too few devices, or where engines would have their own in a run of several
     processes, which is not built yet.
@@ -71,6 +72,8 @@ def allocate(learner: LearnerLayout, engines: EnginesLayout) -> Allocation:
     mesh = mesh_of(learner)
     if engines.shared:
         return Allocation(mesh, ((jax.local_devices()[0],),) * engines.count)
+    if from_end:
+        return Allocation(mesh, tuple(devices[::-1] for devices in _share_out(available[::-1], engines)))
     return Allocation(mesh, _share_out(available[learner.devices :], engines))
 
 

@@ -36,7 +36,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     'train': ('tokens',),
     'snapshot': (), 'publish': (), 'load': (), 'reward': (), 'save': (), 'compile': (),
 }  # fmt: skip
-_SHARED = ('decode', 'prefill', 'train')  # kinds whose lanes share cores
+_SHARED = ('decode', 'prefill', 'train', 'snapshot')  # kinds whose lanes share cores
 _MOST_SHARE = 0.9
 _LEAST = 2  # pieces of work of a kind, without which nothing is fitted
 _SHORT = 0.25  # of the mean of its kind: the error of shorter work is held against that

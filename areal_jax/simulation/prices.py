@@ -18,6 +18,7 @@ from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
 from areal_jax.simulation.shapes import ModelShape
 from areal_jax.types import Work
 
+STATE_BYTES = 12  # of a parameter: weight and two moments, float32
 _ENGINES = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')
 
 
@@ -46,7 +47,7 @@ class Cluster:
 
 
 def parse_chips(text: str, count: int, default: Chip) -> tuple[Chip, ...]:
-    """'4 x H100, 4 x L40S' -> one chip for each of `count` engines, in their order; '' = the default for all.
+    """'4 x H800, 4 x H800/3' -> one chip for each of `count` engines, in their order; '' = the default for all.
 
     Raises ConfigError for another number of engines, an unknown chip, or a text that says neither.
     """
@@ -57,12 +58,27 @@ def parse_chips(text: str, count: int, default: Chip) -> tuple[Chip, ...]:
         match = _ENGINES.fullmatch(part)
         if match is None:
             raise ConfigError(f"simulation.engine_chips={text!r}: {part.strip()!r} is not of the form '4 x H100'")
-        found += [find_chip(match[2])] * int(match[1])
+        found += [_find_share(match[2])] * int(match[1])
     if len(found) != count:
         raise ConfigError(
             f'simulation.engine_chips={text!r} names {len(found)} engines, and cluster.engines has {count}: name each'
         )
     return tuple(found)
+
+
+def _find_share(name: str) -> Chip:
+    """'H800/3': a chip with a third of the speed of an H800, and its memory."""
+    whole, _, divisor = name.partition('/')
+    chip = find_chip(whole)
+    if not divisor:
+        return chip
+    if not divisor.isdecimal() or not int(divisor):
+        raise ConfigError(f'simulation.engine_chips: {name!r} must divide the speed by a whole number, as H800/3 does')
+    by = int(divisor)
+    return dataclasses.replace(
+        chip, name=f'{chip.name}/{by}', flops=chip.flops / by, bytes_s=chip.bytes_s / by,
+        interconnect_bytes_s=chip.interconnect_bytes_s / by,
+    )  # fmt: skip
 
 
 def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: EnginesLayout) -> Cluster:
@@ -87,17 +103,32 @@ def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: E
     )
 
 
-def price_roofline(settings: RooflineSettings, cluster: Cluster) -> Mapping[str, Price]:
+class LearnerDevices:
+    """How many the learner has now; site of a run whose devices move changes it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: LearnerDevices) -> Mapping[str, Price]:
     """The prices of all work of a run. A checkpoint and the copy of the weights in the learner's memory cost nothing.
 
-    Publication: engines fetch a version while they decode, at the pace of the slower network.
+    Publication: engines fetch a version while they decode, at the pace of the slower network. A learner that moves to
+    other devices sends weights and moments, float32, at the network of the fewer ones.
     """
     engines = {engine_lane(index): engine.prices() for index, engine in enumerate(cluster.engines)}
-    learner, switch_s = cluster.learner, settings.switch_s if cluster.shares else 0.0
-    fetch_s = {
-        publish_lane(index): engine.publication_s(engine.devices, learner.devices) + settings.load_s + switch_s
-        for index, engine in enumerate(cluster.engines)
-    }
+    switch_s = settings.switch_s if cluster.shares else 0.0
+    fetching = {publish_lane(index): engine.devices for index, engine in enumerate(cluster.engines)}
+
+    def find_learner() -> Roofline:
+        return dataclasses.replace(cluster.learner, devices=devices.number)
+
+    def fetch(lane: str, work: Work) -> float:
+        return find_learner().publication_s(fetching[lane], devices.number) + settings.load_s + switch_s
+
+    def reshard(lane: str, work: Work) -> float:
+        moved = STATE_BYTES * settings.shape.parameters
+        return moved / (settings.chip.network_bytes_s * devices.number) + settings.switch_s
 
     def of_engine(lane: str, work: Work) -> float:
         price = engines[lane][work.kind]
@@ -105,11 +136,12 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster) -> Mapping[str,
         return price(lane, work)
 
     def train(lane: str, work: Work) -> float:
+        learner = find_learner()
         computed_s = learner.train_s(work.amount, work.size['positions'], settings.passes)
         return computed_s + settings.optimizer_steps * learner.optimizer_s() + settings.update_s + switch_s
 
     return {
-        'decode': of_engine, 'prefill': of_engine, 'train': train, 'load': lambda lane, work: fetch_s[lane],
+        'decode': of_engine, 'prefill': of_engine, 'train': train, 'load': fetch, 'reshard': reshard,
         'reward': price_verifier, 'snapshot': 0.0, 'publish': 0.0, 'save': 0.0, 'compile': 0.0,
     }  # fmt: skip
 

@@ -49,7 +49,7 @@ class SimulatedClock(VirtualClock):
     requests of joined dispatches are fewer.
 
     Args:
-      host: what a completion costs the loop of the host, which handles one at a time; {} = nothing.
+      host: seconds that a completion costs the loop of the host, which handles one at a time; {} = nothing.
       contention: how many times longer work takes while two or more lanes of engines and learner are busy, which then
         share cores; 1 = each has its own. Nothing is joined with a host or with contention.
     """
@@ -71,7 +71,6 @@ class SimulatedClock(VirtualClock):
         self._by_wake = {wake_name(lane): lane for lane in lanes if is_engine_lane(lane)}
         self._ranks = {lane: 1 + index for index, lane in enumerate(sorted(self._by_wake.values(), key=_lane_key))}
         self._released: tuple[int, int] = (-1, -1)  # the last key that was released
-        self._host_free_ns = 0
         self._joined = 1  # dispatches of the completion that is being released
         super().__init__(lanes, log, prices, start_s)
 
@@ -130,8 +129,7 @@ class SimulatedClock(VirtualClock):
         if plan is not None and (jump := _find_jump(interval)):
             state, _, contexts = cast(tuple[object, object, object], interval.result)
             interval.result = state, jump.finish(plan.count), contexts
-            if plan.count > 1 or len(plan.ends) > 1:
-                interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
+            interval.seconds = (plan.end - round(interval.started_s * NANOSECONDS)) / NANOSECONDS
             del self._jumps[interval.lane]
         if self._cores.end(interval, self._now_ns):
             interval.seconds = self.now() - interval.started_s
@@ -156,19 +154,14 @@ class SimulatedClock(VirtualClock):
         while self._heap and _is_outdated(self._plans, *self._heap[0]):
             heapq.heappop(self._heap)
         first = self._next_deadline()
-        next_keys = [(when, order) for when, order, _ in (self._heap[:1] + ([first] if first else []))]  # type: ignore[operator]
-        cost_s = 0.0
-        if next_keys:
-            key = min(next_keys)
-            self._released = max(self._released, (int(key[0]), int(key[1])))
+        keys = [(int(when), int(order)) for when, order, _ in (*self._heap[:1], *((first,) if first else ()))]
+        if keys:
+            key = min(keys)
+            self._released = max(self._released, key)
             entry = self._heap[0][2] if self._heap and self._heap[0][:2] == key else None
-            if self._host and isinstance(entry, Interval):
-                cost_s = self._host.get(entry.work.kind, 0.0)
-        self._now_ns = max(self._now_ns, self._host_free_ns)
-        ready = super()._release_next(block)
-        if cost_s:
-            self._host_free_ns = self._now_ns + round(cost_s * NANOSECONDS)
-        return ready
+            if isinstance(entry, Interval) and (cost_s := self._host.get(entry.work.kind)):
+                self._now_ns = max(self._now_ns, key[0]) + round(cost_s * NANOSECONDS)
+        return super()._release_next(block)
 
 
 class _WakeEvent(Event):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from areal_jax import lanes
-from areal_jax.app.parts.part_settings import uses_servers
+from areal_jax.app.parts.part_settings import find_splits, moves_devices, uses_servers
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
-from areal_jax.config.cluster import parse_engines
+from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import END_OF_WORK_S, RealClock
 from areal_jax.control.clocks.virtual import Price, VirtualClock
@@ -40,7 +40,7 @@ def unit_prices(config: TrackedConfig) -> dict[str, Price]:
         **dict.fromkeys(('decode', 'evaluation_decode'), prices.decode_step_s),
         **dict.fromkeys(('prefill', 'evaluation_prefill'), prices.prefill_token_s),
         'train': prices.train_token_s,
-        **dict.fromkeys(('publish', 'load', 'snapshot', 'pin'), prices.publish_s),
+        **dict.fromkeys(('publish', 'load', 'snapshot', 'pin', 'reshard'), prices.publish_s),
         'reward': prices.reward_s,
         'tool': prices.tool_s,
         'save': prices.save_s,
@@ -66,4 +66,6 @@ def _engine_lanes(config: TrackedConfig) -> dict[str, int]:
     if uses_servers(config):
         return {lanes.REGISTRY: 1, lanes.publish_lane(0): 1}
     of_engine = (lanes.engine_lane, lanes.publish_lane)
-    return {lane(index): 1 for index in range(parse_engines(config.cluster.engines).count) for lane in of_engine}
+    most = max(parse_split(split)[1].count for split in find_splits(config))
+    beside = {lanes.PREPARE: 1} if moves_devices(config) else {}
+    return {lane(index): 1 for index in range(most) for lane in of_engine} | beside

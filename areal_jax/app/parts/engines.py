@@ -139,28 +139,46 @@ def build_engines(
     failure: LogprobFailure = IN_TRAINING,
 ) -> list[LocalEngine]:
     """The engines of cluster.engines with the weights `published`, each on its devices."""
-    every_dispatches = config.evaluation.every_dispatches if evaluation_backends else 1
     fetches = {
         devices: bind_fetch(channel, place_of(config, decoder, devices), backend)
         for devices, backend in backends.items()
     }
     return [
-        LocalEngine(
-            index,
-            backends[devices],
-            clock,
-            log,
-            receive=fetches[devices],
-            version=published.version,
-            params=fetches[devices](published),
-            kv_policy=config.rollout.kv_policy,
-            decode_steps=config.rollout.decode_steps,
-            evaluation=evaluation_backends.get(devices),
-            every_dispatches=every_dispatches,
-            failure=failure,
+        build_engine(
+            config, index, backends[devices], clock, log,
+            fetch=fetches[devices], published=published, evaluation=evaluation_backends.get(devices), failure=failure,
         )
         for index, devices in enumerate(allocation.engines)
-    ]
+    ]  # fmt: skip
+
+
+def build_engine(
+    config: TrackedConfig,
+    index: int,
+    backend: JaxDecodeBackend,
+    clock: LoopClock,
+    log: EventLog,
+    *,
+    fetch: Callable[[PublishedWeights], PreparedWeights],
+    published: PublishedWeights,
+    evaluation: JaxDecodeBackend | None = None,
+    failure: LogprobFailure = IN_TRAINING,
+) -> LocalEngine:
+    """One engine with the weights `published`, which it gets with `fetch`."""
+    return LocalEngine(
+        index,
+        backend,
+        clock,
+        log,
+        receive=fetch,
+        version=published.version,
+        params=fetch(published),
+        kv_policy=config.rollout.kv_policy,
+        decode_steps=config.rollout.decode_steps,
+        evaluation=evaluation,
+        every_dispatches=config.evaluation.every_dispatches if evaluation else 1,
+        failure=failure,
+    )
 
 
 def bind_fetch(

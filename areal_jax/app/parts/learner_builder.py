@@ -8,6 +8,7 @@ from areal_jax.app.model.given_model import read_given_model, require_same_shape
 from areal_jax.app.model.model import Model
 from areal_jax.app.model.text_model import describe_source
 from areal_jax.app.parts.part_settings import (
+    build_allocation,
     build_blocks,
     build_learner_settings,
     build_lora,
@@ -15,6 +16,7 @@ from areal_jax.app.parts.part_settings import (
     build_optimizer,
 )
 from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import DeviceSplit
 from areal_jax.config.critic_fields import COPIED_CRITIC
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
@@ -24,6 +26,7 @@ from areal_jax.distributed.leader import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.critic import VALUE_HEAD, make_value_head
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.moving_learner import MovingLearner
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import LearnerSettings
@@ -31,9 +34,14 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 
 
-def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = False) -> SpmdLearner:
-    """The learner of this process. It copies `model.params`; for `compile_ahead` see SpmdLearner."""
-    mesh = build_mesh(config)
+def build_learner(
+    config: TrackedConfig, model: Model, *, compile_ahead: bool = False, split: DeviceSplit | None = None
+) -> SpmdLearner:
+    """The learner of this process. It copies `model.params`; for `compile_ahead` see SpmdLearner.
+
+    `split`: the one that it begins with, of a run whose devices move.
+    """
+    mesh = build_mesh(config) if split is None else build_allocation(config, split).learner
     decoder, params = build_training_decoder(config, model)
     settings, rate = build_learner_settings(config), config.optimizer.learning_rate
     optimizer = build_optimizer(config)
@@ -41,7 +49,8 @@ def build_learner(config: TrackedConfig, model: Model, *, compile_ahead: bool = 
         optimizer = add_critic_optimizer(optimizer, config.critic.learning_rate)
     if (blocks := build_blocks(config)) is None:
         reference, teacher = build_reference(config, model, settings), build_teacher(config, model, settings)
-        return SpmdLearner(
+        make = SpmdLearner if split is None else MovingLearner
+        return make(
             decoder, params, mesh,
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
             reference=reference, teacher=teacher, critic=build_critic(config, model, settings),

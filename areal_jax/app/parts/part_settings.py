@@ -9,17 +9,21 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from ml_collections import config_dict
+
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
 from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
+from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
 from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.plugins import Function, is_own, load_function
 from areal_jax.rollout import requirements
@@ -47,13 +51,41 @@ def build_mesh(config: TrackedConfig) -> Mesh:
     return mesh_of(parse_learner(config.cluster.learner))
 
 
-def build_allocation(config: TrackedConfig) -> Allocation:
-    """The devices of the learner and of every engine in this process."""
+def build_allocation(config: TrackedConfig, split: DeviceSplit | None = None) -> Allocation:
+    """The devices of the learner and of every engine in this process, of a split where devices move."""
     from areal_jax.sharding.allocation import Allocation, allocate
 
     if uses_servers(config):
         return Allocation(build_mesh(config), ())
+    if split is not None:
+        return allocate(*parse_split(split), from_end=True)
     return allocate(parse_learner(config.cluster.learner), parse_engines(config.cluster.engines))
+
+
+def moves_devices(config: TrackedConfig) -> bool:
+    """Whether engines move between generation and training."""
+    return bool(config.cluster.reallocate != OFF)
+
+
+def find_initial_split(config: TrackedConfig) -> DeviceSplit:
+    return initial_split(config_dict.ConfigDict(config.as_dict()))
+
+
+def find_splits(config: TrackedConfig) -> list[DeviceSplit]:
+    """Every split that the run may have; the one of the config alone where devices do not move."""
+    return list_splits(config_dict.ConfigDict(config.as_dict()))
+
+
+def build_choice(config: TrackedConfig) -> Choice:
+    """How the split of an update is chosen."""
+    if plan_file(text := config.cluster.reallocate) is not None:
+        return Planned(read_plan(text))
+    rungs = []
+    for split in find_splits(config):
+        learner, engines = parse_split(split)
+        rungs.append(Rung(split, learner.devices, engines.count))
+    cluster = config.cluster
+    return Automatic(rungs, gain=cluster.reallocate_gain, updates=cluster.reallocate_updates)
 
 
 def uses_servers(config: TrackedConfig) -> bool:

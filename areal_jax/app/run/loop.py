@@ -76,6 +76,9 @@ class Loop:
         """Compiles what the run needs first."""
         parts, began = self.parts, time.monotonic()
         programs = self._site.compile(parts.generation.engines, parts.host.origin.version)
+        if parts.reallocation and parts.generation.moves:
+            for split in parts.reallocation.prepared:  # before the run was stopped
+                parts.generation.moves.prepare(split)
         self._context.start.end()
         self._site.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)

@@ -25,8 +25,10 @@ from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.controller import Controller
+from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.event_writer import EventLog, truncate_events
+from areal_jax.control.reallocation import Reallocation
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.during_training import EvaluationBeside
@@ -35,6 +37,7 @@ from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.protocols import Channel, Pool
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.pool import Pool as LocalPool
 from areal_jax.simulation.drawn_task import DrawnVerifier
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import Task
@@ -98,6 +101,7 @@ class Generation(NamedTuple):
     newest: PublishedWeights
     pool: Pool
     engines: Sequence[LocalEngine] = ()  # in this process
+    moves: DeviceSite | None = None  # of devices in this process
     servers: Servers | None = None
 
 
@@ -119,6 +123,7 @@ class LoopParts:
     metrics: MetricsWriter
     observer: StepObserver
     evaluations: Evaluations
+    reallocation: Reallocation | None  # None: devices stay where they are
     controller: Controller
 
 
@@ -145,13 +150,16 @@ def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopPa
     host.log.listeners.append(observer.on_event)
     sampling = build.build_sampling(host.config, host.model.tokenizer)
     evaluations = _build_evaluations(context, host, generation, observer, sampling)
-    controller = _build_controller(context, site, host, learner, generation, metrics, observer, evaluations, sampling)
+    reallocation = _build_reallocation(site, host, generation, observer)
+    controller = _build_controller(
+        context, site, host, learner, generation, metrics, observer, evaluations, sampling, reallocation
+    )
     if host.origin.snapshot:
         controller.restore(host.origin.snapshot)
         observer.restore(host.origin.snapshot['observer'])
     if evaluations.beside:
         restore_rows(context.workdir, host.scores, observer)
-    return LoopParts(host, learner, generation, metrics, observer, evaluations, controller)
+    return LoopParts(host, learner, generation, metrics, observer, evaluations, reallocation, controller)
 
 
 def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host | None:
@@ -235,8 +243,8 @@ def _build_generation(
         ring.add(published)
         published = ring.in_use(snapshot['generated_update'] if snapshot else None)
     if local is not None and not build.uses_servers(host.config):
-        engines, pool = local.build_rollout(published, host.clock, host.log, host.supervisor)
-        return Generation(channel, ring, newest, pool, engines)
+        rollout = local.build_rollout(published, host.clock, host.log, host.supervisor)
+        return Generation(channel, ring, newest, rollout.pool, rollout.engines, rollout.moves)
 
     from areal_jax.app.parts.server_builder import build_servers  # needs aiohttp, which runs without servers do not
 
@@ -258,6 +266,7 @@ def _build_controller(
     observer: StepObserver,
     evaluations: Evaluations,
     sampling: SamplingParams,
+    reallocation: Reallocation | None,
 ) -> Controller:
     config, beside = host.config, evaluations.beside
     frictions = build_frictions(config, host.model.vocab_size)
@@ -296,7 +305,22 @@ def _build_controller(
         observer_state=lambda: {**observer.state(), **({UNDER_WAY: beside.under_way} if beside else {})},
         on_published=note_published,
         save_checkpoint=save_checkpoint,
+        reallocation=reallocation,
     )
+
+
+def _build_reallocation(
+    site: LoopSite, host: Host, generation: Generation, observer: StepObserver
+) -> Reallocation | None:
+    local, moves = site.engine_site, generation.moves
+    if local is None or local.split is None or moves is None:
+        return None
+    assert isinstance(generation.pool, LocalPool)
+    return Reallocation(
+        host.clock, host.log, host.supervisor,
+        pool=generation.pool, site=moves, choice=build.build_choice(host.config), split=local.split,
+        published=generation.newest, on_moved=lambda split: observer.set_rates(local.note_split(split)),
+    )  # fmt: skip
 
 
 def _build_evaluations(

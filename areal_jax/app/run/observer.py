@@ -141,6 +141,10 @@ class StepObserver:
         self.ledger.note_update(record.step, record.metrics)
         return self.ledger.metrics()
 
+    def set_rates(self, rates: DeviceRates) -> None:
+        """Devices were moved."""
+        self._rates = rates
+
     def note_evaluation(self, values: Mapping[str, float]) -> None:
         """Metrics of an evaluation beside training: they go into the row of the next update that has none."""
         self._evaluations.append(values)

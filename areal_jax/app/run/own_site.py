@@ -18,6 +18,7 @@ from areal_jax.app.model.text_model import describe_loading, require_rules_of_or
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.channels import ChannelParts, PlacedChannel, build_channel
 from areal_jax.app.parts.compilations import CompilationCounter, use_compilation_cache
+from areal_jax.app.parts.device_moves import DeviceMoves
 from areal_jax.app.parts.energy_builder import UsedDevices, list_devices
 from areal_jax.app.parts.engines import (
     build_backends,
@@ -33,15 +34,16 @@ from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.profile import DIRECTORY, TracedLearner
 from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout
+from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
 from areal_jax.app.run.start_warnings import print_passed_over
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.provenance import Hardware, hardware
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
-from areal_jax.config.cluster import parse_learner
+from areal_jax.config.cluster import DeviceSplit, parse_learner
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.simulation_fields import require_no_simulation
+from areal_jax.config.splits import list_splits, replace_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
@@ -50,6 +52,7 @@ from areal_jax.distributed.leader import CommandLeader
 from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.moving_learner import MovingLearner
 from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.models.weights import Params
@@ -69,10 +72,11 @@ OwnLearner = SpmdLearner | CommandLeader
 
 
 def require_here(config: config_dict.ConfigDict) -> None:
-    """Raises UserError for a config whose learner does not fit this process."""
+    """Raises UserError for a config whose learner, in every split of the devices, does not fit this process."""
     require_no_simulation(config)
     require_rules_of_origin(config)
-    require_room(config)
+    for split in list_splits(config):
+        require_room(replace_split(config, split))
 
 
 class OwnSite:
@@ -83,6 +87,7 @@ class OwnSite:
     model: Model
     learner: OwnLearner
     channel: PlacedChannel
+    split: DeviceSplit | None  # in use; None: devices do not move
 
     def __init__(self, context: RunContext):
         context.parts.enter_context(use_compilation_cache(context.config))
@@ -107,7 +112,8 @@ class OwnSite:
         context.start.begin('building the learner')
         # processes that compile a program for all of them do so at the same time, at a command
         ahead = context.finished is None and parse_learner(config.cluster.learner).processes == 1
-        own = build_learner(config, model, compile_ahead=ahead)
+        self.split = find_split(config, checkpoint)
+        own = build_learner(config, model, compile_ahead=ahead, split=self.split)
         context.parts.callback(own.close, wait=not context.ends_process())
         if not self._trains_later(0 if checkpoint is None else checkpoint.step):
             own.begin_compiling()
@@ -139,11 +145,16 @@ class OwnSite:
     # The loop.
 
     def find_rates(self) -> DeviceRates:
-        self.allocation = build.build_allocation(self._config)
+        self.allocation = build.build_allocation(self._config, self.split)
         return build.build_device_rates(self._config, self.allocation)
 
     def find_devices(self) -> UsedDevices | None:
         return None if build.uses_servers(self._config) else list_devices(self.allocation, jax.process_index())
+
+    def note_split(self, split: DeviceSplit) -> DeviceRates:
+        """Devices were moved: the rates from now on."""
+        self.split = split
+        return self.find_rates()
 
     def build_channel(self) -> PlacedChannel:
         parts = ChannelParts(self._config, self._context.workdir, self.model, self.allocation, self.learner.writers)
@@ -159,7 +170,16 @@ class OwnSite:
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout:
         engines = self.build_engines(published, clock, log)
-        return LocalRollout(engines, Pool(engines, clock, log, supervisor, build.build_requirements(self._config)))
+        needed, versions = build.build_requirements(self._config), self._config.rollout.slow_versions
+        pool = Pool(engines, clock, log, supervisor, needed, slow_versions=versions)
+        if self.split is None:
+            return LocalRollout(engines, pool)
+        assert isinstance(self.learner, MovingLearner)
+        moves = DeviceMoves(
+            self._config, self.model.decoder, self.learner, self.channel, clock, log, supervisor,
+            weights=engines[0].params, backends=self._backends,
+        )  # fmt: skip
+        return LocalRollout(engines, pool, moves)
 
     def build_engines(self, published: PublishedWeights, clock: LoopClock, log: EventLog) -> list[LocalEngine]:
         """The engines of this process with the weights `published`."""

@@ -24,7 +24,17 @@ from areal_jax.app.run.recorded_run import RecordedRun
 from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.run_context import RunContext
 from areal_jax.app.run.start_records import FILE as STARTS
-from areal_jax.app.run.start_records import MODEL, SCHEDULE, TASK, DataFile, Start, data_files, digest, restore_config
+from areal_jax.app.run.start_records import (
+    MODEL,
+    PLAN,
+    SCHEDULE,
+    TASK,
+    DataFile,
+    Start,
+    data_files,
+    digest,
+    restore_config,
+)
 from areal_jax.app.run.start_warnings import print_warnings
 from areal_jax.app.training import LoopRun
 from areal_jax.app.workdir.environment import describe_differences, read_environment
@@ -49,6 +59,7 @@ _QUIET = {
     'telemetry.tensorboard': False, 'telemetry.plots': False, 'telemetry.hook': '', 'telemetry.profile_steps': (),
     'telemetry.tracker': 'none', 'telemetry.project': '', 'telemetry.energy': 'off', 'run.export': False,
 }  # fmt: skip
+_FORMS = {SCHEDULE: 'trace({})', PLAN: 'plan({})'}  # of a field that says more than a path
 Paths = Mapping[str, str]  # where the files of a config field lie here: {'task.path': 'data/train.jsonl'}
 
 
@@ -196,9 +207,9 @@ def _prepare(run: RecordedRun, start: Start, paths: Paths) -> config_dict.Config
     """The config of a start, with its files where they lie here; raises UserError for one that is missing or other."""
     config = restore_config(start['config'], run.where(STARTS))
     for field, path in paths.items():
-        if field not in (TASK, SCHEDULE, MODEL):
-            raise UserError(f'--data={field}={path}: {field} names no data; use {TASK}, {SCHEDULE} or {MODEL}')
-        config.update_from_flattened_dict({field: f'trace({path})' if field == SCHEDULE else path})
+        if field not in (TASK, SCHEDULE, PLAN, MODEL):
+            raise UserError(f'--data={field}={path}: {field} names no data; use {TASK}, {SCHEDULE}, {PLAN} or {MODEL}')
+        config.update_from_flattened_dict({field: _FORMS.get(field, '{}').format(path)})
     for field, file in data_files(config.to_dict()).items():
         noted = start['data'].get(field)
         if not file.is_file():

@@ -11,13 +11,17 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
+from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.energy_builder import UsedDevices
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run_context import Checkpoint
 from areal_jax.app.workdir.environment import Environment
 from areal_jax.app.workdir.provenance import Hardware
 from areal_jax.checkpoint.store import Follower
+from areal_jax.config import TrackedConfig
+from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
@@ -79,6 +83,7 @@ class LocalRollout(NamedTuple):
 
     engines: Sequence[LocalEngine]
     pool: Pool
+    moves: DeviceSite | None = None  # who moves devices; None: they stay
 
 
 class Site(Protocol):
@@ -119,6 +124,15 @@ class EngineSite(Protocol):
     def build_rollout(
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout: ...
+
+    @property
+    def split(self) -> DeviceSplit | None:
+        """Of the devices that move; None where they stay."""
+        ...
+
+    def note_split(self, split: DeviceSplit) -> DeviceRates:
+        """Devices were moved: the rates per device from now on."""
+        ...
 
     def copy_version(self, published: PublishedWeights) -> Tree:
         """Weights of an earlier version for a checkpoint, in host memory."""
@@ -165,3 +179,11 @@ class LoopSite(Site, Protocol):
     def close_learner(self) -> None:
         """After the report of a finished run."""
         ...
+
+
+def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSplit | None:
+    """The one that a run begins with, or goes on with; None where devices do not move."""
+    if not build.moves_devices(config):
+        return None
+    saved = None if checkpoint is None else checkpoint.state.get('reallocation')
+    return build.find_initial_split(config) if saved is None else DeviceSplit(saved['learner'], saved['engines'])

@@ -19,12 +19,13 @@ from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import TrackedConfig, default_config, flatten
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.config.structure import unknown_field
 from areal_jax.telemetry.facts import EVALUATIONS
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'starts.json'  # in the workdir
-TASK, SCHEDULE, MODEL = 'task.path', 'staleness.schedule', 'model.path'  # fields that name files
+TASK, SCHEDULE, PLAN, MODEL = 'task.path', 'staleness.schedule', FIELD, 'model.path'  # fields that name files
 _FIX = 'restore the file as the run wrote it'
 _TRACE = re.compile(r'trace\((.+)\)')
 
@@ -33,7 +34,7 @@ class DataFile(TypedDict):
     """A file that a start read."""
 
     path: str
-    sha256: str  # of task.path and a trace; of model.path, workdir.sample_digest
+    sha256: str  # of task.path, a trace and a plan; of model.path, workdir.sample_digest
 
 
 class Start(TypedDict):
@@ -101,6 +102,8 @@ def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
         found[TASK] = pathlib.Path(values['task']['path'])
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
         found[SCHEDULE] = pathlib.Path(match[1])
+    if file := plan_file(values.get('cluster', {}).get('reallocate', OFF)):
+        found[PLAN] = file
     return found
 
 

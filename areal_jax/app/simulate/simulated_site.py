@@ -20,7 +20,8 @@ from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.remote_site import NoCompilations, RemoteModel
 from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout
+from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
+from areal_jax.app.simulate.simulated_moves import SimulatedMoves, place_engines
 from areal_jax.app.simulate.simulation_settings import (
     Prices,
     as_simulated,
@@ -34,14 +35,15 @@ from areal_jax.app.simulate.simulation_settings import (
 from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.provenance import Hardware, describe_hardware
 from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
 from areal_jax.config.simulation_fields import VIRTUAL
+from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import LEARNER, engine_lane
+from areal_jax.lanes import LEARNER, engine_lane, short_name
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
@@ -71,6 +73,7 @@ class SimulatedSite:
 
     awaited_engines = awaited_beside = 0
     learner: CountLearner
+    split: DeviceSplit | None = None  # in use; None: devices do not move
 
     def __init__(self, context: RunContext):
         self._context, self._config = context, context.config
@@ -93,6 +96,9 @@ class SimulatedSite:
         return RemoteModel(tokenizer, None, tokenizer.vocab_size)
 
     def build_learner(self, checkpoint: Checkpoint | None) -> CountLearner:
+        self.split = find_split(self._config, checkpoint)
+        if self.split:
+            self._move_learner(self.split)
         self.learner = CountLearner(*read_update(self._config))
         return self.learner
 
@@ -105,9 +111,8 @@ class SimulatedSite:
     # The loop.
 
     def find_rates(self) -> DeviceRates:
-        engines = parse_engines(self._config.cluster.engines)
-        learner = parse_learner(self._config.cluster.learner).devices
-        return DeviceRates(learner, engines.devices or learner, None)
+        learner, engines = self._find_layouts()
+        return DeviceRates(learner.devices, engines.devices or learner.devices, None)
 
     def find_devices(self) -> UsedDevices:
         cluster = self._prices.cluster
@@ -131,16 +136,24 @@ class SimulatedSite:
     def build_rollout(
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout:
-        engines = [
-            self._build_engine(name, index, devices, published, clock, log)
-            for index, (name, devices) in enumerate(self._list_devices().items())
-        ]
-        return LocalRollout(engines, Pool(engines, clock, log, supervisor, build.build_requirements(self._config)))
+        build_engine = functools.partial(self._build_engine, clock=clock, log=log)
+        engines = [build_engine(name, devices, published) for name, devices in self._list_devices().items()]
+        needed, versions = build.build_requirements(self._config), self._config.rollout.slow_versions
+        pool = Pool(engines, clock, log, supervisor, needed, slow_versions=versions)
+        moves = SimulatedMoves(build_engine, self._move_learner, supervisor) if self.split else None
+        return LocalRollout(engines, pool, moves)
+
+    def note_split(self, split: DeviceSplit) -> DeviceRates:
+        self.split = split
+        return self.find_rates()
+
+    def _move_learner(self, split: DeviceSplit) -> None:
+        assert self._prices.learner is not None
+        self._prices.learner.number = parse_split(split)[0].devices
 
     def _build_engine(
-        self, name: str, index: int, devices: Sequence[int], published: PublishedWeights, clock: LoopClock,
-        log: EventLog,
-    ) -> LocalEngine:  # fmt: skip
+        self, name: str, devices: Sequence[int], published: PublishedWeights, *, clock: LoopClock, log: EventLog
+    ) -> LocalEngine:
         rollout = self._config.rollout
         blocks = cache_blocks(self._config, self._prices.cluster)
         backend = CountBackend(
@@ -154,7 +167,7 @@ class SimulatedSite:
             jumps=isinstance(clock, SimulatedClock) and self._config.simulation.join,
         )
         return LocalEngine(
-            index, backend, clock, log,
+            int(short_name(name)), backend, clock, log,
             receive=CountChannel().receive, version=published.version, params=published.version,
             kv_policy=rollout.kv_policy, decode_steps=rollout.decode_steps,
         )  # fmt: skip
@@ -180,7 +193,7 @@ class SimulatedSite:
     def describe_simulation(self) -> str:
         """For the report."""
         ours, cluster = self._config.simulation, self._prices.cluster
-        what = 'prices of the section virtual'
+        what = 'prices of the section virtual' if ours.prices == VIRTUAL else f'prices of {ours.prices}'
         if cluster is not None:
             kinds = itertools.groupby(engine.chip.name for engine in cluster.engines)
             named = ', '.join(
@@ -192,13 +205,21 @@ class SimulatedSite:
 
     def _list_devices(self) -> dict[str, list[int]]:
         """Numbers of the devices of each engine, behind those of the learner where they do not share them."""
-        engines, learner = parse_engines(self._config.cluster.engines), parse_learner(self._config.cluster.learner)
+        learner, engines = self._find_layouts()
+        if self.split:
+            return place_engines(self.split)
         first = 0 if engines.shared else learner.devices
         each = max(1, learner.devices // engines.count) if engines.shared else engines.devices_each
         return {
             engine_lane(index): list(range(first + index * each, first + (index + 1) * each))
             for index in range(engines.count)
         }
+
+    def _find_layouts(self) -> tuple[LearnerLayout, EnginesLayout]:
+        """Of the split in use."""
+        if self.split:
+            return parse_split(self.split)
+        return parse_learner(self._config.cluster.learner), parse_engines(self._config.cluster.engines)
 
     # The report.
 

@@ -11,12 +11,13 @@ from ml_collections import config_dict
 
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.parts.clock import unit_prices
-from areal_jax.app.parts.part_settings import count_cache_blocks
+from areal_jax.app.parts.part_settings import count_cache_blocks, find_splits
 from areal_jax.app.parts.task_builder import build_stream, build_task
 from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.cluster import EnginesLayout, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.simulation_fields import ROOFLINE, TASK, VIRTUAL
+from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
@@ -31,6 +32,7 @@ from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnPrompt
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
     Cluster,
+    LearnerDevices,
     RooflineSettings,
     build_cluster,
     check_memory,
@@ -57,6 +59,7 @@ class Prices(NamedTuple):
     cluster: Cluster | None = None
     contention: float = 1.0  # see simulation/simulated_clock.py
     host: Mapping[str, float] = MappingProxyType({})
+    learner: LearnerDevices | None = None
 
 
 def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
@@ -122,18 +125,30 @@ def build_prices(config: TrackedConfig) -> Prices:
     if prices != ROOFLINE:
         table = read_table(pathlib.Path(prices))
         return Prices(table.by_kind(), contention=table.contention, host=table.host)
-    engines = parse_engines(config.cluster.engines)
-    cluster = build_cluster(settings := _read_roofline(config), parse_learner(config.cluster.learner), engines)
+    learner, engines = parse_learner(config.cluster.learner), _most_engines(config)
+    cluster = build_cluster(settings := _read_roofline(config, engines.count), learner, engines)
     check_memory(cluster, config.rollout.cache_tokens, config.rollout.context_tokens)
-    return Prices(price_roofline(settings, cluster), cluster)
+    devices = LearnerDevices(learner.devices)
+    return Prices(price_roofline(settings, cluster, devices), cluster, learner=devices)
 
 
-def _read_roofline(config: TrackedConfig) -> RooflineSettings:
+def _most_engines(config: TrackedConfig) -> EnginesLayout:
+    """Those of the split with most engines; raises ConfigError for splits whose engines are of unequal size."""
+    layouts = [parse_split(split)[1] for split in find_splits(config)]
+    if len({layout.devices_each for layout in layouts}) > 1:
+        raise ConfigError(
+            f'cluster.reallocate={config.cluster.reallocate!r} has engines of several sizes, and a simulation '
+            'of moving devices has one: give all splits the same'
+        )
+    return max(layouts, key=lambda layout: layout.count)
+
+
+def _read_roofline(config: TrackedConfig, engines: int) -> RooflineSettings:
     ours, learner = config.simulation, config.learner
     chip = find_chip(ours.chip)
     return RooflineSettings(
         chip=chip,
-        engine_chips=parse_chips(ours.engine_chips, parse_engines(config.cluster.engines).count, chip),
+        engine_chips=parse_chips(ours.engine_chips, engines, chip),
         shape=_find_shape(config),
         reached=Reached(ours.bandwidth, ours.prefill, ours.mfu),
         passes=ours.passes * learner.epochs,

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from areal_jax.columns import ROUTED_EXPERTS, ColumnArrays
 from areal_jax.config.declarations import DTYPES
@@ -40,7 +41,7 @@ _OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; and one
 
 
 @dataclasses.dataclass(frozen=True)
-class _Generation:
+class Generation:
     """The programs of `generate` for one kind of rows, one for each batch."""
 
     form: Generate
@@ -131,17 +132,17 @@ class JaxDecodeBackend:
         # weights committed to another device are an error instead of a silent copy.
         where = self.placement
         on, state, prepared = where.rows, where.state(records_routes), where.prepared
-        self._initial_program = jax.jit(self._initial, out_shardings=state)
+        self.initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
-        self._read_program = jax.jit(lambda routes, table: routes[table], in_shardings=(on, on), out_shardings=on)
-        self._generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
+        self.read_program = jax.jit(lambda routes, table: routes[table], in_shardings=(on, on), out_shardings=on)
+        self.generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
         self, batches: tuple[int, ...] | None, filtered: bool, adjusted: bool, small_batches: bool
-    ) -> tuple[_Generation, ...]:
+    ) -> tuple[Generation, ...]:
         """The last takes every row, the first the rows that need nothing that the last alone has."""
         most = MOST_PROGRAMS - _OTHER_PROGRAMS - len(self.declared_prefills) - self.records_context
         native = self._decoder.tokens == 'native_columns' and self.dtype == jnp.float32
@@ -159,7 +160,7 @@ class JaxDecodeBackend:
             Generate, self._decoder, self._attention, self.placement.over_heads, self.placement.mix, self._sizes
         )
         forms = [generate(self._steps, *kind) for kind in kinds]
-        return tuple(_Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
+        return tuple(Generation(*one, self._compile(one[0])) for one in zip(forms, shares, strict=True))
 
     def _compile(self, form: Generate) -> jax.stages.Wrapped:
         def generate(
@@ -197,7 +198,7 @@ class JaxDecodeBackend:
 
         `announce` is called before each program with the number done and the total.
         """
-        decoding = [(generation, size) for generation in self._generations for size in generation.batches]
+        decoding = [(generation, size) for generation in self.generations for size in generation.batches]
         total = _OTHER_PROGRAMS + len(self.declared_prefills) + len(decoding)
         announce(0, total)
         state = self.initial_state()
@@ -211,7 +212,7 @@ class JaxDecodeBackend:
             empty = rows.empty_batch(size, self._sizes, generation.form.adjusted)
             state, _ = generation.program(weights, state, empty, np.int32(1))
         if state.routes is not None:
-            self._read_program(state.routes, np.zeros(self._sizes.table_blocks, np.int32))
+            self.read_program(state.routes, np.zeros(self._sizes.table_blocks, np.int32))
         jax.block_until_ready(state)
         return total + self.records_context
 
@@ -219,20 +220,20 @@ class JaxDecodeBackend:
 
     def lower_prefill(self, weights: PreparedWeights, bucket: PrefillBucket) -> jax.stages.Lowered:
         """For one of `declared_prefills`."""
-        return self._prefill_program.lower(weights, self._abstract_state(), self._pack([], bucket))
+        return self._prefill_program.lower(weights, self.abstract_state(), self._pack([], bucket))
 
     def lower_generate(self, weights: PreparedWeights, batch: int, *, plain: bool = True) -> jax.stages.Lowered:
         """For `batch` rows; `plain`: that need nothing which only some programs have."""
-        generation = self._generations[0 if plain else -1]
+        generation = self.generations[0 if plain else -1]
         empty = rows.empty_batch(batch, self._sizes, generation.form.adjusted)
-        return generation.program.lower(weights, self._abstract_state(), empty, np.int32(1))
+        return generation.program.lower(weights, self.abstract_state(), empty, np.int32(1))
 
     # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
 
     @property
     def state_bytes(self) -> int:
         """Of one state, its padding block included."""
-        leaves = jax.tree.leaves(self._abstract_state())
+        leaves = jax.tree.leaves(self.abstract_state())
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def prepare(self, weights: Params | PreparedWeights) -> PreparedWeights:
@@ -260,7 +261,7 @@ class JaxDecodeBackend:
 
     def initial_state(self) -> EngineState:
         # ready, so that the first prefill is not charged with the pages of the cache
-        return jax.block_until_ready(self._initial_program())
+        return jax.block_until_ready(self.initial_program())
 
     def prefill_bucket(self, spans: Sequence[Span]) -> PrefillBucket | None:
         return prefill.bucket_for(spans, self._buckets, self.block_tokens, self.context_tokens)
@@ -305,7 +306,7 @@ class JaxDecodeBackend:
     def read_context(self, state: EngineState, blocks: Sequence[int], tokens: int) -> ColumnArrays:
         table = np.full(self._sizes.table_blocks, self._sizes.padding_block, np.int32)
         table[: len(blocks)] = blocks[: self._sizes.table_blocks]
-        found = np.asarray(self._read_program(state.routes, table))
+        found = np.asarray(self.read_program(state.routes, table))
         read = found.reshape(-1, *found.shape[2:])[: tokens - 1]
         none = np.full_like(found[:1, 0], self._decoder.config.routes.fill)  # the first token is predicted by none
         return {ROUTED_EXPERTS.name: np.concatenate([none, read])}
@@ -319,19 +320,20 @@ class JaxDecodeBackend:
             state = self.copy_program(state, *at)
         return state
 
-    def _generation(self, decoded: Sequence[DecodeRow]) -> _Generation:
-        if len(self._generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
-            return self._generations[0]
-        return self._generations[-1]
+    def _generation(self, decoded: Sequence[DecodeRow]) -> Generation:
+        if len(self.generations) > 1 and all(rows.is_plain(row.request.sampling) for row in decoded):
+            return self.generations[0]
+        return self.generations[-1]
 
     def _pack(self, pieces: Sequence[PrefillPiece], bucket: PrefillBucket) -> PackedPieces[np.ndarray]:
         return prefill.pack_pieces(pieces, bucket, self.block_tokens, self._sizes.padding_block)
 
     # The programs.
 
-    def _abstract_state(self) -> Tree:
-        """Shape and dtype of every array of a state."""
-        return jax.eval_shape(self._initial)
+    def abstract_state(self) -> Tree:
+        """Shape, dtype and sharding of every array of a state."""
+        over = self.placement.state(self.records_context)
+        return jax.tree.map(_describe_over, over, jax.eval_shape(self._initial))
 
     def _initial(self) -> EngineState:
         routes = cache.empty_routes(self._decoder.config, self._sizes) if self.records_context else None
@@ -345,6 +347,10 @@ class JaxDecodeBackend:
 
     def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
         return cache.copy_blocks(self._attention, state, sources, targets)
+
+
+def _describe_over(sharding: Sharding, part: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
 
 
 @functools.lru_cache(maxsize=8)

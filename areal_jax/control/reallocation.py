@@ -1,0 +1,208 @@
+"""Moves devices between generation and training while a run goes on, always between two updates.
+
+The controller calls `pass_boundary` before every update. split_choice.py says which split an update has, `site` owns
+the devices, the pool takes leave of engines and gets others. Nothing of a move is done twice or lost: requests go on
+elsewhere with all that was generated, the learner keeps its bits, and a checkpoint holds the split.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TypedDict
+
+from areal_jax import lanes
+from areal_jax.config.cluster import DeviceSplit
+from areal_jax.control.device_site import DeviceSite
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.split_choice import Choice, LaneSeconds, mean_seconds
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.events.schema import Event
+from areal_jax.protocols import ChangingPool, Clock
+from areal_jax.types import PublishedWeights, Work
+
+_MEASURED = ('train', 'snapshot')  # kinds of work of the learner that belong to an update
+_MOST_KEPT = 1024  # updates whose seconds are kept
+
+
+class ReallocationState(TypedDict):
+    """What a checkpoint keeps of a Reallocation."""
+
+    learner: str  # of the split
+    engines: str
+    ahead: list[str] | None  # learner and engines of a split that was chosen and is not taken yet
+    prepared: list[list[str]]  # likewise, of the splits whose programs were compiled
+    choice: dict[str, int]
+    measured: list[list[float]]
+    busy: dict[str, float]  # since the last boundary
+    begun_s: float | None
+
+
+class Reallocation:
+    """The split of the devices, and the moves from one to the next.
+
+    Args:
+      split: the one that the run begins with.
+      published: the weights that engines have.
+      on_moved: called with the new split after every move.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: EventLog,
+        supervisor: Supervisor,
+        *,
+        pool: ChangingPool,
+        site: DeviceSite,
+        choice: Choice,
+        split: DeviceSplit,
+        published: PublishedWeights,
+        on_moved: Callable[[DeviceSplit], None] = lambda split: None,
+    ):
+        self._clock, self._log, self._supervisor = clock, log, supervisor
+        self._pool, self._site, self._choice, self._on_moved = pool, site, choice, on_moved
+        self.split, self.published = split, published
+        self._ahead: DeviceSplit | None = None  # chosen, and not taken yet
+        self._preparing: set[DeviceSplit] = set()
+        self.prepared: dict[DeviceSplit, None] = {}  # those whose programs are compiled, in order
+        self._measured: list[LaneSeconds] = []  # updates with this split
+        self._busy = {'learner': 0.0, 'engines': 0.0}  # since the last boundary
+        self._begun_s: float | None = None  # when that was; None: before the first, or after a move
+        self._moved = 0  # requests that went on elsewhere in this move
+        log.listeners.append(self._on_event)
+
+    async def pass_boundary(self, update: int, await_published: Callable[[], Awaitable[None]]) -> None:
+        """Before `update`, while nothing trains: moves devices if it has another split than the one before.
+
+        Args:
+          await_published: returns when every engine has the newest weights.
+        """
+        self._measure()
+        if self._ahead is None:
+            wanted = self._choice.choose(update, self.split, self._measured)
+            self._ahead = wanted if wanted != self.split else None
+        if self._ahead is not None and (self._choice.is_punctual or self._ahead in self.prepared):
+            target, self._ahead = self._ahead, None
+            await self._move(update, target, await_published)
+        if (later := self._ahead or self._choice.ahead(update, self.split)) is not None:
+            self._prepare(later)
+
+    def state(self) -> ReallocationState:
+        ahead = self._ahead
+        return {
+            'learner': self.split.learner,
+            'engines': self.split.engines,
+            'ahead': None if ahead is None else [ahead.learner, ahead.engines],
+            'prepared': [[split.learner, split.engines] for split in self.prepared],
+            'choice': self._choice.state(),
+            'measured': [list(seconds) for seconds in self._measured],
+            'busy': dict(self._busy),
+            'begun_s': self._begun_s,
+        }
+
+    def restore(self, state: ReallocationState) -> None:
+        """Goes on from a checkpoint, whose split the site has been built with; the caller prepares `prepared`."""
+        self._ahead = None if state['ahead'] is None else DeviceSplit(*state['ahead'])
+        self.prepared = {DeviceSplit(*split): None for split in state['prepared']}
+        self._choice.restore(state['choice'])
+        self._measured = [LaneSeconds(*seconds) for seconds in state['measured']]
+        self._busy, self._begun_s = dict(state['busy']), state['begun_s']
+
+    # What lanes are busy with.
+
+    def _on_event(self, event: Event) -> None:
+        self._moved += event['kind'] == 'move'
+        if event['kind'] != 'run_done' or event['lane'] is None:
+            return
+        if event['lane'] == lanes.LEARNER and event['work'] in _MEASURED:
+            self._busy['learner'] += event['seconds']
+        elif lanes.is_engine_lane(event['lane']):
+            self._busy['engines'] += event['seconds']
+
+    def _measure(self) -> None:
+        """Ends the measurement of an update, and begins the next."""
+        now, engines = self._clock.now(), self._pool.serving_engines()
+        if self._begun_s is not None:
+            seconds = LaneSeconds(now - self._begun_s, self._busy['learner'], self._busy['engines'] / max(engines, 1))
+            self._measured = [*self._measured[-_MOST_KEPT:], seconds]
+        self._begun_s, self._busy = now, {'learner': 0.0, 'engines': 0.0}
+
+    # The move.
+
+    def _prepare(self, split: DeviceSplit) -> None:
+        """Compiles ahead, while the run goes on."""
+        if split in self.prepared or split in self._preparing:
+            return
+        self._preparing.add(split)
+
+        async def prepare() -> None:
+            await self._compile(split)
+            self._preparing.remove(split)
+            self.prepared[split] = None
+
+        self._supervisor.start(f'preparation of {split}', prepare())
+
+    async def _compile(self, split: DeviceSplit) -> None:
+        await self._clock.run(lanes.PREPARE, lambda: self._site.prepare(split), Work('compile'))
+
+    async def _move(self, update: int, target: DeviceSplit, await_published: Callable[[], Awaitable[None]]) -> None:
+        before, began_s, busy = self.split, self._clock.now(), mean_seconds(self._measured)
+        await await_published()
+        await self._compile(target)  # nothing where it is prepared; it waits for a preparation under way
+        leaving, joining = self._find_change(before, target)
+        self._moved, prepared_s = 0, self._clock.now()
+        await self._at_once('leave', leaving, functools.partial(self._end_engine, target))
+        left_s = self._clock.now()
+        work = Work('reshard', 1, {'update': update})
+        await self._clock.run(lanes.LEARNER, lambda: self._site.move_learner(target), work)
+        learner_s = self._clock.now()
+        await self._at_once('join', joining, functools.partial(self._begin_engine, target))
+        self.split = target
+        self._choice.note_move(before, target)
+        now = self._clock.now()
+        self._log.write(
+            'reallocate', update=update,
+            from_learner=before.learner, from_engines=before.engines, learner=target.learner, engines=target.engines,
+            left=leaving, joined=joining, moved=self._moved,
+            busy_learner=busy.learner, busy_engines=busy.engines, period=busy.period,
+            wait_seconds=prepared_s - began_s, leave_seconds=left_s - prepared_s, learner_seconds=learner_s - left_s,
+            join_seconds=now - learner_s, seconds=now - began_s,
+        )  # fmt: skip
+        self._measured, self._begun_s = [], None  # the first update with the new split fills the engines anew
+        self._on_moved(target)
+
+    def _find_change(self, before: DeviceSplit, after: DeviceSplit) -> tuple[list[str], list[str]]:
+        """(engines that leave, engines that join): one with the same devices stays, else another of its name joins."""
+        ours, theirs = self._site.engines_of(before), self._site.engines_of(after)
+        stay = {name for name in ours.keys() & theirs.keys() if ours[name] == theirs[name]}
+        return [name for name in ours if name not in stay], [name for name in theirs if name not in stay]
+
+    async def _at_once(
+        self, action: str, names: Sequence[str], act: Callable[[str], Coroutine[object, object, None]]
+    ) -> None:
+        """Does it with all of these engines at the same time; returns when all are done."""
+        left, done = list(names), self._clock.event(f'{action} of engines')
+
+        async def act_on(name: str) -> None:
+            await act(name)
+            left.remove(name)
+            if not left:
+                done.set()
+
+        for name in names:
+            self._supervisor.start(f'{name}: {action}', act_on(name))
+        if names:
+            await self._clock.wait(done)
+
+    async def _end_engine(self, target: DeviceSplit, name: str) -> None:
+        engine = await self._pool.leave(name, f'its devices go to {target}')
+        self._site.stop_engine(engine)
+
+    async def _begin_engine(self, target: DeviceSplit, name: str) -> None:
+        published = self.published
+        lane = lanes.publish_lane(int(lanes.short_name(name)))
+        work = Work('load', 1, {'version': published.version})
+        engine = await self._clock.run(lane, lambda: self._site.build_engine(name, target, published), work)
+        self._site.start_engine(engine)
+        await self._pool.join(engine)

@@ -1,0 +1,150 @@
+"""Which split of the devices the next update has: as a plan says, or by the seconds that lanes were busy.
+
+Pure functions of what was measured; reallocation.py measures, and moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol
+
+from areal_jax.config.cluster import DeviceSplit
+
+_MOST_DOUBLINGS = 6  # of the updates before the next move back
+
+
+class LaneSeconds(NamedTuple):
+    """What one update kept busy, in clock seconds."""
+
+    period: float  # between the beginnings of two updates
+    learner: float  # of its lane
+    engines: float  # of the lane of one engine, the mean over all
+
+
+class Rung(NamedTuple):
+    """A split as 'auto' counts it."""
+
+    split: DeviceSplit
+    learner: int  # devices
+    engines: int  # engines of equal size
+
+
+class Choice(Protocol):
+    """What reallocation.py asks before every update."""
+
+    @property
+    def is_punctual(self) -> bool:
+        """Whether a split is taken at its update, prepared or not; else when it is prepared."""
+        ...
+
+    def ahead(self, update: int, split: DeviceSplit) -> DeviceSplit | None:
+        """The next split as far as it is known, to be prepared; None where none is."""
+        ...
+
+    def choose(self, update: int, split: DeviceSplit, measured: Sequence[LaneSeconds]) -> DeviceSplit:
+        """The split of `update`, `split` or another one.
+
+        Args:
+          measured: the updates with `split`, the latest last.
+        """
+        ...
+
+    def note_move(self, before: DeviceSplit, after: DeviceSplit) -> None: ...
+
+    def state(self) -> dict[str, int]:
+        """JSON-able, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, int]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The splits of a plan, each from its update on."""
+
+    plan: Mapping[int, DeviceSplit]  # by update, ascending
+    is_punctual: ClassVar[bool] = True
+
+    def ahead(self, update: int, split: DeviceSplit) -> DeviceSplit | None:
+        return next((later for first, later in self.plan.items() if first > update and later != split), None)
+
+    def choose(self, update: int, split: DeviceSplit, measured: Sequence[LaneSeconds]) -> DeviceSplit:
+        begun = [planned for first, planned in self.plan.items() if first <= update]
+        return begun[-1] if begun else split
+
+    def note_move(self, before: DeviceSplit, after: DeviceSplit) -> None:
+        """Nothing: the plan is fixed."""
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Nothing: see `state`."""
+
+
+class Automatic:
+    """Moves devices one rung up or down when that is predicted to shorten updates, and keeps them otherwise.
+
+    Learner and engines work at the same time, so an update takes as long as the busier of both, and the seconds of
+    each go with the number of its devices (no losses): from n to m devices, seconds times n / m. That bound must fall
+    by the factor 1 + gain, and it must have done so in each of the last `updates` updates. A move back to the split
+    before waits twice as long, the next one back four times, so that noise and a prediction that does not come true
+    move devices ever more rarely; a move that goes on in the same direction starts afresh.
+
+    Args:
+      rungs: the smallest learner first.
+    """
+
+    is_punctual: ClassVar[bool] = False
+
+    def __init__(self, rungs: Sequence[Rung], *, gain: float, updates: int):
+        self._rungs, self._gain, self._updates = tuple(rungs), gain, updates
+        self._direction = 0  # of the last move: 1, more devices for the learner, or -1
+        self._reversals = 0  # moves in a row that each went back
+
+    def ahead(self, update: int, split: DeviceSplit) -> DeviceSplit | None:
+        return None
+
+    def choose(self, update: int, split: DeviceSplit, measured: Sequence[LaneSeconds]) -> DeviceSplit:
+        at = [rung.split for rung in self._rungs].index(split)
+        for direction in (1, -1):
+            needed = self._updates
+            if direction == -self._direction:
+                needed <<= min(self._reversals + 1, _MOST_DOUBLINGS)
+            if not 0 <= at + direction < len(self._rungs) or len(measured) < needed:
+                continue
+            here, there = self._rungs[at], self._rungs[at + direction]
+            if all(predict_gain(seconds, here, there) >= self._gain for seconds in measured[-needed:]):
+                return there.split
+        return split
+
+    def note_move(self, before: DeviceSplit, after: DeviceSplit) -> None:
+        order = [rung.split for rung in self._rungs]
+        direction = 1 if order.index(after) > order.index(before) else -1
+        self._reversals = self._reversals + 1 if direction == -self._direction else 0
+        self._direction = direction
+
+    def state(self) -> dict[str, int]:
+        return {'direction': self._direction, 'reversals': self._reversals}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self._direction, self._reversals = state['direction'], state['reversals']
+
+
+def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
+    """By which share of its later length an update is longer now: 0.25 where 5 s become 4 s.
+
+    The length of an update is that of its busier side, max(learner, engines), each in inverse proportion to its
+    devices.
+    """
+    now = max(seconds.learner, seconds.engines)
+    later = max(seconds.learner * here.learner / there.learner, seconds.engines * here.engines / there.engines)
+    return now / later - 1.0 if later > 0 else 0.0
+
+
+def mean_seconds(measured: Sequence[LaneSeconds]) -> LaneSeconds:
+    """Over these updates; zeros where there are none."""
+    if not measured:
+        return LaneSeconds(0.0, 0.0, 0.0)
+    return LaneSeconds(*(sum(values) / len(measured) for values in zip(*measured, strict=True)))

@@ -1,0 +1,93 @@
+"""Engines of two speeds in one pool: tokens a second against the sum of both classes alone, and ages.
+
+    python -m benchmarks.simulation.mixed --json=benchmarks/results/simulation/mixed.json
+
+Simulated: configs/simulate/mixed.py, four engines and four of a third of their speed. `together` routes by outstanding
+tokens, with `moved` an answer of three versions leaves a slow engine, and `bounded` drops groups with a token of more
+than BOUND versions, which the slow class breaks and the fast one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from areal_jax.app.command_line import load_config
+from areal_jax.app.simulate.simulated_site import build_simulation
+from areal_jax.files import write_json
+from areal_jax.report.event_log import load_events
+from areal_jax.telemetry.metrics import read_metrics
+
+CONFIG = 'configs/simulate/mixed.py'
+STEPS, FIRST, LAST = 40, 12, 30  # updates of the run, and those between which it is measured
+VERSIONS, BOUND = 3, 14
+ALONE = {'cluster.engines': '4 x tensor=1'}
+MOVED = {'rollout.slow_versions': VERSIONS}
+BOUNDED = {'staleness.max_token_age': BOUND, 'staleness.over_age': 'drop'}
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    'fast alone': ALONE | {'simulation.engine_chips': '4 x H800'},
+    'slow alone': ALONE | {'simulation.engine_chips': '4 x H800/3'},
+    'together': {},
+    'together, moved': MOVED,
+    'together, bounded': BOUNDED,
+    'together, bounded, moved': BOUNDED | MOVED,
+}
+
+
+def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Tokens a second in the measured updates, of all engines and of each; ages and drops."""
+    config = load_config(CONFIG)
+    with config.unlocked():
+        config.update_from_flattened_dict({
+            'run.seed': seed, 'run.steps': STEPS, 'telemetry.progress': False, 'telemetry.tensorboard': False, **fields
+        })  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        workdir = pathlib.Path(directory) / 'run'
+        build_simulation(config, workdir).train()
+        rows, events = read_metrics(workdir / 'metrics.jsonl'), load_events(workdir / 'events.jsonl')
+    start, end = float(rows[FIRST - 1]['time']), float(rows[LAST - 1]['time'])
+    tokens: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event['kind'] == 'decode' and start < event['time'] <= end:
+            tokens[event['engine']] += event['tokens']
+    measured = rows[FIRST:LAST]
+    return {
+        'tokens_s': sum(tokens.values()) / (end - start),
+        'by_engine': {name: count / (end - start) for name, count in sorted(tokens.items())},
+        'age_mean': statistics.mean(row['staleness/token_age_mean'] for row in measured),
+        'age_max': max(row['staleness/token_age_max'] for row in measured),
+        'dropped': sum(event['kind'] == 'drop' for event in events),
+        'moved': sum(event['kind'] == 'move' for event in events),
+        'trained_tokens_s': sum(row['update/trained_tokens'] for row in measured) / (end - start),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json', type=pathlib.Path, help='where the results go')
+    parser.add_argument('--seed', type=int, default=0, help='the first of the seeds')
+    parser.add_argument('--seeds', type=int, default=1, help='how many')
+    options = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for seed in range(options.seed, options.seed + options.seeds):
+        for name, fields in ARMS.items():
+            found[name].append(simulate(fields, seed))
+            print(seed, name, {key: value for key, value in found[name][-1].items() if key != 'by_engine'}, flush=True)
+    alone = [
+        fast['tokens_s'] + slow['tokens_s'] for fast, slow in zip(found['fast alone'], found['slow alone'], strict=True)
+    ]
+    shares = {
+        name: [one['tokens_s'] / total for one, total in zip(arms, alone, strict=True)] for name, arms in found.items()
+    }
+    print({name: [round(share, 3) for share in of_arm] for name, of_arm in shares.items()})
+    if options.json:
+        write_json(options.json, {'arms': found, 'share_of_the_sum': shares})
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,41 @@
+"""32 H800 and a model of 7 billion parameters, simulated, while answers grow from 2,000 to 16,000 tokens.
+
+    areal-simulate --config=configs/simulate/moving.py --workdir=runs/moving
+
+`cluster.reallocate='auto'` moves devices between generation and training; with 'off' they stay.
+"""
+
+from ml_collections import config_dict
+
+from areal_jax import config as schema
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = schema.default_config()
+    config.run.steps = 60
+    config.simulation.prices = 'roofline'
+    config.simulation.chip = 'H800'
+    config.simulation.model = 'R1-distill-Qwen-7B'
+    config.simulation.answers = 'lognormal(2000, 0.75) -> lognormal(16000, 0.75)'
+    config.simulation.prompts = 'constant(512)'
+    config.cluster.learner = 'data=16'
+    config.cluster.engines = '16 x tensor=1'
+    config.cluster.reallocate = 'auto'
+    config.rollout.slots = 128
+    config.rollout.max_running_groups = 0
+    config.rollout.group_size = 16
+    config.rollout.max_new_tokens = 49152
+    config.rollout.context_tokens = 50176
+    config.rollout.block_tokens = 512
+    config.rollout.prefill_buckets = (2048, 16384)
+    config.rollout.decode_steps = 256
+    config.learner.groups_per_update = 64
+    config.learner.rows_per_microbatch = 720720  # every number of devices up to 16 divides it
+    config.learner.row_tokens = 50176
+    config.learner.row_loss_tokens = 50176
+    config.learner.filter_equal_rewards = False
+    config.staleness.eta = 4
+    config.buffer.capacity = 1024
+    config.checkpoint.every = 0
+    config.telemetry.plots = False
+    return config
