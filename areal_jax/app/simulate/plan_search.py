@@ -16,7 +16,7 @@ from areal_jax.simulation.planner.prediction import choose_start, predict
 from areal_jax.simulation.planner.published_ranges import find_interval
 from areal_jax.telemetry.energy.energy_model import Energy
 
-MOST_SIMULATIONS = 14
+MOST_SIMULATIONS = 12
 _DIVISORS = (8, 4, 2)
 _WHOLE = 16  # devices that are simulated as they are
 _FEWEST_PARTS, _FEWEST_GROUPS = 8, 8  # engines' sizes in the devices, and groups of an update, at least, of a part

@@ -43,8 +43,6 @@ class Search:
 
     def run(self, start: Plan) -> Plan:
         """The best plan that engines of their own decode for."""
-        if self.setting.max_age is None:  # a split is told best where the gate does not hold admission back
-            start = dataclasses.replace(start, eta=min(self.setting.most_eta, start.eta + (start.eta + 1) // 2))
         best = self._settle_age(self._climb(self._move_by_prediction(start)))
         settled = self._settle_eta(best)
         if settled.eta != best.eta:

@@ -1,17 +1,20 @@
 """Plans that are simulated by the production loop, on few answers."""
 
 import json
+import shlex
 
 import pytest
 
 from areal_jax import main_plan
 from areal_jax.app.simulate.plan_question import read_answers
-from areal_jax.app.simulate.plan_search import choose_divisor, plan_in_turns
+from areal_jax.app.simulate.plan_search import choose_divisor, find_plan, plan_in_turns
+from areal_jax.app.simulate.plan_text import list_lines
 from areal_jax.app.simulate.planning import build_config, count_measured, list_fields, simulate_plan
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.simulation.chips import H800
+from areal_jax.simulation.planner.advice import count_devices
 from areal_jax.simulation.planner.plan_setting import Plan
 from areal_jax.simulation.planner.question import describe_lengths, make_setting
 from areal_jax.simulation.shapes import QWEN3_0_6B, R1_DISTILL_7B, R1_DISTILL_32B
@@ -62,14 +65,39 @@ def test_a_search_takes_an_eighth_of_what_is_large_enough(devices, answers, divi
     assert choose_divisor(make(devices=devices, answers=answers)) == divisor
 
 
-def test_the_command_prints_a_plan(capsys):
+@pytest.fixture(scope='module')
+def planned():
+    return find_plan(make(), seed=1, prompts='constant(32)', is_full=False, note=lambda line: None, most=4)
+
+
+def test_the_plan_of_a_question(planned):
+    assert count_devices(planned.setting, planned.plan) <= 4
+    low, high = planned.interval
+    assert low < planned.outcome.tokens_s < high
+    assert planned.in_turns.age_mean == 0
+    assert (planned.divisor, planned.simulations <= 5) == (1, True)
+
+
+def test_the_command_prints_a_plan(planned, monkeypatch, capsys):
+    """As JSON, and as text with the lines of the config at its end."""
+    monkeypatch.setattr('areal_jax.app.simulate.plan_search.find_plan', lambda *_, **__: planned)
     assert main_plan.main([*WORDS, '--json']) == ExitCode.FINISHED
     shown = json.loads(capsys.readouterr().out)
-    assert shown['plan']['engines'] + shown['plan']['training'] <= 4
-    low, high = shown['interval_tokens_s']
-    assert low < shown['outcome']['tokens_s'] < high
-    assert shown['synchronous']['age_mean'] == 0
+    assert shown['plan']['engines'] == planned.plan.engines
     assert shown['fields']['rollout.max_running_groups'] == 0
+    assert main_plan.main(WORDS) == ExitCode.FINISHED
+    text = capsys.readouterr().out
+    assert f'split              {planned.plan.engines} engines of 1' in text
+    assert 'no joules: no watts are published of H800 SXM' in text
+    assert text.splitlines()[-len(planned.fields) :] == list_lines(planned.fields)
+
+
+def test_lines_are_words_of_a_shell():
+    fields = {'rollout.slots': 4, 'cluster.engines': '2 x tensor=1', 'rollout.prefill_buckets': (16, 64)}
+    words = shlex.split(' '.join(list_lines(fields)))
+    assert words == [
+        '--config.rollout.slots=4', '--config.cluster.engines=2 x tensor=1', '--config.rollout.prefill_buckets=16,64',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
