@@ -18,7 +18,7 @@ def render(planned: Planned) -> str:
     running = count_running_groups(setting, plan)
     low, high = planned.interval
     filled = 100 / answers.moments.tail
-    scale = f'a {planned.divisor}th of the devices and of the batch' if planned.divisor > 1 else 'all devices'
+    scale = f'1/{planned.divisor} of the devices and of the batch' if planned.divisor > 1 else 'all devices'
     where = 'at full size' if planned.full else f'with {scale}'
     lines = [
         f'{setting.devices} x {setting.chip.name}, {setting.shape.name}; {answers.count:,} answers an update in groups '

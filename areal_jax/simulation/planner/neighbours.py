@@ -14,6 +14,7 @@ from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Si
 from areal_jax.simulation.planner.prediction import Prediction, list_plans, predict, train_s
 
 TIE = 0.01  # of the speed: what a simulation of a few updates does not tell apart
+_FULL = 0.98  # of the slots: more answers under way find no place
 _WAITING = 0.93  # a side that is busy for less waits for something
 _FAR = 0.1  # of the period: a plan that closed forms say is slower by more is not simulated
 _STEPS = 16  # the first step is so small a part of the devices
@@ -146,9 +147,8 @@ class Search:
 
     def _settle_eta(self, best: Plan) -> Plan:
         """More where both sides wait for the gate and it helps; else the least that is as fast."""
-        outcome = self.tried[best]
-        waits = outcome.learner_busy < _WAITING and best.eta < self.setting.most_eta
-        while waits:
+        has_room = self._predict(self.setting, best, 1.0).live < _FULL * best.slots
+        while self.tried[best].learner_busy < _WAITING and has_room:
             raised = dataclasses.replace(best, eta=min(self.setting.most_eta, best.eta + max(1, best.eta // 2)))
             if raised == best or self.ask(raised) is None or not self._is_better(raised, best, TIE):
                 break
@@ -184,11 +184,15 @@ class Search:
 def refine(setting: Setting, small: Setting, plan: Plan, outcome: Outcome) -> Plan:
     """The plan at full size: as many times larger, with the split of whole devices at which both sides keep pace.
 
-    Engines are taken to be as much slower than closed forms as they were in the simulation of `small`.
+    Engines are taken to be as much slower than closed forms as they were in the simulation of `small`. With a bound on
+    the age the split stays, since another one has other ages.
     """
     scale = setting.devices / small.devices
     if scale == 1:
         return plan
+    if setting.max_age is not None:
+        engines, training = (round(scale * count) for count in (plan.engines, plan.training))
+        return dataclasses.replace(plan, engines=engines, training=training)
     slowdown = max(1.0, outcome.period_s / predict(small, plan).period_s)
     left_over = round(scale * (small.devices - plan.engines * small.engine_devices - plan.training))
     left_over += setting.devices - round(scale * small.devices)

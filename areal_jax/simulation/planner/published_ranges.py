@@ -37,7 +37,9 @@ PUBLISHED: Mapping[str, Range] = {
 
 
 def find_interval(setting: Setting, plan: Plan, seed: int = 0) -> tuple[float, float]:
-    """(low, high): factors on the speed of a plan, 5th and 95th percentile over DRAWS of the ranges.
+    """(low, high): factors on the speed of a plan, 5th and 95th percentile over DRAWS; 1 lies between.
+
+    The constants that a plan is simulated with are low ends of most ranges, so `low` is often 1.
 
     Each draw goes through the closed forms and is compared with the setting's own constants: what the simulation adds
     to them is taken to be the same for all draws. Ranges are drawn uniformly and independently. The seconds of a
@@ -47,7 +49,7 @@ def find_interval(setting: Setting, plan: Plan, seed: int = 0) -> tuple[float, f
     base = predict(setting, plan).period_s
     factors = [base / predict(_draw(setting, drawn), plan).period_s for _ in range(DRAWS)]
     low, high = np.percentile(factors, (5, 95))
-    return float(low), float(high)
+    return min(1.0, float(low)), max(1.0, float(high))
 
 
 def _draw(setting: Setting, drawn: np.random.Generator) -> Setting:

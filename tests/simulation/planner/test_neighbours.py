@@ -87,3 +87,10 @@ def test_a_plan_at_full_size_has_as_many_engines_as_keep_pace():
     assert full.engines + full.training == 128
     assert (full.eta, full.slots) == (plan.eta, plan.slots)
     assert refine(small, small, plan, simulate(plan)) == plan
+
+
+def test_a_bound_on_the_age_keeps_its_split_at_full_size():
+    setting = make(devices=128, answers=2048, max_age=1.0)
+    plan = Plan(13, 3, 1, 256)
+    full = refine(setting, setting.shrink(8), plan, gate_law(setting.shrink(8), **HAND)[0](plan))
+    assert (full.engines, full.training, full.eta) == (104, 24, 1)
