@@ -69,7 +69,8 @@ def find_plan(
     shown = full or outcome
     in_turns = in_turns and _enlarge(in_turns, divisor)
     load = make_load(setting, _layout(setting, plan), plan, shown.tokens_s)
-    advice = advise(shown, load, in_turns, setting.max_age, why_not)
+    live = predict(small, best).live
+    advice = advise(shown, load, live, in_turns, setting.max_age, why_not)
     low, high = find_interval(setting, plan)
     shared = plan_in_turns(setting) if advice.trains_in_turns else None
     fields = list_fields(setting, shared or plan, load.decode_steps)

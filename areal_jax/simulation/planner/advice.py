@@ -13,6 +13,7 @@ from areal_jax.telemetry.energy.energy_model import Energy, Phase, joules
 from areal_jax.telemetry.energy.power_table import DECODE, IDLE, POWER, TRAIN, decode_activity
 
 _BUSY = 0.93  # of the time: a lane that is busy for more sets the pace
+_FILLED = 0.9  # of the slots: with fewer answers in them an engine could decode more
 _NEAR = 0.5  # of a limit: what uses more is worth a word
 _AS_FAST = 0.99
 _HOUR_S = 3600.0
@@ -28,10 +29,18 @@ class Advice:
     trains_in_turns: bool  # that is as fast or faster
 
 
-def advise(outcome: Outcome, load: Load, in_turns: Outcome | None, max_age: float | None, why_not: str) -> Advice:
-    """`in_turns` is the outcome of the same devices with engines that share them with the learner; None = `why_not`."""
+def advise(
+    outcome: Outcome, load: Load, live: float, in_turns: Outcome | None, max_age: float | None, why_not: str
+) -> Advice:
+    """What is said of a plan.
+
+    Args:
+      live: answers that an engine decodes at a time.
+      in_turns: outcome of the same devices with engines that share them with the learner; None = `why_not`.
+    """
+    binds, breaks_next = describe_binding(outcome, live, load.pace.slots), describe_next(load)
     if in_turns is None:
-        return Advice(describe_binding(outcome), describe_next(load), why_not, False)
+        return Advice(binds, breaks_next, why_not, False)
     ratio = outcome.tokens_s / in_turns.tokens_s
     too_old = max_age is not None and outcome.age_mean > max_age
     numbers = (
@@ -43,15 +52,17 @@ def advise(outcome: Outcome, load: Load, in_turns: Outcome | None, max_age: floa
         sentence = f'asynchrony does not pay here: train synchronously ({numbers})'
     else:
         sentence = f'asynchrony pays {ratio:.2f} times ({numbers}; changing roles costs nothing there)'
-    return Advice(describe_binding(outcome), describe_next(load), sentence, too_old or ratio <= 1 / _AS_FAST)
+    return Advice(binds, breaks_next, sentence, too_old or ratio <= 1 / _AS_FAST)
 
 
-def describe_binding(outcome: Outcome) -> str:
-    """Which side sets the pace."""
+def describe_binding(outcome: Outcome, live: float, slots: int) -> str:
+    """Which side sets the pace, or the gate, which leaves slots empty while engines decode the few that it admits."""
     engines, learner = f'{100 * outcome.engines_busy:.0f}%', f'{100 * outcome.learner_busy:.0f}%'
     shares = f'engines are busy {engines} of the time, the learner {learner}'
     if outcome.learner_busy >= _BUSY:
         return f'the learner binds: {shares}'
+    if outcome.engines_busy >= _BUSY and live < _FILLED * slots:
+        return f'the staleness bound binds: {shares}, with {live:.0f} of {slots} slots filled'
     if outcome.engines_busy >= _BUSY:
         return f'the engines bind: {shares}'
     return f'the staleness bound binds: {shares}, and both wait for it'

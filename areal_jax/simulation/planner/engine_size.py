@@ -11,6 +11,7 @@ from areal_jax.simulation.shapes import ModelShape
 
 WEIGHTS_SHARE = 0.25  # of an engine's memory at most for its weights: an assumption, as the next
 MOST_SLOTS = 256
+_FILLED = 0.9  # of the cache by answers of average length: where they fill all of it, long ones are preempted
 STATE_BYTES = 16  # of a parameter that is trained with Adam: float32 weight and two moments, 16-bit weight and gradient
 STATE_SHARE = 0.5  # of the memory at most for them: the rest is for activations
 _LARGEST = 64  # devices of one engine
@@ -35,8 +36,9 @@ def find_engine_devices(chip: Chip, shape: ModelShape, context: int) -> int:
 
 
 def count_slots(chip: Chip, shape: ModelShape, devices: int, live_positions: float) -> int:
-    """Answers of average length that fit beside the weights, at most MOST_SLOTS."""
-    return max(1, min(MOST_SLOTS, int(Roofline(chip, shape, devices=devices).cache_tokens() / live_positions)))
+    """Answers of average length that take nine tenths of the cache, at most MOST_SLOTS."""
+    cache = _FILLED * Roofline(chip, shape, devices=devices).cache_tokens()
+    return max(1, min(MOST_SLOTS, int(cache / live_positions)))
 
 
 def count_training(chip: Chip, shape: ModelShape) -> int:

@@ -15,7 +15,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.simulation.chips import H800
 from areal_jax.simulation.planner.advice import count_devices
-from areal_jax.simulation.planner.plan_setting import Plan
+from areal_jax.simulation.planner.plan_setting import Outcome, Plan
+from areal_jax.simulation.planner.prediction import predict
 from areal_jax.simulation.planner.question import describe_lengths, make_setting
 from areal_jax.simulation.shapes import QWEN3_0_6B, R1_DISTILL_7B, R1_DISTILL_32B
 
@@ -90,6 +91,30 @@ def test_the_command_prints_a_plan(planned, monkeypatch, capsys):
     assert f'split              {planned.plan.engines} engines of 1' in text
     assert 'no joules: no watts are published of H800 SXM' in text
     assert text.splitlines()[-len(planned.fields) :] == list_lines(planned.fields)
+
+
+@pytest.mark.parametrize(('in_turns_s', 'engines'), [(1e9, 'x tensor=1'), (1.0, 'x shared')])
+def test_a_large_cluster_is_searched_in_part_and_simulated_once_in_full(monkeypatch, in_turns_s, engines):
+    """Closed forms in place of simulations: the search is on 8 of 64 devices, and speeds are those of all 64."""
+    sizes = []
+
+    def simulate(setting, plan, **_):
+        sizes.append(setting.devices)
+        found = predict(setting, plan)
+        period_s = in_turns_s if plan.shared else found.period_s
+        shares = found.generation_s / period_s, found.train_s / period_s
+        return Outcome(period_s, setting.answers.tokens / period_s, *shares, found.age_mean, 2.0, 5)
+
+    monkeypatch.setattr('areal_jax.app.simulate.plan_search.simulate_plan', simulate)
+    setting = make(devices=64, answers=8192, group_size=16, shape=R1_DISTILL_7B, lengths='lognormal(9000, 0.75)')
+    planned = find_plan(setting, seed=1, prompts='constant(512)', is_full=True, note=lambda line: None)
+    assert sizes.count(64) == 1
+    assert set(sizes) == {8, 64}
+    assert planned.plan.engines + planned.plan.training == 64
+    assert planned.outcome.tokens_s == pytest.approx(setting.answers.tokens / planned.outcome.period_s)
+    assert planned.full.tokens_s == pytest.approx(planned.outcome.tokens_s, rel=0.1)
+    assert engines in planned.fields['cluster.engines']
+    assert planned.advice.trains_in_turns == ('shared' in engines)
 
 
 def test_lines_are_words_of_a_shell():

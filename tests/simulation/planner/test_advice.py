@@ -1,6 +1,7 @@
 """What is said of a plan: which side binds, when to train synchronously, joules from published watts."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -28,11 +29,16 @@ def outcome(**changes: float) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ('engines', 'learner', 'said'),
-    [(0.8, 0.99, 'the learner binds'), (0.97, 0.6, 'the engines bind'), (0.6, 0.5, 'the staleness bound binds')],
+    ('engines', 'learner', 'live', 'said'),
+    [
+        (0.8, 0.99, 60, 'the learner binds'),
+        (0.97, 0.6, 60, 'the engines bind'),
+        (0.97, 0.6, 20, 'the staleness bound binds: .* with 20 of 64 slots filled'),
+        (0.6, 0.5, 60, 'the staleness bound binds: .* and both wait for it'),
+    ],
 )
-def test_what_binds(engines, learner, said):
-    assert describe_binding(outcome(engines_busy=engines, learner_busy=learner)).startswith(said)
+def test_what_binds(engines, learner, live, said):
+    assert re.match(said, describe_binding(outcome(engines_busy=engines, learner_busy=learner), live, 64))
 
 
 @pytest.mark.parametrize(
@@ -44,13 +50,13 @@ def test_what_binds(engines, learner, said):
     ],
 )
 def test_when_asynchrony_does_not_pay(synchronous, said, in_turns):
-    advice = advise(OUTCOME, LOAD, outcome(tokens_s=synchronous), None, '')
+    advice = advise(OUTCOME, LOAD, 60, outcome(tokens_s=synchronous), None, '')
     assert advice.asynchrony.startswith(said)
     assert advice.trains_in_turns == in_turns
 
 
 def test_a_bound_that_no_plan_keeps_means_synchronous_training():
-    advice = advise(OUTCOME, LOAD, outcome(tokens_s=1e4), 1.0, '')
+    advice = advise(OUTCOME, LOAD, 60, outcome(tokens_s=1e4), 1.0, '')
     assert advice.trains_in_turns
     assert 'no asynchronous plan keeps the mean age to 1' in advice.asynchrony
 
