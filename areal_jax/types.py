@@ -227,6 +227,11 @@ class TrajectoryGroup:
         versions = [s.policy_version for t in self.trajectories for s in t.segments]
         return min(v for v in versions if v != NOT_GENERATED)
 
+    def seen_positions(self) -> int:
+        """Positions that the tokens of prompts and answers see: each token itself and those before it."""
+        lengths = [len(row.prompt.tokens) + sum(len(s.tokens) for s in row.segments) for row in self.trajectories]
+        return sum(length * (length + 1) // 2 for length in lengths)
+
     def has_equal_rewards(self) -> bool:
         """Whether all rewards are equal (also in a group of one): every advantage would be 0."""
         return len({trajectory.reward for trajectory in self.trajectories}) <= 1

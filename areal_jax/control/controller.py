@@ -264,7 +264,8 @@ class Controller:
     async def _update(self, groups: list[TrajectoryGroup], frictions: Mapping[str, float]) -> None:
         version, learner, run = self._trained_version, self._learner, self._clock.run
         detail = {'update': version + 1}
-        work = Work('train', self._update_tokens(groups), detail, size={'positions': _count_positions(groups)})
+        size = {'positions': sum(group.seen_positions() for group in groups)}
+        work = Work('train', self._update_tokens(groups), detail, size=size)
         metrics = await run(lanes.LEARNER, lambda: learner.update(groups, version), work)
         copy = await run(lanes.LEARNER, lambda: learner.publish(version + 1), Work('snapshot', 1, detail))
         self._trained_version = version + 1
@@ -395,10 +396,3 @@ class Controller:
 def _stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
     stamped = tuple(dataclasses.replace(trajectory, consumed_s=now) for trajectory in group.trajectories)
     return dataclasses.replace(group, trajectories=stamped)
-
-
-def _count_positions(groups: Sequence[TrajectoryGroup]) -> int:
-    """Positions that the tokens of the answers and their prompts see, each token itself and those before it."""
-    rows = [row for group in groups for row in group.trajectories]
-    lengths = [len(row.prompt.tokens) + sum(len(segment.tokens) for segment in row.segments) for row in rows]
-    return sum(length * (length + 1) // 2 for length in lengths)

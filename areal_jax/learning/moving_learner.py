@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.prepared_mesh import PreparedMesh, move_state, prepare_mesh
+from areal_jax.types import Tree
 
 
 class MovingLearner(SpmdLearner):
@@ -16,30 +17,33 @@ class MovingLearner(SpmdLearner):
 
     def __init__(self, *args: Any, **options: Any):
         """See SpmdLearner; raises ConfigError for what keeps its mesh."""
-        self._prepared: dict[Mesh, PreparedMesh] = {}
         super().__init__(*args, **options)
         if self._teacher is not None or self._ratio is not None:
             raise ConfigError(
                 "a learner with loss.teacher or diagnostics.ratio_sample keeps its mesh: use cluster.reallocate='off'"
             )
+        # with the mesh in use: its programs are kept for the way back
+        self._prepared = {self._mesh: PreparedMesh(self._mesh, self._layout, self.parts[0])}
 
-    def prepare(self, mesh: Mesh) -> None:
+    def prepare(self, mesh: Mesh) -> list[Tree]:
         """Compiles what `move` to this mesh needs; in any thread, while updates go on. Nothing the second time.
+
+        Returns shapes and shardings of what `publish` returns on the mesh in use, and will return on the other.
 
         Raises ConfigError for a mesh that cannot share out the model or the rows.
         """
-        if mesh != self._mesh and mesh not in self._prepared:
+        if mesh not in self._prepared:
             prepared = prepare_mesh(self._make, self.parts[0], mesh)
             prepared.compile()
             self._prepared[mesh] = prepared
+        return [self._prepared[one].describe_publication() for one in (self._mesh, mesh)]
 
     def move(self, mesh: Mesh) -> None:
         """Goes on with another mesh, between two updates; weights and optimizer state keep their bits."""
         if mesh == self._mesh:
             return
         self.prepare(mesh)
-        self._prepared[self._mesh] = PreparedMesh(self._mesh, self._layout, self.parts[0])  # the way back
-        prepared, self._copy = self._prepared.pop(mesh), None
+        prepared, self._copy = self._prepared[mesh], None
         move_state(self.state, prepared.part)
         self._mesh, self._layout, self.parts = mesh, prepared.layout, [prepared.part]
         self.programs, self._passes = prepared.part.programs, prepared.part.passes

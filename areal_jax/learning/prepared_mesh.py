@@ -15,7 +15,6 @@ from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.trained_part import PartMaker, TrainedPart
 from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.sharding.placement import place
 from areal_jax.types import Tree
 
 _BESIDE = ('zeros',)  # programs of the start of a learner that the first update on another mesh runs again
@@ -40,6 +39,13 @@ class PreparedMesh:
             programs.compile(name, *args)
         return len(declared)
 
+    def describe_publication(self) -> Tree:
+        """Shapes and shardings of what `SpmdLearner.publish` returns on this mesh."""
+        programs, described = self.part.programs.definitions, self.part.described
+        shapes = jax.eval_shape(programs.export(), described.params, described.frozen)
+        describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(describe, shapes, programs.exported)
+
 
 def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh:
     """What the learner of `make` and its only `part` computes with on another mesh.
@@ -55,7 +61,7 @@ def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh
 def move_state(state: LearnerState, part: TrainedPart) -> None:
     """Moves weights and optimizer state to the mesh of the part, bit for bit; gradients, of nothing now, are let go.
 
-    Leaf by leaf: an old leaf is freed when the new one has arrived, so that a device never holds both states.
+    Leaf by leaf: a leaf is on the host when its old buffers are freed, so that a device never holds it twice.
     """
     shardings = part.programs.definitions
     state.gradients = None
@@ -74,8 +80,10 @@ def _take(state: LearnerState, name: str) -> Tree:
 
 
 def _move(tree: Tree, shardings: Tree) -> Tree:
+    """Over the host, which `jax.device_put` between meshes does as well, and from one device after it has compiled."""
     leaves, structure = jax.tree.flatten(tree)
     del tree
     for index, sharding in enumerate(jax.tree.leaves(shardings)):
-        leaves[index] = jax.block_until_ready(place(leaves[index], sharding))
+        whole, leaves[index] = jax.device_get(leaves[index]), None
+        leaves[index] = jax.block_until_ready(jax.device_put(whole, sharding, may_alias=False))
     return jax.tree.unflatten(structure, leaves)

@@ -1,7 +1,8 @@
 """The planner's split against that of brute force: every split simulated, on clusters of 4 to 16 devices.
 
     python -m benchmarks.simulation.planner                       prints a line for each of 20 cases
-    python -m benchmarks.simulation.planner --json=FILE           also writes them
+    python -m benchmarks.simulation.planner --json=FILE           also writes them, each when it is known
+    python -m benchmarks.simulation.planner --json=FILE --keep    goes on behind the cases that FILE has
     python -m benchmarks.simulation.planner --cases=3             the first three
 
 256 answers an update. Brute force has the planner's eta and slots, and simulates every split of all devices; the
@@ -18,6 +19,7 @@ import json
 import math
 import pathlib
 import time
+from typing import Any
 
 from areal_jax.app.simulate.planning import simulate_plan
 from areal_jax.simulation.chips import find_chip
@@ -139,16 +141,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--cases', type=int, default=len(CASES))
     parser.add_argument('--json', type=pathlib.Path)
+    parser.add_argument('--keep', action='store_true')
     options = parser.parse_args()
-    rows = []
-    for case in CASES[: options.cases]:
-        rows.append(run_case(case))
-        print(describe(rows[-1]), flush=True)
+    rows: list[dict[str, Any]] = json.loads(options.json.read_text()) if options.keep else []
+    for case in CASES[len(rows) : options.cases]:
+        row = run_case(case)
+        print(describe(row), flush=True)
+        rows.append(dataclasses.asdict(row))
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + '\n')
-    within, close = sum(row.off <= 1 for row in rows), sum(row.off_as_fast <= 1 for row in rows)
-    slowest = 100 * max(row.slower for row in rows)
+            options.json.write_text(json.dumps(rows, indent=1) + '\n')
+    within, close = (sum(row[name] <= 1 for row in rows) for name in ('off', 'off_as_fast'))
+    slowest = 100 * max(row['slower'] for row in rows)
     print(f'{within} of {len(rows)} within one device, {close} of one as fast; slower by {slowest:.1f}% at most')
 
 

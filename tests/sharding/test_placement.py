@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.placement import gather, move_to, place
+from areal_jax.sharding.placement import compile_move, gather, move_to, place
 from tests.host_reads import record_reads
 
 
@@ -49,6 +50,20 @@ def test_shards_are_joined_on_one_device_without_the_host(mesh, spec, target, re
     moved = move_to({'w': sharded}, jax.devices()[target])['w']
     assert reads == []
     assert moved.devices() == {jax.devices()[target]}
+    assert np.asarray(moved).tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'spec'),
+    [({'fsdp': 4}, PartitionSpec('fsdp')), ({'data': 2, 'fsdp': 2, 'tensor': 2}, PartitionSpec(('tensor', 'fsdp')))],
+)
+def test_a_move_that_was_compiled_ahead_compiles_nothing(mesh, spec):
+    value, sharding = np.arange(104, dtype=np.float32).reshape(8, 13), NamedSharding(make_mesh(**mesh), spec)
+    compile_move({'w': jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)}, jax.devices()[5])
+    sharded = jax.block_until_ready(jax.device_put(value, sharding))
+    with CompilationCounter() as compilations:
+        moved = move_to({'w': sharded}, jax.devices()[5])['w']
+    assert compilations.count == 0
     assert np.asarray(moved).tobytes() == value.tobytes()
 
 

@@ -26,6 +26,7 @@ from areal_jax.rollout.decode.decode_weights import PreparedWeights
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.sharding.allocation import Allocation, EngineDevices
+from areal_jax.sharding.placement import compile_move
 from areal_jax.types import PublishedWeights
 
 Fetch = Callable[[PublishedWeights], PreparedWeights]
@@ -67,8 +68,11 @@ class DeviceMoves:
 
     def prepare(self, split: DeviceSplit) -> None:
         allocation = self.allocation_of(split)
-        self._learner.prepare(allocation.learner)
+        published = self._learner.prepare(allocation.learner)
         for devices in allocation.engines:
+            place = place_of(self._config, self._decoder, devices)
+            for version in published:  # that an engine joins with, and those that come
+                compile_move(version, place)
             if devices not in self._prepared:
                 backend = build_backend(self._config, self._decoder, devices)
                 if len(devices) == self._each:

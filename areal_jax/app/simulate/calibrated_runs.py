@@ -18,6 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
 from areal_jax.files import read_json
+from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.event_log import load_events
 from areal_jax.report.lane_intervals import busy_share, lane_intervals, of_training
 from areal_jax.report.window import window
@@ -102,9 +103,9 @@ def measure_pace(events: Sequence[Event]) -> Pace:
         raise ConfigError('a log without a publication says nothing of an update: name a longer run')
     times = [within.spans[0][0], *published]
     seconds = [high - low for low, high in itertools.pairwise(times)]
-    engines = sorted({one.lane for one in intervals if one.lane.startswith('engine/')})
+    engines = sorted({one.lane for one in intervals if is_engine_lane(one.lane)})
     busy = [busy_share(intervals, lane, within) or 0.0 for lane in engines]
-    learner = busy_share(intervals, 'learner', within) or 0.0
+    learner = busy_share(intervals, LEARNER, within) or 0.0
     return Pace(statistics.median(seconds), 1 - statistics.mean(busy), 1 - learner)
 
 
