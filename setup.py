@@ -21,7 +21,8 @@ PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
-[VERSION] = re.findall(r"^__version__ = '(.+)'$", (HERE / 'areal_jax' / 'code_version.py').read_text(), re.MULTILINE)
+VERSION_FILE = HERE / 'areal_jax' / 'workers' / 'code_version.py'
+[VERSION] = re.findall(r"^__version__ = '(.+)'$", VERSION_FILE.read_text(), re.MULTILINE)
 
 setup(
     name='areal_jax',
@@ -112,6 +113,7 @@ setup(
             'areal-report=areal_jax.main_report:run',
             'areal-role=areal_jax.main_role:run',
             'areal-serve=areal_jax.main_serve:run',
+            'areal-plan=areal_jax.main_plan:run',
             'areal-replay=areal_jax.main_replay:run',
             'areal-check-log=areal_jax.main_check_log:run',
             'areal-config=areal_jax.main_config:run',

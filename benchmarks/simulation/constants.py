@@ -22,6 +22,7 @@ import json
 from typing import Generic, TypeVar
 
 from areal_jax.simulation.chips import ASSUMED_NIC_BYTES_S, CHIPS
+from areal_jax.simulation.planner.published_ranges import PUBLISHED
 from areal_jax.simulation.roofline import BATCH_ONE, MEMORY_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES
 from areal_jax.simulation.shapes import SHAPES
 
@@ -67,19 +68,21 @@ BANDWIDTH = Constant(
     0.6,
     'of the peak, decoding',
     'low end of what served engines are said to reach, 0.60 to 0.85',
-    0.6,
-    0.85,
+    *PUBLISHED['bandwidth'].bounds,
 )
 PREFILL = Constant(
     'prefill',
     0.5,
     'of the peak flops',
     'low end; MaxText: 0.50 in training on 8 H100; TPU ragged attention: 0.73',
-    0.5,
-    0.73,
+    *PUBLISHED['prefill'].bounds,
 )
 MFU = Constant(
-    'mfu', 0.40, 'of the peak flops, training', 'arXiv 2505.24298, figure 6a: 0.39 to 0.46 on H800s, packed', 0.39, 0.46
+    'mfu',
+    0.40,
+    'of the peak flops, training',
+    'arXiv 2505.24298, figure 6a: 0.39 to 0.46 on H800s, packed',
+    *PUBLISHED['mfu'].bounds,
 )
 BATCH_ONE_SHARE = Constant(
     'batch one', BATCH_ONE, 'of the bandwidth, one row of a model of 8 billion', 'arXiv 2605.30571: 0.27 eager, '
@@ -104,7 +107,7 @@ UPDATE_S = Constant(
 WEIGHTS = Constant('weights', WEIGHT_BYTES, 'bytes of a weight that is decoded with or sent', 'arXiv 2505.24298: fp16')
 LOAD_S = Constant(
     'load_s', 2.0, 's of a publication beside its bytes', 'published of whole ones: 2 s (Qwen3-235B), 2.11 s (0.6B on '
-    'TPU), a pause of 1.6 s (67B, marin)', 1.2, 7.2,
+    'TPU), a pause of 1.6 s (67B, marin)', *PUBLISHED['load_s'].bounds,
 )  # fmt: skip
 SWITCH_S = Constant(
     'switch_s', 0.0, 's to change between generating and training on the same devices', 'assumption: free, which '
@@ -134,7 +137,7 @@ PROMPT = Constant('prompt', 'constant(512)', 'tokens', 'assumption: half of the 
 R1_LENGTHS = Constant(
     'R1 lengths', 'lognormal(9000, 0.75)', 'tokens, before the cap', 'assumption: rates and times of arXiv 2505.24298 '
     'give 9.3 to 9.7 thousand a trained answer; sigma is a guess, 0.6 to 0.75; code and larger models as this one',
-    0.6, 0.75,
+    *PUBLISHED['sigma'].bounds,
 )  # fmt: skip
 R1_LENGTHS_8K = Constant(
     'R1 lengths at 8k', 'lognormal(5750, 0.75)', 'tokens, before the cap of 7,168', 'DeepScaleR, 8k stage: 5.5 to 3.5 '

@@ -1,0 +1,126 @@
+"""A plan for a question: the search on a part of the cluster, the plan at full size, and what is to be said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from areal_jax.app.simulate.planning import list_fields, simulate_plan
+from areal_jax.config.cluster import MOST_ENGINES
+from areal_jax.config.ranges import ConfigError
+from areal_jax.simulation.planner.advice import Advice, advise, joules_a_token, make_load
+from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
+from areal_jax.simulation.planner.neighbours import Search, refine
+from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits
+from areal_jax.simulation.planner.prediction import choose_start, predict
+from areal_jax.simulation.planner.published_ranges import find_interval
+from areal_jax.telemetry.energy.energy_model import Energy
+
+MOST_SIMULATIONS = 12
+_DIVISORS = (8, 4, 2)
+_WHOLE = 16  # devices that are simulated as they are
+_FEWEST_PARTS, _FEWEST_GROUPS = 8, 8  # engines' sizes in the devices, and groups of an update, at least, of a part
+Note = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan with what its simulation found, at full size."""
+
+    setting: Setting
+    divisor: int  # devices and answers of the search were divided by it
+    plan: Plan
+    outcome: Outcome  # tokens a second of all devices
+    interval: tuple[float, float]  # tokens a second
+    in_turns: Outcome | None  # of synchronous training on the same devices
+    load: Load
+    advice: Advice
+    fields: Mapping[str, object]  # of the config; of the synchronous run where that is the better one
+    simulations: int
+    full: Outcome | None = None  # simulated once at full size
+
+
+def find_plan(
+    setting: Setting, *, seed: int, prompts: str, is_full: bool, note: Note, most: int = MOST_SIMULATIONS
+) -> Planned:
+    """Raises ConfigError for a plan that cannot be: no memory, too many engines."""
+    divisor = choose_divisor(setting)
+    small = setting.shrink(divisor)
+
+    def simulate(plan: Plan) -> Outcome:
+        return simulate_plan(small, plan, seed=seed, prompts=prompts)
+
+    def tell(plan: Plan, outcome: Outcome) -> None:
+        note(
+            f'{plan.engines} engines, learner on {plan.training}, eta {plan.eta}, {plan.slots} slots: '
+            f'{divisor * outcome.tokens_s:,.0f} tokens a second, mean age {outcome.age_mean:.1f}'
+        )
+
+    search = Search(small, simulate, most, tell)
+    best = search.run(choose_start(small))
+    in_turns, why_not = _simulate_in_turns(small, simulate)
+    plan = refine(setting, small, best, search.tried[best])
+    if plan.engines > MOST_ENGINES:
+        raise ConfigError(f'the plan has {plan.engines} engines, and cluster.engines takes {MOST_ENGINES}: plan a part')
+    outcome = _enlarge(search.tried[best], divisor)
+    if divisor > 1:
+        note(f'at full size: {plan.engines} engines, learner on {plan.training}')
+    full = simulate_plan(setting, plan, seed=seed, prompts=prompts) if is_full else None
+    shown = full or outcome
+    in_turns = in_turns and _enlarge(in_turns, divisor)
+    load = make_load(setting, _layout(setting, plan), plan, shown.tokens_s)
+    live = predict(small, best).live
+    advice = advise(shown, load, live, in_turns, setting.max_age, why_not)
+    low, high = find_interval(setting, plan)
+    shared = plan_in_turns(setting) if advice.trains_in_turns else None
+    fields = list_fields(setting, shared or plan, load.decode_steps)
+    return Planned(
+        setting, divisor, plan, outcome, (low * shown.tokens_s, high * shown.tokens_s), in_turns, load, advice,
+        fields, len(search.tried) + (in_turns is not None), full,
+    )  # fmt: skip
+
+
+def choose_divisor(setting: Setting) -> int:
+    """8, or less where a part would have too few engines or groups; 1 up to 16 devices."""
+    for divisor in _DIVISORS:
+        parts = setting.devices / divisor / setting.engine_devices
+        groups = setting.answers.groups / divisor
+        is_even = setting.devices % divisor == 0 and setting.answers.groups % divisor == 0
+        if setting.devices > _WHOLE and is_even and parts >= _FEWEST_PARTS and groups >= _FEWEST_GROUPS:
+            return divisor
+    return 1
+
+
+def plan_in_turns(setting: Setting) -> Plan | None:
+    """Engines on all devices, which train as well; None where no engines of equal size share them."""
+    for engines in range(setting.devices // setting.engine_devices, 0, -1):
+        plan = Plan(engines, setting.devices, 0, setting.most_slots, shared=True)
+        if setting.devices % engines == 0 and fits(setting, plan):
+            return plan
+    return None
+
+
+def _simulate_in_turns(setting: Setting, simulate: Simulate) -> tuple[Outcome | None, str]:
+    """(its outcome, '') or (None, why there is none)."""
+    plan = plan_in_turns(setting)
+    if plan is None:
+        return None, 'synchronous training is not simulated: no engines of equal size share these devices'
+    return simulate(plan), ''
+
+
+def _enlarge(outcome: Outcome, scale: int) -> Outcome:
+    return dataclasses.replace(outcome, tokens_s=scale * outcome.tokens_s)
+
+
+def _layout(setting: Setting, plan: Plan) -> Layout:
+    """With the learner on whole nodes where that goes, as roles have it."""
+    fields = list_fields(setting, plan)
+    hosts = plan.training // NODE if plan.training % NODE == 0 else 1
+    learner = str(fields['cluster.learner'])
+    return Layout(setting.shape, f'hosts={hosts} x {learner}', str(fields['cluster.engines']), setting.answers.count)
+
+
+def energy_of(planned: Planned) -> Energy | None:
+    """Joules a trained token; None without published watts."""
+    live = predict(planned.setting, planned.plan).live
+    return joules_a_token(planned.setting, planned.plan, planned.full or planned.outcome, live)

@@ -1,0 +1,115 @@
+"""What a plan means in words and numbers: what limits it, what breaks next, watts, and when to train synchronously."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from areal_jax.simulation.planner.cluster_load import Layout, Load, Pace, choose_pieces
+from areal_jax.simulation.planner.host_costs import MEASURED, HostCosts
+from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting
+from areal_jax.simulation.planner.prediction import predict
+from areal_jax.telemetry.energy.energy_model import Energy, Phase, joules
+from areal_jax.telemetry.energy.power_table import DECODE, IDLE, POWER, TRAIN, decode_activity
+
+_BUSY = 0.93  # of the time: a lane that is busy for more sets the pace
+_FILLED = 0.9  # of the slots: with fewer answers in them an engine could decode more
+_NEAR = 0.5  # of a limit: what uses more is worth a word
+_AS_FAST = 0.99
+_HOUR_S = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What is said of a plan beside its numbers."""
+
+    binds: str  # one sentence
+    breaks_next: str  # one sentence
+    asynchrony: str  # one sentence on training in turns
+    trains_in_turns: bool  # that is as fast or faster
+
+
+def advise(
+    outcome: Outcome, load: Load, live: float, in_turns: Outcome | None, max_age: float | None, why_not: str
+) -> Advice:
+    """What is said of a plan.
+
+    Args:
+      live: answers that an engine decodes at a time.
+      in_turns: outcome of the same devices with engines that share them with the learner; None = `why_not`.
+    """
+    binds, breaks_next = describe_binding(outcome, live, load.pace.slots), describe_next(load)
+    if in_turns is None:
+        return Advice(binds, breaks_next, why_not, False)
+    ratio = outcome.tokens_s / in_turns.tokens_s
+    too_old = max_age is not None and outcome.age_mean > max_age
+    numbers = (
+        f'{in_turns.tokens_s:,.0f} tokens a second with eta 0 on shared devices, {outcome.tokens_s:,.0f} with these'
+    )
+    if too_old:
+        sentence = f'no asynchronous plan keeps the mean age to {max_age:g}: train synchronously ({numbers})'
+    elif ratio <= 1 / _AS_FAST:
+        sentence = f'asynchrony does not pay here: train synchronously ({numbers})'
+    else:
+        sentence = f'asynchrony pays {ratio:.2f} times ({numbers}; changing roles costs nothing there)'
+    return Advice(binds, breaks_next, sentence, too_old or ratio <= 1 / _AS_FAST)
+
+
+def describe_binding(outcome: Outcome, live: float, slots: int) -> str:
+    """Which side sets the pace, or the gate, which leaves slots empty while engines decode the few that it admits."""
+    engines, learner = f'{100 * outcome.engines_busy:.0f}%', f'{100 * outcome.learner_busy:.0f}%'
+    shares = f'engines are busy {engines} of the time, the learner {learner}'
+    if outcome.learner_busy >= _BUSY:
+        return f'the learner binds: {shares}'
+    if outcome.engines_busy >= _BUSY and live < _FILLED * slots:
+        return f'the staleness bound binds: {shares}, with {live:.0f} of {slots} slots filled'
+    if outcome.engines_busy >= _BUSY:
+        return f'the engines bind: {shares}'
+    return f'the staleness bound binds: {shares}, and both wait for it'
+
+
+def describe_next(load: Load) -> str:
+    """The limit beside the accelerators of which most is used."""
+    name, share = max(load.shares().items(), key=lambda item: item[1])
+    used = f'{100 * share:,.0f}% of {name} is used'
+    if share > 1:
+        return f'{used}: this pace is not reached until that is changed (docs/cluster/plan.md)'
+    return f'{used}: {"this breaks next" if share > _NEAR else "nothing beside the accelerators is near its limit"}'
+
+
+def make_load(setting: Setting, layout: Layout, plan: Plan, tokens_s: float, costs: HostCosts = MEASURED) -> Load:
+    """At the simulated pace, with as small pieces of answers as the controller can take in."""
+    answers = setting.answers
+    return choose_pieces(Load(layout, Pace(tokens_s, answers.moments.mean, answers.live_positions, plan.slots), costs))
+
+
+def count_running_groups(setting: Setting, plan: Plan) -> int:
+    """Groups that are open at a time: each holds its place until its longest answer ends."""
+    live = predict(setting, plan).live
+    return math.ceil(live * plan.engines * setting.answers.moments.tail / setting.answers.group_size)
+
+
+def device_hours(setting: Setting, plan: Plan, tokens_s: float) -> float:
+    """Of a million trained tokens; devices that the plan leaves over do not count."""
+    return 1e6 / tokens_s * count_devices(setting, plan) / _HOUR_S
+
+
+def count_devices(setting: Setting, plan: Plan) -> int:
+    return plan.training + (0 if plan.shared else plan.engines * setting.engine_devices)
+
+
+def joules_a_token(setting: Setting, plan: Plan, outcome: Outcome, live: float) -> Energy | None:
+    """Of a trained token, with the published watts of the chip; None where there are none, as for the next.
+
+    Boards alone, without host, network and cooling. Prefill counts as decoding, and devices left over do not count.
+    """
+    power = POWER.get(setting.chip.name)
+    if power is None or plan.shared:
+        return None
+    engines = [
+        Phase(DECODE, outcome.engines_busy, decode_activity(live)),
+        Phase(IDLE, max(0.0, 1 - outcome.engines_busy)),
+    ]
+    learner = [Phase(TRAIN, outcome.learner_busy), Phase(IDLE, max(0.0, 1 - outcome.learner_busy))]
+    a_second = joules(engines, power, plan.engines * setting.engine_devices) + joules(learner, power, plan.training)
+    return Energy(*(value / outcome.tokens_s for value in (a_second.low, a_second.mid, a_second.high)))

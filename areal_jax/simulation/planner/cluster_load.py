@@ -1,0 +1,180 @@
+"""What a run on a cluster asks of its controller, its registry, its disk and its network: arithmetic on measured costs.
+
+`host_costs` has what was measured; the pace of the run comes from a simulation, or from peaks (`load_tables`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from areal_jax.config.cluster import EnginesLayout, LearnerLayout, parse_engines, parse_learner
+from areal_jax.simulation.planner.host_costs import HostCosts
+from areal_jax.simulation.roofline import WEIGHT_BYTES
+from areal_jax.simulation.shapes import ModelShape
+
+NODE = 8  # accelerators
+DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
+PIECES = (DECODE_STEPS, 64, 256)
+CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
+FILE_SERVER_BYTES_S = 10e9  # that all nodes together read from the shared file system: yours will differ
+MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/wire.py, of the command with a batch
+TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
+DAY_S = 86_400
+_BUSY = 0.8  # of a limit: what uses more is said to bind
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A run: its layout as the config has it, and what an update trains on."""
+
+    model: ModelShape
+    learner: str  # cluster.learner
+    engines: str  # cluster.engines
+    answers: int  # of an update
+
+    @property
+    def learner_layout(self) -> LearnerLayout:
+        return parse_learner(self.learner)
+
+    @property
+    def engines_layout(self) -> EnginesLayout:
+        return parse_engines(self.engines)
+
+    @property
+    def accelerators(self) -> int:
+        return self.learner_layout.devices + self.engines_layout.devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How fast a run is, and of what."""
+
+    tokens_s: float  # generated, and as many trained
+    mean_tokens: float  # of an answer
+    live_positions: float  # of a slot on average, its prompt included
+    slots: int  # of an engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a layout at a pace asks for."""
+
+    layout: Layout
+    pace: Pace
+    costs: HostCosts
+    decode_steps: int = DECODE_STEPS
+
+    @property
+    def answers_s(self) -> float:
+        return self.pace.tokens_s / self.pace.mean_tokens
+
+    @property
+    def pieces_s(self) -> float:
+        return self.pace.tokens_s / self.decode_steps
+
+    @property
+    def update_s(self) -> float:
+        return self.layout.answers / self.answers_s
+
+    # The controller, in cores: one is all that its Python can use.
+
+    @property
+    def answers_cpu(self) -> float:
+        return self.answers_s * self.costs.answer_s
+
+    @property
+    def pieces_cpu(self) -> float:
+        return self.pieces_s * self.costs.piece_s
+
+    @property
+    def tokens_cpu(self) -> float:
+        return self.pace.tokens_s * self.costs.token_s
+
+    @property
+    def upkeep_cpu(self) -> float:
+        """Health checks and looks at the registry."""
+        engines = self.layout.engines_layout.count
+        return engines * (self.costs.question_s / CHECK_EVERY_S + self.costs.entry_s / LOOK_EVERY_S)
+
+    @property
+    def batch_cpu(self) -> float:
+        return self.batch_bytes * self.costs.batch_byte_s / self.update_s
+
+    @property
+    def controller_cpu(self) -> float:
+        return self.answers_cpu + self.pieces_cpu + self.tokens_cpu + self.upkeep_cpu + self.batch_cpu
+
+    @property
+    def batch_bytes(self) -> float:
+        return self.layout.answers * self.pace.mean_tokens * self.costs.batch_token_bytes
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the controller: half-grown answers in all slots, an update's worth that is complete, and its command."""
+        open_tokens = self.layout.engines_layout.count * self.pace.slots * self.pace.live_positions
+        return TOKEN_BYTES * (open_tokens + self.layout.answers * self.pace.mean_tokens) + self.batch_bytes
+
+    # Files.
+
+    @property
+    def log_bytes_day(self) -> float:
+        checks = self.layout.engines_layout.count / CHECK_EVERY_S * self.costs.question_log_bytes
+        return DAY_S * (self.answers_s * self.costs.log_bytes + checks)
+
+    @property
+    def registry_operations_s(self) -> float:
+        """Heartbeats of all roles; in a look of the controller a listing, and time and content of each entry."""
+        entries = 1 + self.layout.learner_layout.processes + self.layout.engines_layout.count
+        return entries + (1 + 2 * entries) / LOOK_EVERY_S
+
+    @property
+    def version_bytes(self) -> float:
+        """publication.dtype='bfloat16'."""
+        return WEIGHT_BYTES * self.layout.model.parameters
+
+    @property
+    def written_bytes(self) -> float:
+        """By each learner process, of a version."""
+        return self.version_bytes / self.layout.learner_layout.processes
+
+    @property
+    def engine_hosts(self) -> int:
+        return -(-self.layout.engines_layout.devices // NODE)
+
+    @property
+    def read_bytes(self) -> float:
+        """Over the network, of a version: each node keeps what it has read for its other engines."""
+        return self.engine_hosts * self.version_bytes
+
+    @property
+    def network_s(self) -> float:
+        """Of a publication: all nodes read it."""
+        return self.read_bytes / FILE_SERVER_BYTES_S
+
+    @property
+    def write_s(self) -> float:
+        """Of a publication: each learner process on one core."""
+        return self.written_bytes * self.costs.write_byte_s
+
+    @property
+    def read_s(self) -> float:
+        """Of a publication: every engine reads and checks all of it on one core, while it decodes."""
+        return self.version_bytes * self.costs.read_byte_s
+
+    # What breaks first.
+
+    def shares(self) -> dict[str, float]:
+        """Of each limit, how much is used."""
+        return {
+            'one core of the controller': self.controller_cpu,
+            'reading a version from the shared file system, of the time of an update': self.network_s / self.update_s,
+            'writing a version on one core of each learner process, of an update': self.write_s / self.update_s,
+            'reading and checking a version on one core of an engine, of an update': self.read_s / self.update_s,
+            'the largest command to the learner (1 GiB)': self.batch_bytes / MOST_FRAME_BYTES,
+        }
+
+
+def choose_pieces(load: Load) -> Load:
+    """The load with the least `decode_steps` of PIECES that leaves the controller a part of its core, or the most."""
+    loads = [dataclasses.replace(load, decode_steps=steps) for steps in PIECES]
+    return next((one for one in loads if one.controller_cpu < _BUSY), loads[-1])

@@ -1,0 +1,117 @@
+"""From what a user asks a plan for to a `Setting`; pure, but for the log of a run, which app/ reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_jax.config.ranges import ConfigError
+from areal_jax.simulation.chips import Chip, find_chip
+from areal_jax.simulation.group_moments import GroupMoments, group_moments
+from areal_jax.simulation.lengths import parse_lengths
+from areal_jax.simulation.planner.engine_size import count_slots, count_training, find_engine_devices, require_room
+from areal_jax.simulation.planner.plan_setting import Answers, Setting
+from areal_jax.simulation.shapes import ModelShape
+
+MEAN_PROMPT = 512  # tokens: half of the limit of arXiv 2505.24298
+LIMIT_MEANS = 3.072  # rollout.max_new_tokens in mean lengths: 27,648 of 9,000, as there
+_PIECE = 1024  # tokens to which a limit is rounded up
+_PROMPTS = 2  # limits of a prompt, in its mean
+_CLUSTER = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')
+
+
+def parse_cluster(text: str) -> tuple[int, Chip]:
+    """'64 x H800' -> (64, the chip). Raises ConfigError for another form, no device, two kinds, or an unknown chip."""
+    match = _CLUSTER.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--cluster={text!r} is not of the form '64 x H800'")
+    if '+' in match[2] or ',' in match[2]:
+        raise ConfigError(f'--cluster={text!r} has devices of several kinds, for which no plan is made: plan one kind')
+    count = int(match[1])
+    if count < 2:
+        raise ConfigError(
+            f'--cluster={text!r}: {count} devices are too few; engines and learner need one each, or more'
+        )
+    return count, find_chip(match[2])
+
+
+def describe_lengths(text: str, count: int, group_size: int, limit: int = 0, prompt: int = MEAN_PROMPT) -> Answers:
+    """Answers whose lengths are a distribution.
+
+    Args:
+      limit: rollout.max_new_tokens; 0 = LIMIT_MEANS mean lengths.
+
+    Raises ConfigError for a text that is none, or one that drifts.
+    """
+    require_batch(count, group_size)
+    if '->' in text:
+        raise ConfigError(f'--lengths={text!r} drifts: plan for its start and for its end, each by itself')
+    if not limit:
+        free = group_moments(parse_lengths(text, 1 << 30, field='--lengths'), group_size)
+        limit = _round_up(LIMIT_MEANS * free.mean)
+    lengths = parse_lengths(text, limit, field='--lengths')
+    moments = group_moments(lengths, group_size)
+    return _describe(text, count, group_size, moments, group_moments(lengths, count).longest, prompt, limit)
+
+
+def describe_log(
+    text: str, groups: Sequence[Sequence[tuple[int, float]]], count: int, limit: int, prompt: int = MEAN_PROMPT
+) -> Answers:
+    """Answers of a run; its groups as of drawn_answers.read_groups, `text` as of simulation.answers."""
+    size = len(groups[0])
+    require_batch(count, size)
+    moments = logged_moments(groups, limit)
+    longest = max(min(length, limit) for group in groups for length, _ in group)
+    return _describe(text, count, size, moments, float(longest), prompt, limit)
+
+
+def logged_moments(groups: Sequence[Sequence[tuple[int, float]]], limit: int) -> GroupMoments:
+    """Moments of the answers of a run, as they would be cut off at the limit."""
+    rows = [np.minimum([float(length) for length, _ in group], limit) for group in groups]
+    every = np.concatenate(rows)
+    longest = np.array([row.max() for row in rows])
+    products = np.concatenate([row * row.max() for row in rows])
+    return GroupMoments(float(every.mean()), float((every**2).mean()), float(longest.mean()), float(products.mean()))
+
+
+def require_batch(count: int, group_size: int) -> None:
+    """Raises ConfigError for a batch that is not one of whole groups."""
+    if group_size < 1 or count < group_size:
+        raise ConfigError(f'--answers={count} --group_size={group_size}: a batch has one group at least')
+    if count % group_size:
+        raise ConfigError(
+            f'--answers={count} is no multiple of --group_size={group_size}: '
+            f'use {count // group_size * group_size} or {-(-count // group_size) * group_size}'
+        )
+
+
+def make_setting(
+    devices: int, chip: Chip, shape: ModelShape, answers: Answers, max_age: float | None = None, most_eta: int = 8
+) -> Setting:
+    """Raises ConfigError where the devices do not hold an engine and a learner, or for a bound below 0."""
+    if max_age is not None and max_age < 0:
+        raise ConfigError(f'--max_age={max_age:g} must be at least 0')
+    engine_devices = find_engine_devices(chip, shape, answers.context)
+    require_room(devices, chip, shape, engine_devices)
+    return Setting(
+        devices, chip, shape, answers, engine_devices,
+        most_slots=count_slots(chip, shape, engine_devices, answers.live_positions),
+        least_training=count_training(chip, shape),
+        optimizer_steps=math.gcd(4, answers.groups), max_age=max_age, most_eta=most_eta,
+    )  # fmt: skip
+
+
+def _describe(
+    text: str, count: int, size: int, moments: GroupMoments, longest: float, prompt: int, limit: int
+) -> Answers:
+    context = limit + _round_up(_PROMPTS * prompt)
+    return Answers(text, count, size, moments, longest, prompt, limit, context)
+
+
+def _round_up(tokens: float) -> int:
+    """Small lengths to a sixteenth of a piece."""
+    piece = _PIECE if tokens > _PIECE else _PIECE // 16
+    return math.ceil(tokens / piece) * piece
