@@ -232,13 +232,6 @@ class TrajectoryGroup:
         return len({trajectory.reward for trajectory in self.trajectories}) <= 1
 
 
-def count_positions(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """{'positions'} that the tokens of prompts and answers see: each token itself and those before it."""
-    rows = [row for group in groups for row in group.trajectories]
-    lengths = [len(row.prompt.tokens) + sum(len(s.tokens) for s in row.segments) for row in rows]
-    return {'positions': sum(length * (length + 1) // 2 for length in lengths)}
-
-
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
     """One minibatch: M micro-batches of R rows of T tokens, and per row N loss tokens. Producer: learning/packing/.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections.abc import Sequence
 
 from areal_jax.types import Dropped, TrajectoryGroup
 
@@ -63,3 +64,10 @@ def stamp_consumed(group: TrajectoryGroup, now: float) -> TrajectoryGroup:
     """The group with the time at which a batch took it, in clock seconds."""
     stamped = tuple(dataclasses.replace(trajectory, consumed_s=now) for trajectory in group.trajectories)
     return dataclasses.replace(group, trajectories=stamped)
+
+
+def count_positions(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """{'positions'} that the tokens of prompts and answers see: each token itself and those before it."""
+    rows = [row for group in groups for row in group.trajectories]
+    lengths = [len(row.prompt.tokens) + sum(len(s.tokens) for s in row.segments) for row in rows]
+    return {'positions': sum(length * (length + 1) // 2 for length in lengths)}

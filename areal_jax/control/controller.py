@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 
 from areal_jax import lanes
 from areal_jax.control.admission import Admission
-from areal_jax.control.buffer import TrajectoryBuffer, stamp_consumed
+from areal_jax.control.buffer import TrajectoryBuffer, count_positions, stamp_consumed
 from areal_jax.control.checkpoint_writer import CheckpointWriter
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, RunningGroup
@@ -30,7 +30,7 @@ from areal_jax.control.schedule import VersionRing
 from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
-from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work, count_positions
+from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
 
 
 @dataclasses.dataclass(frozen=True)
