@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from areal_jax.columns import Column, ColumnArrays, check, check_alike, cut
+from areal_jax.labels import SCORED
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
@@ -22,11 +23,6 @@ Weights = Tree  # on any device; only learning/, publication/ and the backend of
 FinishReason = Literal['stop', 'length']  # of an answer that is verified and trained
 # labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s
 UNSCORED = ('agent_error', 'env_error', 'deadline')
-# of an answer of code: reward 0, but for partial credit; 'visible_only' passes the tests and fails a hidden one
-CODE = (
-    'wrong', 'syntax', 'exception', 'time_limit', 'memory_limit', 'killed', 'forbidden', 'no_code', 'visible_only',
-)  # fmt: skip
-SCORED = ('ok', 'unparsed', *CODE)  # labels with a reward; 'unparsed': reward 0, no answer could be read in the text
 EngineFinish = Literal['stop', 'length', 'cancelled']  # of a request: what engines, pool and event log know
 LogprobKind = Literal['behavior', 'sampling']
 PauseMode = Literal['retract', 'in_place', 'abort']

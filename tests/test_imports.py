@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'columns', 'errors', 'installation', 'lanes', 'types'},
-    {'addresses', 'files', 'plugins', 'protocols'},
+    {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
+    {'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
     {'text'},
@@ -28,6 +28,7 @@ NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'tele
 JAX_FREE = [
     'errors',
     'events',
+    'labels',
     'lanes',
     'files',
     'installation',
@@ -35,7 +36,6 @@ JAX_FREE = [
     'columns',
     'types',
     'protocols',
-    'addresses',
     'config',
     'control',
     'registry',

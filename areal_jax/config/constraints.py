@@ -14,7 +14,6 @@ from ml_collections import config_dict
 from areal_jax.config.agent_fields import find_agent_problems
 from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import find_device_problems, parse_engines, parse_learner
-from areal_jax.config.code_fields import find_code_problems, find_training_problems
 from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
@@ -27,7 +26,7 @@ from areal_jax.config.objective_constraints import (
 )
 from areal_jax.config.objectives import find_objective, is_policy, resolve
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
-from areal_jax.config.sandbox_fields import find_sandbox_problems
+from areal_jax.config.sandbox_fields import find_code_problems, find_sandbox_problems, find_training_problems
 from areal_jax.config.simulation_fields import find_simulation_problems
 from areal_jax.config.splits import find_reallocation_problems
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.addresses import split_address
+from areal_jax.config.addresses import split_address
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.kinds import find_channel, find_server
 

@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs: the levels of task.sandbox, the tasks and tools that run it, and their rules."""
+"""Where code that a model wrote runs: levels of task.sandbox, rules of the task `code` and of tools that run it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from areal_jax.plugins import is_own
 AUTO, NONE, LANDLOCK, BUBBLEWRAP = 'auto', 'none', 'landlock', 'bubblewrap'
 LEVELS = (AUTO, LANDLOCK, BUBBLEWRAP, NONE)  # workers/sandbox/levels.py has those that confine
 RUN_MODEL_CODE = ('code',)  # task.name: tasks of this package whose scorers run what a model wrote
+
+NAME, HUMAN_EVAL = 'code', 'humaneval'  # task.name, task.path
+_CHECKS, _WALL = 2, 3  # of an answer: its tests and the hidden ones; wall seconds for a CPU second of the limit
+_FIELDS = ('show_tests', 'partial_credit')
 
 Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
 
@@ -78,4 +82,30 @@ def find_sandbox_warnings(c: Config) -> Iterator[str]:
         yield (
             f'task.sandbox={NONE!r} with task.name={c.task.name!r}: code that the model wrote ran with all rights of '
             f'the user who started the run, on its files, its network and its processes; use task.sandbox={LANDLOCK!r}'
+        )
+
+
+def find_code_problems(c: Config) -> Iterator[str]:
+    """A sentence for each rule that a config breaks, for training, evaluating and scoring alike."""
+    task = c.task
+    if task.name != NAME:
+        for field in _FIELDS:
+            if getattr(task, field):
+                yield f'task.{field}=True is for task.name={NAME!r}, and it is {task.name!r}; remove one of them'
+        return
+    least_s = _CHECKS * _WALL * task.time_limit_s
+    if not task.reward and task.verifier_deadline_s < least_s:
+        yield (
+            f'task.verifier_deadline_s={task.verifier_deadline_s:g} would end checks that task.time_limit_s='
+            f'{task.time_limit_s:g} allows: {_CHECKS} checks of {_WALL} wall seconds for each CPU second; raise it to '
+            f'{least_s:g} or more'
+        )
+
+
+def find_training_problems(c: Config) -> Iterator[str]:
+    """The same for what is trained on."""
+    if c.task.name == NAME and c.task.path == HUMAN_EVAL:
+        yield (
+            f'task.path={HUMAN_EVAL!r} is for evaluation only: training on it would spoil what it measures; use '
+            "task.path='' or a file of your own, and areal-eval for HumanEval"
         )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from areal_jax import files
-from areal_jax.addresses import find_free_port, join_address
+from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.errors import LostPeerError
 from areal_jax.registry.entries import REGISTRY, Entry
 from areal_jax.registry.presence import Presence, await_living

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from areal_jax.addresses import address_family, join_address
+from areal_jax.config.addresses import address_family, join_address
 from areal_jax.distributed.codec import CodecError, decode, encode
 from areal_jax.distributed.wire import (
     Connection,

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from areal_jax.addresses import join_address
+from areal_jax.config.addresses import join_address
 from areal_jax.errors import UserError
 
 MOST_FRAME_BYTES = 1 << 30

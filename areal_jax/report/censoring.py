@@ -16,6 +16,7 @@ import numpy as np
 
 from areal_jax.control.group_filter import BY_REWARD
 from areal_jax.events.schema import Event
+from areal_jax.labels import SCORED
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import outside_evaluation
@@ -24,7 +25,7 @@ from areal_jax.telemetry import names
 from areal_jax.telemetry.numerals import format_number
 from areal_jax.telemetry.token_ledger import IN_BATCH, tell_fates
 from areal_jax.telemetry.values import Line, counts, number
-from areal_jax.types import NOT_GENERATED, SCORED
+from areal_jax.types import NOT_GENERATED
 
 _GENERATED, _DROPPED = 'generated', 'dropped'
 _LEFT_OUT = ('masked', 'dropped')  # fates that depend on how long an answer took

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from areal_jax.labels import CODE
 from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts, visible_only_share
 from areal_jax.telemetry.numerals import format_number, format_percent
-from areal_jax.types import CODE
 
 HEAD = ('answers of code', 'first update', 'last update', 'mean')
 

@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
+from areal_jax.labels import CODE
 from areal_jax.telemetry.energy.description import EnergyFacts
-from areal_jax.types import CODE
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'facts.json'

@@ -6,10 +6,10 @@ import pytest
 
 from areal_jax.app.run.code_checks import CodeChecks
 from areal_jax.app.run.scores import evaluation_row
+from areal_jax.labels import CODE
 from areal_jax.report.code_verdicts import describe_code, summarize_code
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EvaluationScores, visible_only_share
-from areal_jax.types import CODE
 from tests.telemetry.logs import two_facts
 
 

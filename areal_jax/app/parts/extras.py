@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.agent_fields import HERMES, PROGRAM
-from areal_jax.config.code_fields import HUMAN_EVAL, NAME
 from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.sandbox_fields import HUMAN_EVAL, NAME
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment
 

@@ -12,7 +12,7 @@ import tempfile
 
 from absl import flags
 
-from areal_jax.addresses import find_free_port, join_address
+from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.publication.versions import list_versions
 
 _END_S = 5.0  # after SIGTERM

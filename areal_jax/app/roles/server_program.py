@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import flags
 from ml_collections import config_dict
 
-from areal_jax.addresses import find_free_port, join_address
 from areal_jax.app.process.ending import code_of_stopped_server
 from areal_jax.app.process.interrupt import Interrupts, Wakeups
 from areal_jax.app.roles.receiver_process import ReceiverProcess
 from areal_jax.app.roles.roles import RoleProcess, await_controller
+from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import ClientKind
 from areal_jax.errors import UserError

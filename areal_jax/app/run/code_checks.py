@@ -6,8 +6,8 @@ import collections
 from typing import TypedDict
 
 from areal_jax.events.schema import Event
+from areal_jax.labels import CODE, SCORED
 from areal_jax.telemetry import names
-from areal_jax.types import CODE, SCORED
 
 
 class CodeChecksState(TypedDict):

@@ -60,7 +60,7 @@ class Outside:
     start_worker: StartWorker = WorkerProcess
     try_sandbox: TrySandbox = try_sandbox
     # of a simulation: in place of the task and of its verifier
-    build_task: Callable[[TrackedConfig, Tokenizer], Task] = build_task
+    build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
     build_verifier: Callable[[LoopClock, Task], LoopVerifier] | None = None
 
 
@@ -166,7 +166,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     config = context.config
     model = site.load_model()
     context.start.begin(f'preparing task {config.task.name}')
-    task = outside.build_task(config, model.tokenizer)
+    task = (outside.build_task or build_task)(config, model.tokenizer)
     workflow_of = load_workflow(config, model.tokenizer)
     origin = _find_origin(context)
     scores = Scores(context.workdir, resume=context.resume, step=origin.version)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from areal_jax.addresses import address_family, join_address, split_address
+from areal_jax.config.addresses import address_family, join_address, split_address
 from areal_jax.publication.carriers.stream_frames import (
     PREFIX_BYTES,
     Kind,

@@ -136,7 +136,7 @@ def make_tables(costs: HostCosts) -> dict[str, str]:
     """By the name of their marks in the page."""
     loads = [Peak(layout).load(costs) for layout in LAYOUTS]
     limits = [(name, functools.partial(tell_share, name)) for name in loads[0].shares()]
-    tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'files': FILES, 'limits': limits}
+    tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'storage': FILES, 'limits': limits}
     return {name: make_table(lines, loads) for name, lines in tables.items()}
 
 

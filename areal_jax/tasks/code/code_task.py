@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.config.code_fields import HUMAN_EVAL
+from areal_jax.config.sandbox_fields import HUMAN_EVAL
 from areal_jax.errors import suggest
 from areal_jax.tasks.code import code_problems, function_families
 from areal_jax.tasks.code.code_block import find_code

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Callable
 from typing import SupportsFloat, cast
 
-from areal_jax.types import SCORED
+from areal_jax.labels import SCORED
 
 REWARD_LIMIT = 1e6  # largest absolute reward: far above any scale in use, and its square does not overflow
 _DESCRIPTION_CHARACTERS = 2000  # of an exception's text

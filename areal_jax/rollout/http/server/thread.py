@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from areal_jax.addresses import join_address
+from areal_jax.config.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server import control, generation, openapi, state, tokens

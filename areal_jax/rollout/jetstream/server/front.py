@@ -12,7 +12,7 @@ import grpc
 from jetstream.core import server_lib
 from jetstream.core.proto import jetstream_pb2_grpc
 
-from areal_jax.addresses import join_address
+from areal_jax.config.addresses import join_address
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import Limits

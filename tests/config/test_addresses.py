@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from areal_jax.addresses import address_family, find_free_port, join_address, split_address
+from areal_jax.config.addresses import address_family, find_free_port, join_address, split_address
 from areal_jax.errors import UserError
 
 
