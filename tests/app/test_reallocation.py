@@ -49,6 +49,7 @@ def assert_exact(run, fields):
     assert len(trained) == len(set(trained))
 
 
+@pytest.mark.slow  # tests/control/test_reallocation.py kills and resumes moves with toys at every change
 def test_a_killed_run_goes_through_the_same_moves(tmp_path, moving):
     """Four moves; killed after the second one, resumed from the checkpoint before it."""
     fields = moving | {'checkpoint__every': 1}

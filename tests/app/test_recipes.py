@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / 'configs' / 'recipes').glob('[!_]*.py'))}
 OF_THEIR_OWN = {'dpo', 'reward_model', 'distillation'}  # trained by run/test_preference.py
 REWARDED = [name for name in RECIPES if name not in OF_THEIR_OWN]
+AT_EVERY_CHANGE = {'grpo', 'dapo', 'oapl', 'icepop', 'ppo_critic', 'dg'}  # their programs differ most; others are slow
 # OAPL and VCPO sum the log-ratios of an answer by definition, and the full size has long ones
 WARNED = {'oapl', 'vcpo'}
 SEEDS = (1, 2, 3)
@@ -62,7 +63,9 @@ def test_an_unknown_size_is_refused():
         load_config(f'{RECIPES["grpo"]}:huge')
 
 
-@pytest.mark.parametrize('name', REWARDED)
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=[] if name in AT_EVERY_CHANGE else [pytest.mark.slow]) for name in REWARDED]
+)
 def test_the_tiny_size_trains(name, tmp_path):
     rows = train(load_config(f'{RECIPES[name]}:tiny'), tmp_path / name, run__steps=2)
     assert [row[names.STEP] for row in rows] == [1, 2]
