@@ -69,6 +69,11 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f'{setting} and the section friction: answers without tokens meet none; set its shares to 0'
     if c.rollout.record_routes:
         yield f'{setting} and rollout.record_routes=True: there are no experts without weights; set it to False'
+    if prices != ROOFLINE and c.cluster.reallocate != 'off':
+        yield (
+            f'{setting} and cluster.reallocate={c.cluster.reallocate!r}: only prices of chips follow the devices that '
+            f"move; use simulation.prices='{ROOFLINE}', or cluster.reallocate='off'"
+        )
     shared = parse_engines(c.cluster.engines).shared
     if prices == ROOFLINE and shared and (c.staleness.eta != 0 or c.staleness.schedule != 'natural'):
         yield (

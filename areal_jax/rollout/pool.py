@@ -15,7 +15,6 @@ from areal_jax.protocols import Clock, RolloutEngine
 from areal_jax.rollout.load_ledger import Ledger
 from areal_jax.rollout.pooled_generation import PooledGeneration
 from areal_jax.rollout.requirements import Requirement, require_capabilities
-from areal_jax.rollout.speed import MeasuredSpeeds
 from areal_jax.types import GenerationRequest, PublishedWeights
 
 Result = TypeVar('Result')
@@ -30,7 +29,6 @@ class Pool:
 
     Args:
       requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
-      measures_speed: whether engines differ: then outstanding tokens are weighed by the speed measured there.
       slow_versions: of engines of unequal speed: an answer that spans so many versions leaves a slow engine for a
         faster one when new weights are loaded, as its KV is computed again then anyway; 0 = none does.
     """
@@ -43,7 +41,6 @@ class Pool:
         supervisor: Supervisor,
         requirements: Sequence[Requirement] = (),
         *,
-        measures_speed: bool = False,
         slow_versions: int = 0,
     ):
         if not engines:
@@ -52,7 +49,6 @@ class Pool:
         self._engines: dict[str, RolloutEngine] = {}
         self._clock, self._log, self._supervisor, self._requirements = clock, log, supervisor, requirements
         self.ledger, self.pinned_ledger = Ledger(), Ledger()  # of training, and of pinned requests
-        self._speeds = MeasuredSpeeds(self.ledger, clock.now) if measures_speed else None
         self._open: dict[_Key, PooledGeneration] = {}  # in the order of arrival
         self._waiting: dict[_Key, PooledGeneration] = {}  # those that no engine has
         self._slow_versions = slow_versions
@@ -104,8 +100,6 @@ class Pool:
         del self._engines[name]
         for ledger in (self.ledger, self.pinned_ledger):
             ledger.remove_engine(name)
-        if self._speeds:
-            self._speeds.remove(name)
         self._log.write('leave', name, engine=name, reason=reason)
         self._place_waiting()
         return engine
@@ -115,8 +109,6 @@ class Pool:
         self._engines[name] = engine
         for ledger in (self.ledger, self.pinned_ledger):
             ledger.add_engine(name)
-        if self._speeds:
-            self._speeds.add(name)
         self._log.write('join', name, engine=name, version=status.policy_version, devices=list(status.devices))
 
     # Requests.
@@ -124,7 +116,7 @@ class Pool:
     def generate(self, request: GenerationRequest, prefer: str = '') -> PooledGeneration:
         """Starts the request on the engine `prefer` if there is one of that name; it waits where there is none."""
         ledger = self.ledger if request.version is None else self.pinned_ledger
-        one = PooledGeneration(request, ledger, self._clock, self._forget, self._note_generated)
+        one = PooledGeneration(request, ledger, self._clock, self._forget)
         if not self._place(one, prefer):
             one.wait()
             self._waiting[_key(request)] = one
@@ -139,8 +131,6 @@ class Pool:
             return False
         if request.version is None:
             self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
-            if self._speeds:
-                self._speeds.note_requests(name, 1)
         generation = self._engines[name].generate(request)
         one.place(name, generation)
         return True
@@ -155,12 +145,6 @@ class Pool:
         """The iteration of a request has ended."""
         if self._open.get(_key(one.request)) is one:
             del self._open[_key(one.request)]
-        if self._speeds and one.request.version is None and one.engine in self._engines:
-            self._speeds.note_requests(one.engine, -1)
-
-    def _note_generated(self, one: PooledGeneration, tokens: int) -> None:
-        if self._speeds and one.request.version is None and one.engine in self._engines:
-            self._speeds.note_generated(one.engine, tokens)
 
     def cancel(self, request: GenerationRequest) -> None:
         if (one := self._open.get(_key(request))) is not None:

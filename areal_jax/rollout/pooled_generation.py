@@ -20,7 +20,6 @@ class PooledGeneration:
     Args:
       ledger: of the requests of its kind.
       on_end: called when the iteration ends.
-      note_generated: called with the number of tokens of each segment that its engine delivered.
     """
 
     def __init__(
@@ -29,12 +28,11 @@ class PooledGeneration:
         ledger: Ledger,
         clock: Clock,
         on_end: Callable[[PooledGeneration], None],
-        note_generated: Callable[[PooledGeneration, int], None],
     ):
         self.request, self.ledger, self.engine = request, ledger, ''
         self.generation: Generation | None = None  # of the engine that has it
         self.entry: Entry | None = None  # in the ledger
-        self._clock, self._on_end, self._note_generated = clock, on_end, note_generated
+        self._clock, self._on_end = clock, on_end
         self._received: list[Segment] = []  # all that engines delivered, to go on after it
         self._undelivered: collections.deque[Segment] = collections.deque()  # of the engines before
         self._cancelled = False  # while no engine had it
@@ -125,4 +123,3 @@ class PooledGeneration:
         self._received.append(segment)
         if self.entry is not None:
             self.ledger.note_generated(self.entry, len(segment.tokens))
-        self._note_generated(self, len(segment.tokens))

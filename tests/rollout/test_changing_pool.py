@@ -11,10 +11,8 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.rollout.load_ledger import Ledger
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.speed import MeasuredSpeeds
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
 from tests.toys import PRICES, ToyBackend, token
 
@@ -212,28 +210,3 @@ def test_an_answer_is_moved_twice_and_back():
         assert rig.tokens(one) == expected(one)
     assert sum(event['tokens'] for event in rig.of_kind('decode')) == TOKENS * len(REQUESTS)
     assert len(rig.of_kind('move')) > len(REQUESTS)
-
-
-def test_an_engine_with_half_the_speed_gets_half_of_what_is_outstanding():
-    ledger = Ledger(['fast', 'slow'])
-    now = 0.0
-    speeds = MeasuredSpeeds(ledger, lambda: now)
-    for name in ('fast', 'slow'):
-        speeds.add(name)
-        speeds.note_requests(name, 1)
-    now = 10.0
-    speeds.note_generated('fast', 200)  # 20 tokens a second
-    speeds.note_generated('slow', 100)  # 10
-    opened = collections.Counter()
-    for draw in range(30):
-        name = ledger.least_outstanding()
-        ledger.open(request(draw), name)
-        opened[name] += 1
-    assert opened == {'fast': 20, 'slow': 10}
-    ledger.add_engine('new')
-    speeds.add('new')  # until it is measured, as fast as the fastest
-    for draw in range(30, 50):
-        name = ledger.least_outstanding()
-        ledger.open(request(draw), name)
-        opened[name] += 1
-    assert opened == {'fast': 20, 'slow': 10, 'new': 20}

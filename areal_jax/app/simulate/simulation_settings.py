@@ -21,6 +21,7 @@ from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.events.schema import Event
 from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.protocols import PromptStream
 from areal_jax.report.event_log import load_events
@@ -111,10 +112,10 @@ def build_prompts(config: TrackedConfig) -> PromptStream:
     return DrawnPrompts(parse_lengths(text, longest, draws_of_run=draws, field='simulation.prompts'), seed)
 
 
-def _load_events(workdir: pathlib.Path) -> list:  # type: ignore[type-arg]
+def _load_events(workdir: pathlib.Path) -> list[Event]:
     if not (workdir / EVENTS).is_file():
         raise UserError(f'simulation.answers=log({workdir}): there is no {workdir / EVENTS}; name the workdir of a run')
-    return list(load_events(workdir / EVENTS))
+    return load_events(workdir / EVENTS)
 
 
 def build_prices(config: TrackedConfig) -> Prices:

@@ -14,7 +14,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.servers.moving_request import MovingRequest
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RemoteEngine, RemoteError
-from areal_jax.rollout.speed import SpeedMeter
+from areal_jax.rollout.servers.speed import SpeedMeter
 
 MemberState = Literal[
     'registered', 'syncing', 'probing', 'serving', 'draining', 'unknown', 'quarantined', 'gone'

@@ -186,6 +186,7 @@ def test_a_simulation_never_becomes_a_run(tmp_path, simulated):
         ({'simulation__prices': 'guess'}, "simulation.prices='guess' is unknown"),
         ({'cluster__engines': '1 x shared'}, 'in turns with it; set staleness.eta=0'),
         ({'loss__objective': 'sft'}, 'a simulation is of runs that generate'),
+        ({'simulation__prices': 'virtual', 'cluster__reallocate': 'auto'}, 'only prices of chips follow the devices'),
     ],
 )
 def test_what_cannot_be_simulated_is_one_sentence(tmp_path, fields, message):

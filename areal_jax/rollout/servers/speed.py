@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from areal_jax.rollout.load_ledger import Ledger
-
 _FIRST_TOKENS = 64  # before that many, an engine has no speed
 _WINDOW_TOKENS = 4096  # then what was measured counts half
 
@@ -40,30 +36,3 @@ class SpeedMeter:
     def _advance(self, now_s: float) -> None:
         self._request_s += self._requests * (now_s - self._changed_s)
         self._changed_s = now_s
-
-
-class MeasuredSpeeds:
-    """Weighs what is outstanding on each engine of a ledger by the speed measured there."""
-
-    def __init__(self, ledger: Ledger, now: Callable[[], float]):
-        self._ledger, self._now = ledger, now
-        self._meters: dict[str, SpeedMeter] = {}
-
-    def add(self, engine: str) -> None:
-        """Until an engine is measured, it is as fast as the fastest."""
-        measured = [speed for meter in self._meters.values() if (speed := meter.tokens_per_s()) is not None]
-        self._meters[engine] = SpeedMeter()
-        self._ledger.set_speed(engine, max(measured, default=1.0))
-
-    def remove(self, engine: str) -> None:
-        del self._meters[engine]
-
-    def note_requests(self, engine: str, change: int) -> None:
-        """`change` requests were opened on the engine; negative: were closed."""
-        self._meters[engine].note_requests(change, self._now())
-
-    def note_generated(self, engine: str, tokens: int) -> None:
-        meter = self._meters[engine]
-        meter.note_generated(tokens, self._now())
-        if (speed := meter.tokens_per_s()) is not None:
-            self._ledger.set_speed(engine, speed)
