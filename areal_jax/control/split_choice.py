@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from areal_jax.config.cluster import DeviceSplit
 
+_WAITS = 0.1  # share of an update from which on the learner is short of data
 _MOST_DOUBLINGS = 6  # of the updates before the next move back
 
 
@@ -20,7 +21,7 @@ class LaneSeconds(NamedTuple):
     period: float  # between the beginnings of two updates
     learner: float  # of its lane
     engines: float  # of the lane of one engine, the mean over all
-    full: float  # what `engines` would be with full slots, see full_seconds
+    needed: float  # what one engine needs for what the update took, see needed_seconds
 
 
 class DecodeSums(NamedTuple):
@@ -32,10 +33,11 @@ class DecodeSums(NamedTuple):
     squared_rows: float = 0.0
     row_seconds: float = 0.0  # rows of each step times its seconds
     positions: float = 0.0  # that the rows saw
+    tokens: float = 0.0
 
-    def add(self, steps: int, rows: int, seconds: float, positions: int) -> DecodeSums:
+    def add(self, steps: int, rows: int, seconds: float, positions: int, tokens: int) -> DecodeSums:
         """With a further dispatch."""
-        further = steps, seconds, steps * rows, steps * rows * rows, rows * seconds, positions
+        further = steps, seconds, steps * rows, steps * rows * rows, rows * seconds, positions, tokens
         return DecodeSums(*map(sum, zip(self, further, strict=True)))
 
 
@@ -105,10 +107,10 @@ class Automatic:
 
     Learner and engines work at the same time, so an update takes as long as the busier of both, and the seconds of
     each go with the number of its devices (no losses): from n to m devices, seconds times n / m; those of engines are
-    the seconds with full slots. That bound must fall by the factor 1 + gain, and it must have done so in each of the
-    last `updates` updates. A move in the direction opposite to the one before waits twice as long, the next such one
-    four times, so that noise and a prediction that does not come true move devices ever more rarely; a move that goes
-    on in the same direction starts afresh.
+    `needed_seconds`. That bound must fall by the factor 1 + gain, and it must have done so in each of the last
+    `updates` updates. A move in the direction opposite to the one before waits twice as long, the next such one four
+    times, so that noise and a prediction that does not come true move devices ever more rarely; a move that goes on
+    in the same direction starts afresh.
 
     Args:
       rungs: the smallest learner first.
@@ -150,12 +152,28 @@ class Automatic:
 def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
     """By which share of its later length an update is longer now: 0.25 where 5 s become 4 s.
 
-    The length of an update is that of its busier side, max(learner, engines with full slots), each in inverse
-    proportion to its devices.
+    The length of an update is that of its busier side, max(learner, needed of engines), each in inverse proportion to
+    its devices.
     """
-    now = max(seconds.learner, seconds.full)
-    later = max(seconds.learner * here.learner / there.learner, seconds.full * here.engines / there.engines)
+    now = max(seconds.learner, seconds.needed)
+    later = max(seconds.learner * here.learner / there.learner, seconds.needed * here.engines / there.engines)
     return now / later - 1.0 if later > 0 else 0.0
+
+
+def needed_seconds(period: float, learner: float, full: float, *, taken: int, generated: float) -> float:
+    """Seconds in which one engine generates what an update takes.
+
+    All of the update where the learner waits for a tenth of it or more: whatever keeps the engines from more is theirs,
+    such as a group that waits for its longest answer. Else the seconds that full slots need.
+
+    Args:
+      period, learner: of LaneSeconds.
+      full: seconds of one engine, by `full_seconds`.
+      taken: tokens of the answers that were trained or dropped.
+      generated: tokens in the same time; while a pipeline fills they are more.
+    """
+    needed = full if learner > (1 - _WAITS) * period else period
+    return needed * taken / generated if generated else needed
 
 
 def full_seconds(sums: DecodeSums, slots: int, cache_tokens: int) -> float:

@@ -19,8 +19,11 @@ class ReallocateEvent(Header):
     moved: Annotated[int, 'requests that went on elsewhere']
     busy_learner: Annotated[float, 'seconds of an update in which the learner was busy, mean since the move before']
     busy_engines: Annotated[float, 'likewise, of one engine']
-    full_engines: NotRequired[
-        Annotated[float, 'likewise, if its slots had been full, as `auto` counts; from version 14 of the log on']
+    needed_engines: NotRequired[
+        Annotated[
+            float,
+            'likewise, that one engine needs for what an update takes, as `auto` counts; from version 14 of the log on',
+        ]
     ]
     period: Annotated[float, 'likewise, seconds of an update']
     wait_seconds: Annotated[float, 'for the publication of the update before, and for programs not yet compiled']

@@ -30,7 +30,8 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.context_tokens = 50176
     config.rollout.block_tokens = 512
     config.rollout.prefill_buckets = (2048, 16384)
-    config.rollout.decode_steps = 256
+    config.rollout.kv_policy = 'keep'  # short answers see several versions, and would be computed again under each
+    config.rollout.decode_steps = 128
     config.learner.groups_per_update = 64
     config.learner.rows_per_microbatch = 720720  # every number of devices up to 16 divides it
     config.learner.row_tokens = 50176

@@ -14,6 +14,7 @@ from areal_jax.control.split_choice import (
     Rung,
     full_seconds,
     mean_seconds,
+    needed_seconds,
     predict_gain,
 )
 
@@ -64,16 +65,23 @@ def test_devices_go_to_the_best_split_at_once():
 
 
 def test_engines_with_idle_slots_count_by_the_seconds_that_full_ones_need():
-    half_full = [LaneSeconds(period=12.0, learner=12.0, engines=12.0, full=6.0)] * 3
+    half_full = [LaneSeconds(period=12.0, learner=12.0, engines=12.0, needed=6.0)] * 3
     assert automatic().choose(9, SPLITS[1], half_full) == SPLITS[2]  # 6 s on 6 engines are 9 on 4, and 12 become 6
     assert automatic().choose(9, SPLITS[1], [seconds(12.0, 12.0)] * 3) == SPLITS[1]
+
+
+def test_generation_needs_the_whole_update_where_the_learner_waits():
+    assert needed_seconds(10.0, 9.5, 4.0, taken=100, generated=100.0) == 4.0
+    assert needed_seconds(10.0, 8.9, 4.0, taken=100, generated=100.0) == 10.0
+    assert needed_seconds(10.0, 8.9, 4.0, taken=100, generated=250.0) == 4.0  # the rest fills the pipeline
+    assert needed_seconds(10.0, 9.5, 4.0, taken=0, generated=0.0) == 4.0
 
 
 def sums_of(dispatches):
     """Of (steps, rows, seconds, positions)."""
     sums = DecodeSums()
-    for dispatch in dispatches:
-        sums = sums.add(*dispatch)
+    for steps, rows, seconds, positions in dispatches:
+        sums = sums.add(steps, rows, seconds, positions, tokens=steps * rows)
     return sums
 
 
