@@ -37,8 +37,9 @@ class ReallocationState(TypedDict):
     measured: list[list[float]]
     busy: dict[str, float]  # since the last boundary
     decoded: list[float]  # likewise, DecodeSums
-    taken: int  # likewise, tokens of answers
-    finished: dict[str, int]  # tokens of finished answers that no update has taken, by draw
+    taken: int  # likewise, answers
+    ended: int  # likewise
+    finished: dict[str, int]  # answers that no update has taken, by draw
     begun_s: float | None
 
 
@@ -76,8 +77,9 @@ class Reallocation:
         self.prepared: dict[DeviceSplit, None] = {}  # those whose programs are compiled, in order
         self._measured: list[LaneSeconds] = []  # updates with this split
         self._busy = {'learner': 0.0, 'engines': 0.0}  # since the last boundary
-        self._decoded, self._taken = DecodeSums(), 0  # likewise; tokens of answers that were trained or dropped
-        self._finished: collections.Counter[int] = collections.Counter()  # tokens of other finished answers, by draw
+        self._decoded = DecodeSums()  # likewise
+        self._ended = self._taken = 0  # likewise: answers that ended, and that were trained or dropped
+        self._finished: collections.Counter[int] = collections.Counter()  # other answers that have ended, by draw
         self._dispatch_s: dict[str, float] = {}  # of the dispatch whose event is next, by engine
         self._begun_s: float | None = None  # when that was; None: before the first, or after a move
         self._moved = 0  # requests that went on elsewhere in this move
@@ -111,7 +113,8 @@ class Reallocation:
             'busy': dict(self._busy),
             'decoded': list(self._decoded),
             'taken': self._taken,
-            'finished': {str(draw): tokens for draw, tokens in self._finished.items()},
+            'ended': self._ended,
+            'finished': {str(draw): answers for draw, answers in self._finished.items()},
             'begun_s': self._begun_s,
         }
 
@@ -122,8 +125,8 @@ class Reallocation:
         self._choice.restore(state['choice'])
         self._measured = [LaneSeconds(*seconds) for seconds in state['measured']]
         self._busy, self._decoded = dict(state['busy']), DecodeSums(*state['decoded'])
-        self._taken, self._begun_s = state['taken'], state['begun_s']
-        self._finished = collections.Counter({int(draw): tokens for draw, tokens in state['finished'].items()})
+        self._taken, self._ended, self._begun_s = state['taken'], state['ended'], state['begun_s']
+        self._finished = collections.Counter({int(draw): answers for draw, answers in state['finished'].items()})
 
     # What lanes are busy with.
 
@@ -132,11 +135,10 @@ class Reallocation:
         if event['kind'] == 'decode':
             rows = sum(slot is not None for slot in event['slots'])
             seconds = self._dispatch_s.pop(event['engine'])  # run_done comes before it
-            self._decoded = self._decoded.add(
-                event['steps'], rows, seconds, event['positions'], event['tokens']
-            )  # fmt: skip
+            self._decoded = self._decoded.add(event['steps'], rows, seconds, event['positions'])
         elif event['kind'] == 'finish':
-            self._finished[event['draw']] += event['tokens']
+            self._finished[event['draw']] += 1
+            self._ended += 1
         elif event['kind'] == 'consume':
             self._taken += sum(self._finished.pop(draw, 0) for draw in event['draws'])
         elif event['kind'] == 'evaluate':  # of the weights that training begins or ends with
@@ -163,12 +165,12 @@ class Reallocation:
             full = busy - decoded.seconds + full_seconds(decoded, self._slots, self._cache_tokens)
             period = now - self._begun_s
             needed = needed_seconds(
-                period, learner, full / max(engines, 1), taken=self._taken, generated=decoded.tokens
+                period, learner, full / max(engines, 1), taken=self._taken, ended=self._ended
             )  # fmt: skip
             seconds = LaneSeconds(period, learner, busy / max(engines, 1), needed)
             self._measured = [*self._measured[-_MOST_KEPT:], seconds]
         self._begun_s, self._busy = now, {'learner': 0.0, 'engines': 0.0}
-        self._decoded, self._taken = DecodeSums(), 0
+        self._decoded, self._taken, self._ended = DecodeSums(), 0, 0
 
     # The move.
 

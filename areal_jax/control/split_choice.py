@@ -33,11 +33,10 @@ class DecodeSums(NamedTuple):
     squared_rows: float = 0.0
     row_seconds: float = 0.0  # rows of each step times its seconds
     positions: float = 0.0  # that the rows saw
-    tokens: float = 0.0
 
-    def add(self, steps: int, rows: int, seconds: float, positions: int, tokens: int) -> DecodeSums:
+    def add(self, steps: int, rows: int, seconds: float, positions: int) -> DecodeSums:
         """With a further dispatch."""
-        further = steps, seconds, steps * rows, steps * rows * rows, rows * seconds, positions, tokens
+        further = steps, seconds, steps * rows, steps * rows * rows, rows * seconds, positions
         return DecodeSums(*map(sum, zip(self, further, strict=True)))
 
 
@@ -160,7 +159,7 @@ def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
     return now / later - 1.0 if later > 0 else 0.0
 
 
-def needed_seconds(period: float, learner: float, full: float, *, taken: int, generated: float) -> float:
+def needed_seconds(period: float, learner: float, full: float, *, taken: int, ended: int) -> float:
     """Seconds in which one engine generates what an update takes.
 
     All of the update where the learner waits for a tenth of it or more: whatever keeps the engines from more is theirs,
@@ -169,11 +168,12 @@ def needed_seconds(period: float, learner: float, full: float, *, taken: int, ge
     Args:
       period, learner: of LaneSeconds.
       full: seconds of one engine, by `full_seconds`.
-      taken: tokens of the answers that were trained or dropped.
-      generated: tokens in the same time; while a pipeline fills they are more.
+      taken: answers that were trained or dropped.
+      ended: answers in the same time; while a pipeline fills they are more. Tokens would not do: those of answers that
+        end later are more where answers grow.
     """
     needed = full if learner > (1 - _WAITS) * period else period
-    return needed * taken / generated if generated else needed
+    return needed * taken / ended if ended else needed
 
 
 def full_seconds(sums: DecodeSums, slots: int, cache_tokens: int) -> float:

@@ -12,11 +12,11 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 60
+    config.run.steps = 72
     config.simulation.prices = 'roofline'
     config.simulation.chip = 'H800'
     config.simulation.model = 'R1-distill-Qwen-7B'
-    config.simulation.answers = 'lognormal(2000, 0.75) -> lognormal(16000, 0.75)'
+    config.simulation.answers = 'lognormal(2000, 0.75) -> lognormal(24300, 0.75)'  # 16,000 at update 60
     config.simulation.prompts = 'constant(512)'
     config.cluster.learner = 'data=16'
     config.cluster.engines = '16 x tensor=1'
@@ -37,7 +37,7 @@ def get_config() -> config_dict.ConfigDict:
     config.learner.row_tokens = 50176
     config.learner.row_loss_tokens = 50176
     config.learner.filter_equal_rewards = False
-    config.staleness.eta = 16  # a group waits for its longest answer: fewer would leave slots empty
+    config.staleness.eta = 8  # a group waits for its longest answer: fewer would leave slots empty
     config.buffer.capacity = 2048
     config.checkpoint.every = 0
     config.telemetry.plots = False

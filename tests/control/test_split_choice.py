@@ -71,17 +71,17 @@ def test_engines_with_idle_slots_count_by_the_seconds_that_full_ones_need():
 
 
 def test_generation_needs_the_whole_update_where_the_learner_waits():
-    assert needed_seconds(10.0, 9.5, 4.0, taken=100, generated=100.0) == 4.0
-    assert needed_seconds(10.0, 8.9, 4.0, taken=100, generated=100.0) == 10.0
-    assert needed_seconds(10.0, 8.9, 4.0, taken=100, generated=250.0) == 4.0  # the rest fills the pipeline
-    assert needed_seconds(10.0, 9.5, 4.0, taken=0, generated=0.0) == 4.0
+    assert needed_seconds(10.0, 9.5, 4.0, taken=100, ended=100) == 4.0
+    assert needed_seconds(10.0, 8.9, 4.0, taken=100, ended=100) == 10.0
+    assert needed_seconds(10.0, 8.9, 4.0, taken=100, ended=250) == 4.0  # the rest fills the pipeline
+    assert needed_seconds(10.0, 9.5, 4.0, taken=0, ended=0) == 4.0
 
 
 def sums_of(dispatches):
     """Of (steps, rows, seconds, positions)."""
     sums = DecodeSums()
-    for steps, rows, seconds, positions in dispatches:
-        sums = sums.add(steps, rows, seconds, positions, tokens=steps * rows)
+    for dispatch in dispatches:
+        sums = sums.add(*dispatch)
     return sums
 
 
