@@ -25,9 +25,8 @@ def _answers(run):
 
 def _events(run):
     """Without what says on what an engine decodes, and digests of weights, which differ by rounding."""
-    return [
-        {name: value for name, value in event.items() if name not in ('devices', 'hardware', 'manifest')} for event in run.events
-    ]
+    left_out = ('devices', 'hardware', 'manifest')
+    return [{name: value for name, value in event.items() if name not in left_out} for event in run.events]
 
 
 def test_a_run_with_an_engine_of_two_devices_and_one_of_one_is_that_with_equal_engines(tmp_path):

@@ -33,8 +33,8 @@ from areal_jax.app.simulate.simulation_settings import (
     note_not_simulated,
     read_update,
 )
-from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir import provenance
+from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
 from areal_jax.config.simulation_fields import VIRTUAL

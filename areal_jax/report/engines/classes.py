@@ -6,6 +6,7 @@ A table of a run whose engines differ; without it a slow class shows in no numbe
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
@@ -41,9 +42,7 @@ class ClassRow(TypedDict):
 
 def find_hardware(events: Iterable[Event]) -> dict[str, str]:
     """The class of each engine; empty where the log tells of fewer than two."""
-    found = {
-        event['engine']: event['hardware'] for event in events if event['kind'] == 'join' and 'hardware' in event
-    }
+    found = {event['engine']: event['hardware'] for event in events if event['kind'] == 'join' and 'hardware' in event}
     return found if len(set(found.values())) > 1 else {}
 
 
@@ -84,7 +83,7 @@ def summarize_classes(
 
 
 def find_spared(events: Sequence[Event]) -> Mapping[str, list[tuple[float, float]]]:
-    """Spans in which a class got no new requests; one that is not over ends with the log."""
+    """Spans in which a class got no new requests; one that is not over ends at infinity."""
     since: dict[str, float] = {}
     spans: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for event in events:
@@ -95,7 +94,7 @@ def find_spared(events: Sequence[Event]) -> Mapping[str, list[tuple[float, float
         elif event['hardware'] in since:
             spans[event['hardware']].append((since.pop(event['hardware']), event['time']))
     for hardware, start in since.items():
-        spans[hardware].append((start, events[-1]['time']))
+        spans[hardware].append((start, math.inf))
     return dict(spans)
 
 
