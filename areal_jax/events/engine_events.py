@@ -9,7 +9,7 @@ class SpareEvent(Header):
     """The engines of a class get no new requests from now on, or get them again; from version 14 of the log on."""
 
     kind: Literal['spare']
-    mode: Literal['start', 'done']
+    mode: Annotated[Literal['start', 'done'], 'which end of it']
     hardware: Annotated[str, 'of the class, as `join` tells it']
     engines: Annotated[list[str], 'of the class']
     version: PolicyVersion
