@@ -376,8 +376,8 @@ MUTATIONS = [
     Mutation(
         'stop all answers for a long prefill',
         'areal_jax.rollout.scheduler:Scheduler.next_step',
-        'if needs_prefill and not (entries and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):',
-        'if needs_prefill:',
+        'if unready and not (has_ready and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):',
+        'if unready:',
         'tests/rollout/test_scheduler.py',
     ),
     Mutation(

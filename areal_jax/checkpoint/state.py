@@ -18,7 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 8
+FORMAT = 9
 _NUMBER = (int, float)
 
 # what a run state must have besides 'format'; further keys are carried as they are

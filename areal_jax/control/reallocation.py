@@ -7,6 +7,7 @@ elsewhere with all that was generated, the learner keeps its bits, and a checkpo
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypedDict
@@ -15,9 +16,9 @@ from areal_jax import lanes
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.split_choice import Choice, LaneSeconds, mean_seconds
+from areal_jax.control.split_choice import Choice, DecodeSums, LaneSeconds, full_seconds, mean_seconds, needed_seconds
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.events.schema import Event
+from areal_jax.events.schema import Event, RunDoneEvent
 from areal_jax.protocols import ChangingPool, Clock
 from areal_jax.types import PublishedWeights, Work
 
@@ -35,6 +36,9 @@ class ReallocationState(TypedDict):
     choice: dict[str, int]
     measured: list[list[float]]
     busy: dict[str, float]  # since the last boundary
+    decoded: list[float]  # likewise, DecodeSums
+    taken: int  # likewise, tokens of answers
+    finished: dict[str, int]  # tokens of finished answers that no update has taken, by draw
     begun_s: float | None
 
 
@@ -44,6 +48,7 @@ class Reallocation:
     Args:
       split: the one that the run begins with.
       published: the weights that engines have.
+      slots, cache_tokens: of one engine.
       on_moved: called with the new split after every move.
     """
 
@@ -58,16 +63,22 @@ class Reallocation:
         choice: Choice,
         split: DeviceSplit,
         published: PublishedWeights,
+        slots: int,
+        cache_tokens: int,
         on_moved: Callable[[DeviceSplit], None] = lambda split: None,
     ):
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._pool, self._site, self._choice, self._on_moved = pool, site, choice, on_moved
         self.split, self.published = split, published
+        self._slots, self._cache_tokens = slots, cache_tokens
         self._ahead: DeviceSplit | None = None  # chosen, and not taken yet
         self._preparing: set[DeviceSplit] = set()
         self.prepared: dict[DeviceSplit, None] = {}  # those whose programs are compiled, in order
         self._measured: list[LaneSeconds] = []  # updates with this split
         self._busy = {'learner': 0.0, 'engines': 0.0}  # since the last boundary
+        self._decoded, self._taken = DecodeSums(), 0  # likewise; tokens of answers that were trained or dropped
+        self._finished: collections.Counter[int] = collections.Counter()  # tokens of other finished answers, by draw
+        self._dispatch_s: dict[str, float] = {}  # of the dispatch whose event is next, by engine
         self._begun_s: float | None = None  # when that was; None: before the first, or after a move
         self._moved = 0  # requests that went on elsewhere in this move
         log.listeners.append(self._on_event)
@@ -98,6 +109,9 @@ class Reallocation:
             'choice': self._choice.state(),
             'measured': [list(seconds) for seconds in self._measured],
             'busy': dict(self._busy),
+            'decoded': list(self._decoded),
+            'taken': self._taken,
+            'finished': {str(draw): tokens for draw, tokens in self._finished.items()},
             'begun_s': self._begun_s,
         }
 
@@ -107,26 +121,54 @@ class Reallocation:
         self.prepared = {DeviceSplit(*split): None for split in state['prepared']}
         self._choice.restore(state['choice'])
         self._measured = [LaneSeconds(*seconds) for seconds in state['measured']]
-        self._busy, self._begun_s = dict(state['busy']), state['begun_s']
+        self._busy, self._decoded = dict(state['busy']), DecodeSums(*state['decoded'])
+        self._taken, self._begun_s = state['taken'], state['begun_s']
+        self._finished = collections.Counter({int(draw): tokens for draw, tokens in state['finished'].items()})
 
     # What lanes are busy with.
 
     def _on_event(self, event: Event) -> None:
         self._moved += event['kind'] == 'move'
-        if event['kind'] != 'run_done' or event['lane'] is None:
-            return
+        if event['kind'] == 'decode':
+            rows = sum(slot is not None for slot in event['slots'])
+            seconds = self._dispatch_s.pop(event['engine'])  # run_done comes before it
+            self._decoded = self._decoded.add(
+                event['steps'], rows, seconds, event['positions'], event['tokens']
+            )  # fmt: skip
+        elif event['kind'] == 'finish':
+            self._finished[event['draw']] += event['tokens']
+        elif event['kind'] == 'consume':
+            self._taken += sum(self._finished.pop(draw, 0) for draw in event['draws'])
+        elif event['kind'] == 'evaluate':  # of the weights that training begins or ends with
+            self._finished.clear()
+        elif event['kind'] == 'drop':
+            self._taken += self._finished.pop(event['draw'], 0)
+        elif event['kind'] == 'run_done' and event['lane'] is not None:
+            self._note_work(event)
+
+    def _note_work(self, event: RunDoneEvent) -> None:
+        assert event['lane'] is not None
         if event['lane'] == lanes.LEARNER and event['work'] in _MEASURED:
             self._busy['learner'] += event['seconds']
         elif lanes.is_engine_lane(event['lane']):
             self._busy['engines'] += event['seconds']
+            if event['work'] == 'decode':
+                self._dispatch_s[event['lane']] = event['seconds']
 
     def _measure(self) -> None:
         """Ends the measurement of an update, and begins the next."""
         now, engines = self._clock.now(), self._pool.serving_engines()
         if self._begun_s is not None:
-            seconds = LaneSeconds(now - self._begun_s, self._busy['learner'], self._busy['engines'] / max(engines, 1))
+            learner, busy, decoded = self._busy['learner'], self._busy['engines'], self._decoded
+            full = busy - decoded.seconds + full_seconds(decoded, self._slots, self._cache_tokens)
+            period = now - self._begun_s
+            needed = needed_seconds(
+                period, learner, full / max(engines, 1), taken=self._taken, generated=decoded.tokens
+            )  # fmt: skip
+            seconds = LaneSeconds(period, learner, busy / max(engines, 1), needed)
             self._measured = [*self._measured[-_MOST_KEPT:], seconds]
         self._begun_s, self._busy = now, {'learner': 0.0, 'engines': 0.0}
+        self._decoded, self._taken = DecodeSums(), 0
 
     # The move.
 
@@ -165,7 +207,7 @@ class Reallocation:
             'reallocate', update=update,
             from_learner=before.learner, from_engines=before.engines, learner=target.learner, engines=target.engines,
             left=leaving, joined=joining, moved=self._moved,
-            busy_learner=busy.learner, busy_engines=busy.engines, period=busy.period,
+            busy_learner=busy.learner, busy_engines=busy.engines, needed_engines=busy.needed, period=busy.period,
             wait_seconds=prepared_s - began_s, leave_seconds=left_s - prepared_s, learner_seconds=learner_s - left_s,
             join_seconds=now - learner_s, seconds=now - began_s,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from areal_jax.config.cluster import DeviceSplit
 
+_WAITS = 0.1  # share of an update from which on the learner is short of data
 _MOST_DOUBLINGS = 6  # of the updates before the next move back
 
 
@@ -20,6 +21,24 @@ class LaneSeconds(NamedTuple):
     period: float  # between the beginnings of two updates
     learner: float  # of its lane
     engines: float  # of the lane of one engine, the mean over all
+    needed: float  # what one engine needs for what the update took, see needed_seconds
+
+
+class DecodeSums(NamedTuple):
+    """The decode steps of one update, over all engines: sums, so that joined dispatches count like the single ones."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    rows: float = 0.0  # of each step
+    squared_rows: float = 0.0
+    row_seconds: float = 0.0  # rows of each step times its seconds
+    positions: float = 0.0  # that the rows saw
+    tokens: float = 0.0
+
+    def add(self, steps: int, rows: int, seconds: float, positions: int, tokens: int) -> DecodeSums:
+        """With a further dispatch."""
+        further = steps, seconds, steps * rows, steps * rows * rows, rows * seconds, positions, tokens
+        return DecodeSums(*map(sum, zip(self, further, strict=True)))
 
 
 class Rung(NamedTuple):
@@ -84,13 +103,14 @@ class Planned:
 
 
 class Automatic:
-    """Moves devices one rung up or down when that is predicted to shorten updates, and keeps them otherwise.
+    """Moves devices to the split with the shortest update when that is predicted to pay, and keeps them otherwise.
 
     Learner and engines work at the same time, so an update takes as long as the busier of both, and the seconds of
-    each go with the number of its devices (no losses): from n to m devices, seconds times n / m. That bound must fall
-    by the factor 1 + gain, and it must have done so in each of the last `updates` updates. A move back to the split
-    before waits twice as long, the next one back four times, so that noise and a prediction that does not come true
-    move devices ever more rarely; a move that goes on in the same direction starts afresh.
+    each go with the number of its devices (no losses): from n to m devices, seconds times n / m; those of engines are
+    `needed_seconds`. That bound must fall by the factor 1 + gain, and it must have done so in each of the last
+    `updates` updates. A move in the direction opposite to the one before waits twice as long, the next such one four
+    times, so that noise and a prediction that does not come true move devices ever more rarely; a move that goes on
+    in the same direction starts afresh.
 
     Args:
       rungs: the smallest learner first.
@@ -108,16 +128,13 @@ class Automatic:
 
     def choose(self, update: int, split: DeviceSplit, measured: Sequence[LaneSeconds]) -> DeviceSplit:
         at = [rung.split for rung in self._rungs].index(split)
-        for direction in (1, -1):
-            needed = self._updates
-            if direction == -self._direction:
-                needed <<= min(self._reversals + 1, _MOST_DOUBLINGS)
-            if not 0 <= at + direction < len(self._rungs) or len(measured) < needed:
-                continue
-            here, there = self._rungs[at], self._rungs[at + direction]
-            if all(predict_gain(seconds, here, there) >= self._gain for seconds in measured[-needed:]):
-                return there.split
-        return split
+        here, mean = self._rungs[at], mean_seconds(measured[-self._updates :])
+        best = max(self._rungs, key=lambda rung: predict_gain(mean, here, rung))
+        direction, needed = (1 if best.learner > here.learner else -1), self._updates
+        if direction == -self._direction:
+            needed <<= min(self._reversals + 1, _MOST_DOUBLINGS)
+        pays = [predict_gain(seconds, here, best) >= self._gain for seconds in measured[-needed:]]
+        return best.split if len(pays) == needed and all(pays) else split
 
     def note_move(self, before: DeviceSplit, after: DeviceSplit) -> None:
         order = [rung.split for rung in self._rungs]
@@ -135,16 +152,52 @@ class Automatic:
 def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
     """By which share of its later length an update is longer now: 0.25 where 5 s become 4 s.
 
-    The length of an update is that of its busier side, max(learner, engines), each in inverse proportion to its
-    devices.
+    The length of an update is that of its busier side, max(learner, needed of engines), each in inverse proportion to
+    its devices.
     """
-    now = max(seconds.learner, seconds.engines)
-    later = max(seconds.learner * here.learner / there.learner, seconds.engines * here.engines / there.engines)
+    now = max(seconds.learner, seconds.needed)
+    later = max(seconds.learner * here.learner / there.learner, seconds.needed * here.engines / there.engines)
     return now / later - 1.0 if later > 0 else 0.0
+
+
+def needed_seconds(period: float, learner: float, full: float, *, taken: int, generated: float) -> float:
+    """Seconds in which one engine generates what an update takes.
+
+    All of the update where the learner waits for a tenth of it or more: whatever keeps the engines from more is theirs,
+    such as a group that waits for its longest answer. Else the seconds that full slots need.
+
+    Args:
+      period, learner: of LaneSeconds.
+      full: seconds of one engine, by `full_seconds`.
+      taken: tokens of the answers that were trained or dropped.
+      generated: tokens in the same time; while a pipeline fills they are more.
+    """
+    needed = full if learner > (1 - _WAITS) * period else period
+    return needed * taken / generated if generated else needed
+
+
+def full_seconds(sums: DecodeSums, slots: int, cache_tokens: int) -> float:
+    """Seconds in which engines with full slots decode what took `sums.seconds`, at most that.
+
+    An engine whose slots are half full is as busy as a full one, and could do more. A step is taken to cost
+    a + b * rows, fitted to the steps by least squares with a and b at least 0. Full are the slots, or as many rows as
+    the KV cache holds at the positions that a row saw on average; positions that rows share count for each.
+    """
+    if not sums.rows:
+        return sums.seconds
+    mean_rows = sums.rows / sums.steps
+    full_rows = min(slots, cache_tokens * sums.rows / max(sums.positions, 1.0))
+    if mean_rows >= full_rows:
+        return sums.seconds
+    spread = sums.steps * sums.squared_rows - sums.rows**2
+    per_row = (sums.steps * sums.row_seconds - sums.rows * sums.seconds) / spread if spread > 0 else 0.0
+    per_row = min(max(per_row, 0.0), sums.seconds / sums.rows)
+    per_step = (sums.seconds - per_row * sums.rows) / sums.steps
+    return sums.rows / full_rows * (per_step + per_row * full_rows)
 
 
 def mean_seconds(measured: Sequence[LaneSeconds]) -> LaneSeconds:
     """Over these updates; zeros where there are none."""
     if not measured:
-        return LaneSeconds(0.0, 0.0, 0.0)
+        return LaneSeconds(0.0, 0.0, 0.0, 0.0)
     return LaneSeconds(*(sum(values) / len(measured) for values in zip(*measured, strict=True)))

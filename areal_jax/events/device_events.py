@@ -1,6 +1,6 @@
 """Events of devices that go from one part of a run to another; schema.py has all kinds."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from areal_jax.events.event_fields import Header
 
@@ -19,6 +19,12 @@ class ReallocateEvent(Header):
     moved: Annotated[int, 'requests that went on elsewhere']
     busy_learner: Annotated[float, 'seconds of an update in which the learner was busy, mean since the move before']
     busy_engines: Annotated[float, 'likewise, of one engine']
+    needed_engines: NotRequired[
+        Annotated[
+            float,
+            'likewise, that one engine needs for what an update takes, as `auto` counts; from version 14 of the log on',
+        ]
+    ]
     period: Annotated[float, 'likewise, seconds of an update']
     wait_seconds: Annotated[float, 'for the publication of the update before, and for programs not yet compiled']
     leave_seconds: Annotated[float, 'for dispatches of the engines that left']

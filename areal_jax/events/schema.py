@@ -41,10 +41,11 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 13: engines do not tell their hardware, none is left out; 12: devices stay, no simulations; 10: no episodes of several
-# rows; 9: no frictions; 8: no size of a version; 7: no rewards of a buffered group, a prefill does not tell prompts and
-# answers; 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in
-# other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside training, no `audit`; 1: no `log`
+# 13: `reallocate` without needed engines, engines do not tell their hardware, none is left out; 12: devices stay, no
+# simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards of a buffered
+# group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of segments,
+# nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside
+# training, no `audit`; 1: no `log`
 VERSION = 14
 
 

@@ -6,8 +6,8 @@ Made from the events run_start and run_done.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from areal_jax.events.schema import Event, RunDoneEvent, RunStartEvent
 from areal_jax.lanes import EVALUATION_REWARD, EVALUATION_WORK
@@ -17,8 +17,7 @@ ROUNDING = 1e-6  # seconds by which rounding may make an interval end after the 
 _KNOWN = frozenset(('seq', 'time', 'lane', 'kind', 'run', 'work', 'amount'))  # fields that are no detail of the work
 
 
-@dataclasses.dataclass(frozen=True)
-class LaneInterval:
+class LaneInterval(NamedTuple):
     """One occupation of a lane."""
 
     lane: str
@@ -27,7 +26,12 @@ class LaneInterval:
     end: float
     amount: float
     done_seq: int  # sequence number of the run_done
-    detail: Mapping[str, object]  # further fields of the run_start
+    given: Mapping[str, object]  # the run_start
+
+    @property
+    def detail(self) -> dict[str, object]:
+        """Further fields of the run_start."""
+        return {name: value for name, value in self.given.items() if name not in _KNOWN}
 
 
 def lane_intervals(events: Iterable[Event]) -> list[LaneInterval]:
@@ -44,9 +48,9 @@ def lane_intervals(events: Iterable[Event]) -> list[LaneInterval]:
 
 def _interval(done: RunDoneEvent, start: RunStartEvent | None) -> LaneInterval:
     began = done['started']
-    detail = {name: value for name, value in (start or {}).items() if name not in _KNOWN}
     amount = float(done['amount'] * done.get('joined', 1))
-    return LaneInterval(done['lane'] or '', done['work'], began, began + done['seconds'], amount, done['seq'], detail)
+    lane, end = done['lane'] or '', began + done['seconds']
+    return LaneInterval(lane, done['work'], began, end, amount, done['seq'], start or {})
 
 
 def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, LaneInterval]]:

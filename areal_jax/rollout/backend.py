@@ -47,8 +47,7 @@ class PrefillPiece:
         return Span(self.start, self.start + len(self.tokens))
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One sequence of a `generate`."""
 
     request: GenerationRequest  # seed, draw, sample, sampling parameters

@@ -19,6 +19,7 @@ from areal_jax.errors import UserError
 from areal_jax.rollout.block_index import BlockIndex, extend_digests
 from areal_jax.rollout.blocks import BlockPool, CachedSequence, Prefix, PrefixIndex, PrefixKey
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.types import is_repeated
 
 
 class CacheBudgetError(UserError, ValueError):
@@ -216,11 +217,13 @@ class CacheTable:
             running.cached_tokens = found
 
     def _keep(self, running: RunningRequest) -> None:
-        """Notes what the blocks of a sequence hold, unless they hold KV of several versions."""
+        """Notes what the blocks of a sequence hold, unless they hold KV of several versions, or tokens of a count."""
         cached, version = running.cached, self._key(running)[0]
         assert cached is not None
+        tokens = running.tokens[: cached.filled]
+        if is_repeated(tokens):
+            return
         if cached.version == version:
-            tokens = running.tokens[: cached.filled]
             known = [running.root_digest] if cached.prefix is None else cached.prefix.digests
             self.pool.keep(version, extend_digests(known, tokens, self._block_tokens), tokens, cached.blocks)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,11 @@ class GrowingArray:
 
     def __len__(self) -> int:
         return self.length
+
+    @property
+    def last(self) -> Any:
+        """The last element; there is one."""
+        return self._array[0 if self._repeats else self.length - 1]
 
     def extend(self, values: np.ndarray) -> None:
         end = self.length + len(values)
@@ -84,6 +90,7 @@ class RunningRequest(SegmentIterator):
         self._columns: dict[str, GrowingArray] = {}
         self._context: ColumnArrays = {}  # of the prompt, until the first segment is delivered
         self._known = of_request(request.sampling)
+        self._needs_columns = any(column.needed for column in self._known)
 
     def __len__(self) -> int:
         return len(self._given) if self._tokens is None else self._tokens.length
@@ -92,6 +99,10 @@ class RunningRequest(SegmentIterator):
     def tokens(self) -> np.ndarray:
         """int32 [T]: prompt, and everything generated; a view that does not change when more is generated."""
         return self._given if self._tokens is None else self._tokens.view()
+
+    @property
+    def last_token(self) -> int:
+        return int(self._given[-1] if self._tokens is None else self._tokens.last)
 
     @property
     def has_begun(self) -> bool:
@@ -121,6 +132,16 @@ class RunningRequest(SegmentIterator):
         """
         if len(self) > self._delivered and self._version != version:
             raise RuntimeError(f'request {self.request_id}: flush version {self._version} before {version}')
+        if columns or self._columns or self._needs_columns:
+            self._extend_columns(columns)
+        if self._tokens is None:
+            self._tokens = GrowingArray(self._given)
+            self._given = self._given[:0]
+        self._version = version
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
+
+    def _extend_columns(self, columns: ColumnArrays) -> None:
         own = {column.name: columns[column.name] for column in self._known if column.name in columns}
         if missing := [column for column in self._known if column.needed and column.name not in own]:
             fault = f'is not known of tokens that {self.engine} generated for request {self.request_id}'
@@ -128,12 +149,6 @@ class RunningRequest(SegmentIterator):
         if own.keys() != self._columns.keys():
             self.flush()
             self._columns = {name: GrowingArray(values[:0]) for name, values in own.items()}
-        if self._tokens is None:
-            self._tokens = GrowingArray(self._given)
-            self._given = self._given[:0]
-        self._version = version
-        self._tokens.extend(tokens)
-        self._logprobs.extend(logprobs)
         for name, values in own.items():
             self._columns[name].extend(values)
 

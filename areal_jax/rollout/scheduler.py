@@ -77,6 +77,9 @@ class Scheduler:
             context_tokens=backend.context_tokens, steps=decode_steps, version=version,
         )  # fmt: skip
         self._prefilled = 0  # tokens since the last dispatch of decoding, padding included
+        # requests in slots that are not ready to decode, in the order of admission, and since the last plan maybe some
+        # that are, or that have left; None: any may be, and any may lack blocks
+        self._unready: list[RunningRequest] | None = None
 
     # Requests.
 
@@ -87,6 +90,7 @@ class Scheduler:
 
     def remove(self, request_id: str) -> RunningRequest | None:
         """Takes the request out, wherever it is; None where it is not here."""
+        self._unready = None
         running = self.table.remove(request_id)
         if running is not None:
             self.cache.close(running)
@@ -100,6 +104,7 @@ class Scheduler:
 
     def change_version(self, version: int, *, keep: bool) -> None:
         """Forgets what is kept, and the cache of the requests in slots; with `keep`, not of those that decode."""
+        self._unready = None
         for running in self.table.admitted():
             if not (keep and _is_ready(running)):
                 self.cache.retract(running)
@@ -119,19 +124,20 @@ class Scheduler:
         Args:
           only_begun: no new answer starts; waiting requests that already have tokens get slots.
         """
-        self._give_blocks()
-        self._admit(only_begun)
-        entries = tuple((slot, running) for slot, running in self.table.running() if _is_ready(running))
-        needs_prefill = len(entries) < self.table.taken
-        if needs_prefill and not (entries and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):
-            step = self._plan_prefill()
+        if self._unready is None:
+            self._give_blocks()
+        unready = self._unready = [*self._find_unready(), *self._admit(only_begun)]
+        has_ready = len(unready) < self.table.taken
+        if unready and not (has_ready and self._prefilled >= MOST_PREFILLED * self._backend.largest_piece):
+            step = self._plan_prefill(unready)
             self._prefilled += step.bucket.tokens
             return step
         self._prefilled = 0
-        if not entries:
+        if not has_ready:
             return None
+        entries = tuple(entry for entry in self.table.running() if _is_ready(entry[1]))
         rows = tuple(_decode_row(running) for _, running in entries)
-        quiet = 1 if needs_prefill else self.cache.count_quiet(len(rows))
+        quiet = 1 if unready else self.cache.count_quiet(len(rows))
         return DecodeStep(tuple(self.cache.take_copies()), entries, rows, quiet)
 
     def note_prefilled(self, step: PrefillStep) -> None:
@@ -146,6 +152,7 @@ class Scheduler:
 
     def note_decoded(self, running: RunningRequest) -> None:
         """A request got tokens, of which all but the last are in the cache."""
+        self._unready = None
         cached = _cached(running)
         cached.filled = len(running) - 1
         self.cache.cover(running)
@@ -165,19 +172,29 @@ class Scheduler:
             return self.cache.place(running, at_any_cost=True)
         return not _is_ready(running) or self.cache.grow(running)
 
-    def _admit(self, only_begun: bool) -> None:
+    def _find_unready(self) -> list[RunningRequest]:
+        """Of the requests that were in slots before; a request that is ready stays so until it decodes."""
+        if self._unready is None:
+            return [running for running in self.table.admitted() if not _is_ready(running)]
+        return [running for running in self._unready if self.table.has_slot(running) and not _is_ready(running)]
+
+    def _admit(self, only_begun: bool) -> list[RunningRequest]:
+        """The requests that come to slots now."""
+        admitted: list[RunningRequest] = []
         while (running := self.table.next_waiting(only_begun=only_begun)) is not None:
             if not self.cache.place(running, at_any_cost=not self.table.taken):
                 _require(self.table.taken > 0, running)
-                return
+                break
             self.table.enter(running)
+            admitted.append(running)
+        return admitted
 
-    def _plan_prefill(self) -> PrefillStep:
-        admitted = self.table.admitted()
+    def _plan_prefill(self, unready: Sequence[RunningRequest]) -> PrefillStep:
+        """Requests that are ready have nothing to compute, and their prefill was logged."""
         planned: dict[Prefix | CachedSequence, tuple[RunningRequest, PlannedPiece]] = {}  # by target
         spans: list[Span] = []
         is_full, before = False, []  # `is_full`: no bucket holds what is planned, so that what follows need not be
-        for running in admitted:
+        for running in unready:
             cached = _cached(running)
             if not cached.is_attached and (cached.prefix is None or cached.prefix.is_complete):
                 before.append(running)
@@ -193,14 +210,14 @@ class Scheduler:
             one.target for one in pieces
             if isinstance(one.target, Prefix) and one.piece.span.stop == len(one.target.tokens)
         ]  # fmt: skip
-        after = [one for one in admitted if not _cached(one).is_attached and _cached(one).prefix in completed]
+        after = [one for one in unready if not _cached(one).is_attached and _cached(one).prefix in completed]
         named = tuple(
-            running.request_id for running in admitted
+            running.request_id for running in unready
             if running.request_id in drivers or not _cached(running).is_logged
         )  # fmt: skip
-        for running in admitted:
+        for running in unready:
             _cached(running).is_logged = True
-        copies, found = tuple(self.cache.take_copies()), _take_found(admitted)
+        copies, found = tuple(self.cache.take_copies()), _take_found(unready)
         return PrefillStep(copies, named, bucket, pieces, found, tuple(before), tuple(after))
 
     def _next_piece(self, running: RunningRequest, target: Prefix | CachedSequence) -> PlannedPiece:
@@ -263,10 +280,10 @@ def _is_ready(running: RunningRequest) -> bool:
     return cached is not None and cached.is_attached and cached.filled == len(running) - 1
 
 
-def _take_found(admitted: Sequence[RunningRequest]) -> tuple[int, int]:
+def _take_found(unready: Sequence[RunningRequest]) -> tuple[int, int]:
     """Of prefixes that no dispatch has told of, by whether the first request with it has tokens."""
     found = [0, 0]
-    for running in admitted:
+    for running in unready:
         if (prefix := _cached(running).prefix) is not None:
             found[running.has_begun] += prefix.found
             prefix.found = 0
@@ -283,5 +300,6 @@ def _prefill_target(running: RunningRequest) -> Prefix | CachedSequence | None:
 
 
 def _decode_row(running: RunningRequest) -> DecodeRow:
-    tokens, blocks = running.tokens, _cached(running).blocks
-    return DecodeRow(running.request, int(tokens[-1]), len(tokens) - 1, running.limit, blocks, tokens)
+    request, blocks = running.request, _cached(running).blocks
+    tokens = running.tokens if request.sampling.penalizes else ()
+    return DecodeRow(request, running.last_token, len(running) - 1, running.limit, blocks, tokens)

@@ -43,7 +43,7 @@ class SlotTable:
 
     def admitted(self) -> list[RunningRequest]:
         """Requests in slots, in the order in which they came there."""
-        return [self._at(slot) for slot in self._slot_of.values()]
+        return [running for slot in self._slot_of.values() if (running := self.slots[slot]) is not None]
 
     def youngest(self) -> RunningRequest:
         """The request that came to a slot last."""

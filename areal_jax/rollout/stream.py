@@ -322,10 +322,11 @@ class DecodeStream:
             if not count:
                 raise RuntimeError(f'{self._engine}: the backend has decoded nothing for {running.request_id}')
             matched, count = self._find_stop(running, output.tokens[row, :count])
-            if output.ended is not None and output.ended[row]:
-                matched = int(output.tokens[row, count - 1])
             place = row, slice(count)
-            running.extend(output.tokens[place], output.logprobs[place], version, cut(output.columns, place))
+            tokens = output.tokens[place]
+            if output.ended is not None and output.ended[row]:
+                matched = int(tokens[-1])
+            running.extend(tokens, output.logprobs[place], version, cut(output.columns, place))
             if matched is not None:
                 running.matched = matched
                 self._scheduler.end(running)

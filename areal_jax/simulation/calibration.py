@@ -2,11 +2,12 @@
 
 Work of a kind takes
 
-    seconds = base + Σ coefficient * size + share * overlap
+    seconds = (base + Σ coefficient * size) / (1 - share * overlap)
 
-where `overlap` are the seconds in which another lane of engines and learner was busy, and `share` is one number for all
-of them: with c = 1 / (1 - share) work takes c times as long while two lanes are busy, which is `contention` of
-shared_cores.py. Coefficients are at least 0.
+where `overlap` is the part of the seconds in which another lane of engines and learner was busy, and `share` is one
+number for the learner and one for engines: with c = 1 / (1 - share) work takes c times as long while two lanes are
+busy, which is `contention` of shared_cores.py. Cores are not shared evenly: a dispatch of decoding waits behind the
+operations of an update, which has them queued ahead and hardly slows down. Coefficients are at least 0.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from areal_jax.control.clocks.virtual import Price
 from areal_jax.events.schema import DecodeEvent, Event, PrefillEvent
 from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.lane_intervals import LaneInterval, event_intervals, lane_intervals
+from areal_jax.simulation.shared_cores import Contention
 from areal_jax.types import Work
 
-BASE, FORMAT = 'base', 1
+BASE, FORMAT = 'base', 2
 # sizes that the price of a kind depends on besides the base
 SIZES: Mapping[str, tuple[str, ...]] = {
     'decode': ('steps', 'row_steps', 'positions'),
@@ -36,8 +38,9 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     'train': ('tokens',),
     'snapshot': (), 'publish': (), 'load': (), 'reward': (), 'save': (), 'compile': (),
 }  # fmt: skip
-_SHARED = ('decode', 'prefill', 'train', 'snapshot')  # kinds whose lanes share cores
-_MOST_SHARE = 0.9
+_SIDES = {'engines': ('decode', 'prefill'), 'learner': ('train', 'snapshot')}  # kinds whose lanes share cores
+_SHARED = tuple(kind for kinds in _SIDES.values() for kind in kinds)
+_MOST_SHARE, _SHARE_STEP = 0.98, 1e-4
 _LEAST = 2  # pieces of work of a kind, without which nothing is fitted
 _SHORT = 0.25  # of the mean of its kind: the error of shorter work is held against that
 _HOST = ('decode', 'prefill')  # kinds after which an engine's gap is the host's
@@ -57,7 +60,7 @@ class Table:
     """Fitted prices, as their file has them."""
 
     prices: Mapping[str, Mapping[str, float]]  # kind -> BASE and coefficients
-    contention: float
+    contention: Contention
     host: Mapping[str, float]  # seconds of the host's loop for a completion, by kind
     residuals: Mapping[str, Mapping[str, float]]  # kind -> 'n', 'mean_s', 'median_error', 'total' (shares)
     runs: tuple[str, ...]
@@ -80,14 +83,22 @@ def calibrate(logs: Sequence[tuple[str, Sequence[Event]]]) -> Table:
                 f'--calibrate: the logs of {", ".join(name for name, _ in logs)} have {found[kind]} pieces of the '
                 f'work {kind!r}, and a price needs {_LEAST} or more: name longer runs'
             )
-    share, prices = _fit_shared([sample for sample in samples if sample.kind in _SHARED])
+    shares, prices = dict[str, float](), dict[str, dict[str, float]]()
+    for side, kinds in _SIDES.items():
+        shares[side], fitted = _fit_side([sample for sample in samples if sample.kind in kinds])
+        prices |= fitted
     for kind in SIZES:
         if kind not in _SHARED:
             of_kind = [sample.seconds for sample in samples if sample.kind == kind]
             prices[kind] = {BASE: float(np.mean(of_kind)) if of_kind else 0.0}
-    residuals = {kind: _residuals(prices[kind], share, samples, kind) for kind in SIZES if found[kind]}
+    share_of = {kind: shares[side] for side, kinds in _SIDES.items() for kind in kinds}
+    residuals = {
+        kind: _residuals(prices[kind], share_of.get(kind, 0.0), _Pieces.of(kind, samples))
+        for kind in SIZES if found[kind]
+    }  # fmt: skip
     host = _fit_host([gap for _, events in logs for gap in read_gaps(events)])
-    return Table(prices, 1 / (1 - share), host, residuals, tuple(name for name, _ in logs))
+    contention = Contention(**{side: 1 / (1 - share) for side, share in shares.items()})
+    return Table(prices, contention, host, residuals, tuple(name for name, _ in logs))
 
 
 def write_table(table: Table, path: pathlib.Path) -> None:
@@ -103,7 +114,8 @@ def read_table(path: pathlib.Path) -> Table:
             f'simulation.prices={str(path)!r} is no table of prices of format {FORMAT}: make it with areal-simulate '
             '--calibrate'
         )
-    return Table(**{name: values[name] for name in names} | {'runs': tuple(values['runs'])})
+    contention = Contention(**values['contention'])
+    return Table(**{name: values[name] for name in names} | {'runs': tuple(values['runs']), 'contention': contention})
 
 
 def read_samples(events: Sequence[Event]) -> list[Sample]:
@@ -178,57 +190,78 @@ def _size_prefill(event: PrefillEvent) -> tuple[float, ...]:
     return float(event['bucket']), float(event['tokens'])
 
 
-def _fit_shared(samples: Sequence[Sample]) -> tuple[float, dict[str, dict[str, float]]]:
-    """(share, prices): least squares of the relative error, then the prices of a kind scaled to its seconds in all.
+def _fit_side(samples: Sequence[Sample]) -> tuple[float, dict[str, dict[str, float]]]:
+    """(share, prices) of the kinds of one side.
 
-    Without the scale a few long pieces of work would be lost; without relative errors they alone would decide.
+    With the right share, work that was alone and work that was not are predicted equally well in all. Least squares of
+    the share itself would not find it: the overlap of a piece of work is as long as the piece, and takes its noise.
     """
-    from scipy.optimize import lsq_linear
+    by_kind = {kind: _Pieces.of(kind, samples) for kind in dict.fromkeys(sample.kind for sample in samples)}
 
-    columns = [(kind, name) for kind in _SHARED for name in (BASE, *SIZES[kind])]
-    place = {column: index for index, column in enumerate(columns)}
-    matrix = np.zeros((len(samples), len(columns) + 1))
-    seconds = np.array([max(sample.seconds, 1e-6) for sample in samples])
-    for row, sample in enumerate(samples):
-        matrix[row, place[sample.kind, BASE]] = 1.0
-        for name, size in zip(SIZES[sample.kind], sample.sizes, strict=True):
-            matrix[row, place[sample.kind, name]] = size
-        matrix[row, -1] = sample.overlap_s
-    counts = collections.Counter(sample.kind for sample in samples)
-    totals = collections.Counter[str]()
-    for sample in samples:
-        totals[sample.kind] += sample.seconds  # type: ignore[assignment]
-    means = np.array([totals[sample.kind] / counts[sample.kind] for sample in samples])
-    weights = np.array([counts[sample.kind] ** -0.5 for sample in samples]) / np.maximum(seconds, _SHORT * means)
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
-    upper = np.full(len(columns) + 1, np.inf)
-    upper[-1] = _MOST_SHARE * scale[-1]
-    found = lsq_linear(matrix / scale * weights[:, None], seconds * weights, (0.0, upper)).x / scale
-    share, prices = float(found[-1]), collections.defaultdict[str, dict[str, float]](dict)
-    of_kind = {kind: np.array([sample.kind == kind for sample in samples]) for kind in _SHARED}
-    alone = matrix[:, :-1] @ found[:-1]
-    for (kind, name), index in place.items():
-        rows = of_kind[kind]
-        left_s = max(0.0, float((seconds - share * matrix[:, -1])[rows].sum()))
-        prices[kind][name] = float(found[index]) * left_s / max(float(alone[rows].sum()), 1e-12)
-    return share, dict(prices)
+    def gap(share: float) -> float:
+        """What is missing of the seconds of shared work, over what is missing of those that were alone."""
+        seconds, predicted = np.zeros(2), np.zeros(2)
+        for pieces in by_kind.values():
+            found = pieces.predict(pieces.fit(share), share)
+            for side, rows in enumerate((pieces.overlap < 0.5, pieces.overlap >= 0.5)):
+                seconds[side] += pieces.seconds[rows].sum()
+                predicted[side] += found[rows].sum()
+        return float(seconds[1] * predicted[0] - seconds[0] * predicted[1]) if seconds.all() else 0.0
+
+    low, high = 0.0, _MOST_SHARE
+    if gap(low) <= 0:
+        high = low
+    while high - low > _SHARE_STEP:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gap(middle) > 0 else (low, middle)
+    share = (low + high) / 2
+    prices = {
+        kind: dict(zip((BASE, *SIZES[kind]), map(float, pieces.scale(pieces.fit(share), share)), strict=True))
+        for kind, pieces in by_kind.items()
+    }
+    return share, prices
 
 
-def _residuals(price: Mapping[str, float], share: float, samples: Sequence[Sample], kind: str) -> Mapping[str, float]:
-    own = [sample for sample in samples if sample.kind == kind]
-    predicted = np.array([
-        price[BASE]
-        + sum(price[name] * size for name, size in zip(SIZES[kind], one.sizes, strict=True))
-        + (share * one.overlap_s if kind in _SHARED else 0.0)
-        for one in own
-    ])  # fmt: skip
-    seconds = np.array([one.seconds for one in own])
-    errors = np.abs(predicted - seconds) / np.maximum(seconds, _SHORT * seconds.mean())
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """The n pieces of work of one kind."""
+
+    sizes: np.ndarray  # float64 [n, 1 + sizes], the first is 1
+    seconds: np.ndarray  # float64 [n]
+    overlap: np.ndarray  # float64 [n], share of the seconds
+
+    @classmethod
+    def of(cls, kind: str, samples: Sequence[Sample]) -> _Pieces:
+        own = [sample for sample in samples if sample.kind == kind]
+        seconds = np.array([max(sample.seconds, 1e-6) for sample in own])
+        overlap = np.array([sample.overlap_s for sample in own]) / seconds
+        return cls(np.array([(1.0, *sample.sizes) for sample in own]), seconds, np.minimum(overlap, 1.0))
+
+    def fit(self, share: float) -> np.ndarray:
+        """The prices, by least squares of the relative error: else a few long pieces would decide."""
+        from scipy.optimize import nnls
+
+        matrix = self.sizes / (1 - share * self.overlap)[:, None]
+        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
+        weights = 1 / np.maximum(self.seconds, _SHORT * self.seconds.mean())
+        return np.asarray(nnls(matrix / scale * weights[:, None], self.seconds * weights)[0] / scale, np.float64)
+
+    def predict(self, prices: np.ndarray, share: float) -> np.ndarray:
+        return self.sizes @ prices / (1 - share * self.overlap)
+
+    def scale(self, prices: np.ndarray, share: float) -> np.ndarray:
+        """To the seconds of the kind in all, of which a few long pieces are a large part."""
+        return prices * self.seconds.sum() / max(float(self.predict(prices, share).sum()), 1e-12)
+
+
+def _residuals(price: Mapping[str, float], share: float, pieces: _Pieces) -> Mapping[str, float]:
+    predicted = pieces.predict(np.array(list(price.values())), share)
+    errors = np.abs(predicted - pieces.seconds) / np.maximum(pieces.seconds, _SHORT * pieces.seconds.mean())
     return {
-        'n': len(own),
-        'mean_s': float(seconds.mean()),
+        'n': len(pieces.seconds),
+        'mean_s': float(pieces.seconds.mean()),
         'median_error': float(np.median(errors)),
-        'total': float(predicted.sum() / max(seconds.sum(), 1e-9)),
+        'total': float(predicted.sum() / pieces.seconds.sum()),
     }
 
 

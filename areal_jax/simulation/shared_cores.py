@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from areal_jax.control.clocks.lanes import Interval
+from areal_jax.lanes import LEARNER
+
+
+@dataclasses.dataclass(frozen=True)
+class Contention:
+    """How many times longer work takes while two or more lanes are busy; 1 = its cores are its own."""
+
+    learner: float = 1.0
+    engines: float = 1.0
+
+    @property
+    def shares(self) -> bool:
+        """Whether anything is shared."""
+        return max(self.learner, self.engines) > 1
+
+
+NO_CONTENTION = Contention()
 
 
 class SharedCores:
-    """What is left of the work under way, in nanoseconds at full speed.
+    """What is left of the work under way, in nanoseconds at full speed."""
 
-    Args:
-      contention: how many times longer work takes while two or more lanes are busy; 1 = nothing is shared.
-    """
-
-    def __init__(self, contention: float):
+    def __init__(self, contention: Contention):
         self.contention = contention
         self._left_ns: dict[Interval, float] = {}
         self._settled_ns = 0
@@ -31,13 +45,19 @@ class SharedCores:
 
     def ends_ns(self) -> Mapping[Interval, int]:
         """When each will end, if nothing begins or ends before."""
-        rate = self._rate()
-        return {interval: self._settled_ns + max(0, round(left / rate)) for interval, left in self._left_ns.items()}
+        return {
+            interval: self._settled_ns + max(0, round(left * self._slowdown(interval)))
+            for interval, left in self._left_ns.items()
+        }
 
     def _settle(self, now_ns: int) -> None:
-        done = (now_ns - self._settled_ns) * self._rate()
-        self._left_ns = {interval: left - done for interval, left in self._left_ns.items()}
+        passed = now_ns - self._settled_ns
+        self._left_ns = {
+            interval: left - passed / self._slowdown(interval) for interval, left in self._left_ns.items()
+        }  # fmt: skip
         self._settled_ns = now_ns
 
-    def _rate(self) -> float:
-        return 1 / self.contention if len({interval.lane for interval in self._left_ns}) > 1 else 1.0
+    def _slowdown(self, interval: Interval) -> float:
+        if len({other.lane for other in self._left_ns}) < 2:
+            return 1.0
+        return self.contention.learner if interval.lane == LEARNER else self.contention.engines

@@ -22,7 +22,7 @@ from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.lanes import LEARNER, is_engine_lane, wake_name
 from areal_jax.simulation.count_backend import Jump
-from areal_jax.simulation.shared_cores import SharedCores
+from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention, SharedCores
 
 _LANES = 1 << 48  # above any number of a request: at equal times the lane decides, then the order of requests
 _Entry = Interval | tuple[signal.Signals, protocols.Event] | Callable[[], None]  # of the clock's heap
@@ -50,8 +50,7 @@ class SimulatedClock(VirtualClock):
 
     Args:
       host: seconds that a completion costs the loop of the host, which handles one at a time; {} = nothing.
-      contention: how many times longer work takes while two or more lanes of engines and learner are busy, which then
-        share cores; 1 = each has its own. Nothing is joined with a host or with contention.
+      contention: of lanes of engines and learner that share cores. Nothing is joined with a host or with contention.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class SimulatedClock(VirtualClock):
         start_s: float = 0.0,
         *,
         host: HostPrice | None = None,
-        contention: float = 1.0,
+        contention: Contention = NO_CONTENTION,
     ):
         self._host, self._cores = dict(host or {}), SharedCores(contention)
-        self._joins = not self._host and contention == 1.0
+        self._joins = not self._host and not contention.shares
         self._plans: dict[Interval, _Plan] = {}
         self._jumps: dict[str, Interval] = {}  # under way, by lane
         self._by_wake = {wake_name(lane): lane for lane in lanes if is_engine_lane(lane)}
@@ -91,7 +90,7 @@ class SimulatedClock(VirtualClock):
         self._plans[interval] = _Plan(order, ends, len(ends))
         if _find_jump(interval):
             self._jumps[interval.lane] = interval
-        if self._cores.contention > 1 and (is_engine_lane(interval.lane) or interval.lane == LEARNER):
+        if self._cores.contention.shares and (is_engine_lane(interval.lane) or interval.lane == LEARNER):
             self._cores.begin(interval, ends[0] - self._now_ns, self._now_ns)
             self._reschedule()
         else:

@@ -26,7 +26,7 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.max_new_tokens = 27648
     config.rollout.context_tokens = 28672
     config.rollout.block_tokens = 512
-    config.rollout.prefill_buckets = (2048, 16384)
+    config.rollout.prefill_buckets = (2048, 65536)
     config.rollout.decode_steps = 256
     config.learner.groups_per_update = 512
     config.learner.n_minibatches = 4

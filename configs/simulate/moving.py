@@ -21,21 +21,24 @@ def get_config() -> config_dict.ConfigDict:
     config.cluster.learner = 'data=16'
     config.cluster.engines = '16 x tensor=1'
     config.cluster.reallocate = 'auto'
-    config.rollout.slots = 128
+    config.cluster.reallocate_gain = 0.03  # a move takes seconds, an update minutes
+    config.cluster.reallocate_updates = 2
+    config.rollout.slots = 256
     config.rollout.max_running_groups = 0
     config.rollout.group_size = 16
     config.rollout.max_new_tokens = 49152
     config.rollout.context_tokens = 50176
     config.rollout.block_tokens = 512
     config.rollout.prefill_buckets = (2048, 16384)
-    config.rollout.decode_steps = 256
+    config.rollout.kv_policy = 'keep'  # short answers see several versions, and would be computed again under each
+    config.rollout.decode_steps = 128
     config.learner.groups_per_update = 64
     config.learner.rows_per_microbatch = 720720  # every number of devices up to 16 divides it
     config.learner.row_tokens = 50176
     config.learner.row_loss_tokens = 50176
     config.learner.filter_equal_rewards = False
-    config.staleness.eta = 4
-    config.buffer.capacity = 1024
+    config.staleness.eta = 16  # a group waits for its longest answer: fewer would leave slots empty
+    config.buffer.capacity = 2048
     config.checkpoint.every = 0
     config.telemetry.plots = False
     return config

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from areal_jax.config.cluster import DeviceSplit
-from areal_jax.control.split_choice import Automatic, LaneSeconds, Planned, Rung, mean_seconds, predict_gain
+from areal_jax.control.split_choice import (
+    Automatic,
+    DecodeSums,
+    LaneSeconds,
+    Planned,
+    Rung,
+    full_seconds,
+    mean_seconds,
+    needed_seconds,
+    predict_gain,
+)
 
 RUNGS = [
     Rung(DeviceSplit('data=1', '7 x tensor=1'), 1, 7),
@@ -17,7 +27,7 @@ SPLITS = [rung.split for rung in RUNGS]
 
 
 def seconds(learner, engines):
-    return LaneSeconds(max(learner, engines), learner, engines)
+    return LaneSeconds(max(learner, engines), learner, engines, engines)
 
 
 def automatic(gain=0.1, updates=3):
@@ -47,6 +57,60 @@ def test_devices_go_to_the_busier_side_after_so_many_updates_in_a_row():
         ([], 1),
     ]:
         assert automatic().choose(9, SPLITS[1], measured) == SPLITS[expected], measured
+
+
+def test_devices_go_to_the_best_split_at_once():
+    assert automatic().choose(9, SPLITS[0], [seconds(30.0, 1.0)] * 3) == SPLITS[2]
+    assert automatic().choose(9, SPLITS[2], [seconds(1.0, 30.0)] * 3) == SPLITS[0]
+
+
+def test_engines_with_idle_slots_count_by_the_seconds_that_full_ones_need():
+    half_full = [LaneSeconds(period=12.0, learner=12.0, engines=12.0, needed=6.0)] * 3
+    assert automatic().choose(9, SPLITS[1], half_full) == SPLITS[2]  # 6 s on 6 engines are 9 on 4, and 12 become 6
+    assert automatic().choose(9, SPLITS[1], [seconds(12.0, 12.0)] * 3) == SPLITS[1]
+
+
+def test_generation_needs_the_whole_update_where_the_learner_waits():
+    assert needed_seconds(10.0, 9.5, 4.0, taken=100, generated=100.0) == 4.0
+    assert needed_seconds(10.0, 8.9, 4.0, taken=100, generated=100.0) == 10.0
+    assert needed_seconds(10.0, 8.9, 4.0, taken=100, generated=250.0) == 4.0  # the rest fills the pipeline
+    assert needed_seconds(10.0, 9.5, 4.0, taken=0, generated=0.0) == 4.0
+
+
+def sums_of(dispatches):
+    """Of (steps, rows, seconds, positions)."""
+    sums = DecodeSums()
+    for steps, rows, seconds, positions in dispatches:
+        sums = sums.add(steps, rows, seconds, positions, tokens=steps * rows)
+    return sums
+
+
+def test_seconds_with_full_slots_are_those_of_the_fitted_step():
+    step_s = lambda rows: 0.02 + 0.001 * rows  # 8 rows: 28 ms
+    sums = sums_of((100, rows, 100 * step_s(rows), 0) for rows in (1, 2, 3, 6))
+    # 1,200 row-steps are 150 steps of 8 rows
+    assert full_seconds(sums, 8, 1000) == pytest.approx(150 * step_s(8))
+    # a cache of 1,200 tokens holds 4 rows of 300 positions each
+    sums = sums_of((100, rows, 100 * step_s(rows), 100 * rows * 300) for rows in (1, 2, 3, 6))
+    assert full_seconds(sums, 8, 1200) == pytest.approx(300 * step_s(4))
+    # it holds 3, as many as there were on average: nothing is to be had
+    assert full_seconds(sums, 8, 900) == sums.seconds
+
+
+def test_a_step_whose_rows_are_free_costs_the_less_the_fuller_it_is_and_one_without_a_base_never():
+    free = sums_of((10, rows, 1.0, 0) for rows in (2, 4))
+    assert full_seconds(free, 6, 1000) == pytest.approx(1.0)  # 60 row-steps
+    dear = sums_of((10, rows, float(rows), 0) for rows in (2, 4))
+    assert full_seconds(dear, 6, 1000) == pytest.approx(dear.seconds)
+    alike = sums_of([(10, 3, 1.0, 0)] * 2)  # one point has no slope
+    assert full_seconds(alike, 6, 1000) == pytest.approx(1.0)
+    assert full_seconds(DecodeSums(), 6, 1000) == 0.0
+
+
+def test_joined_dispatches_count_like_the_single_ones():
+    single = [(4, 3, 0.25, 300 + 12 * n) for n in range(5)]
+    joined = (20, 3, 1.25, sum(positions for *_, positions in single))
+    assert sums_of(single) == pytest.approx(sums_of([joined]))
 
 
 def test_the_gain_must_be_above_the_threshold():
@@ -82,6 +146,7 @@ def test_a_further_move_in_the_same_direction_waits_no_longer():
     choice, training = automatic(updates=2), seconds(30.0, 1.0)
     choice.note_move(SPLITS[0], SPLITS[1])
     assert choice.choose(9, SPLITS[1], [training] * 2) == SPLITS[2]
+    assert choice.choose(9, SPLITS[1], [seconds(1.0, 30.0)] * 3) == SPLITS[1]  # back it waits for four
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -105,5 +170,6 @@ def test_a_plan_holds_each_split_from_its_update_on():
 
 
 def test_the_mean_of_what_was_measured():
-    assert mean_seconds([LaneSeconds(2.0, 1.0, 2.0), LaneSeconds(4.0, 3.0, 1.0)]) == LaneSeconds(3.0, 2.0, 1.5)
-    assert mean_seconds([]) == LaneSeconds(0.0, 0.0, 0.0)
+    found = mean_seconds([LaneSeconds(2.0, 1.0, 2.0, 2.0), LaneSeconds(4.0, 3.0, 1.0, 0.5)])
+    assert found == LaneSeconds(3.0, 2.0, 1.5, 1.25)
+    assert mean_seconds([]) == LaneSeconds(0.0, 0.0, 0.0, 0.0)

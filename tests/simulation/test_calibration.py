@@ -8,6 +8,7 @@ from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config.ranges import ConfigError
 from areal_jax.report.event_log import load_events
 from areal_jax.simulation.calibration import Table, calibrate, read_gaps, read_table, write_table
+from areal_jax.simulation.shared_cores import Contention
 from areal_jax.types import Work
 from tests.app.small import small_config
 
@@ -32,14 +33,15 @@ def simulate(workdir, table, **fields):
     return load_events(workdir / 'run' / 'events.jsonl')
 
 
-@pytest.mark.parametrize('contention', [1.0, 2.5])
+@pytest.mark.parametrize('contention', [Contention(), Contention(2.5, 2.5), Contention(1.0, 12.0)])
 def test_prices_and_contention_are_found_in_the_log_that_they_made(tmp_path, contention):
     table = Table(PRICES, contention, {}, {}, ())
     other = tmp_path / 'other'
     other.mkdir()
     logs = [('a', simulate(tmp_path, table)), ('b', simulate(other, table, rollout__slots=4))]
     found = calibrate(logs)
-    assert found.contention == pytest.approx(contention, rel=0.03)
+    assert found.contention.learner == pytest.approx(contention.learner, rel=0.03)
+    assert found.contention.engines == pytest.approx(contention.engines, rel=0.03)
     for kind in PRICES:
         if kind in found.residuals and kind != 'compile':
             assert found.residuals[kind]['median_error'] < 0.02, kind
@@ -51,28 +53,28 @@ def test_prices_and_contention_are_found_in_the_log_that_they_made(tmp_path, con
 
 
 def test_the_price_of_several_steps_is_the_sum_of_their_prices():
-    price = Table(PRICES, 1.0, {}, {}, ()).by_kind()['decode']
+    price = Table(PRICES, Contention(), {}, {}, ()).by_kind()['decode']
     once = [price('engine/0', Work('decode', 1, size={'rows': 3, 'positions': 50 + 3 * step})) for step in range(4)]
     together = price('engine/0', Work('decode', 4, size={'rows': 3, 'positions': 50}))
     assert together == pytest.approx(sum(once) - 3 * PRICES['decode']['base'])
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):
-    table = Table(PRICES, 1.5, {'decode': 0.1}, {'decode': {'n': 2}}, ('a',))
+    table = Table(PRICES, Contention(1.5, 3.0), {'decode': 0.1}, {'decode': {'n': 2}}, ('a',))
     write_table(table, tmp_path / 'prices.json')
     assert read_table(tmp_path / 'prices.json') == table
     (tmp_path / 'other.json').write_text('{"format": 0}')
-    with pytest.raises(ConfigError, match='is no table of prices of format 1'):
+    with pytest.raises(ConfigError, match='is no table of prices of format 2'):
         read_table(tmp_path / 'other.json')
 
 
 def test_the_host_takes_its_time_for_a_completion_and_is_found_in_the_gaps(tmp_path):
-    events = simulate(tmp_path, Table(PRICES, 1.0, {'decode': 0.05}, {}, ()), run__steps=3)
+    events = simulate(tmp_path, Table(PRICES, Contention(), {'decode': 0.05}, {}, ()), run__steps=3)
     assert calibrate([('a', events)]).host['decode'] == pytest.approx(0.05)
     assert min(gap for kind, gap in read_gaps(events) if kind == 'decode') == pytest.approx(0.05)
 
 
 def test_one_point_is_no_line(tmp_path):
-    events = simulate(tmp_path, Table(PRICES, 1.0, {}, {}, ()), run__steps=1)
+    events = simulate(tmp_path, Table(PRICES, Contention(), {}, {}, ()), run__steps=1)
     with pytest.raises(ConfigError, match="have 1 pieces of the work 'train', and a price needs 2"):
         calibrate([('a', events)])

@@ -317,10 +317,12 @@ def _build_reallocation(
     if local is None or local.split is None or moves is None:
         return None
     assert isinstance(generation.pool, LocalPool)
+    backend = generation.engines[0].stream.backend
     return Reallocation(
         host.clock, host.log, host.supervisor,
         pool=generation.pool, site=moves, choice=build.build_choice(host.config), split=local.split,
-        published=generation.newest, on_moved=lambda split: observer.set_rates(local.note_split(split)),
+        published=generation.newest, slots=backend.slots, cache_tokens=backend.cache_blocks * backend.block_tokens,
+        on_moved=lambda split: observer.set_rates(local.note_split(split)),
     )  # fmt: skip
 
 

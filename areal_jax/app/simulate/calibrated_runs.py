@@ -123,7 +123,11 @@ def describe_table(table: Table) -> str:
         for kind, found in table.residuals.items()
     ]
     head = ['| work | pieces | mean (s) | median error |', '|---|---|---|---|']
-    shared = f'Two lanes that are busy at once slow each other down {table.contention:.2f} times.'
+    slower = table.contention
+    shared = (
+        f'While another lane is busy, work of an engine takes {slower.engines:.2f} times as long, and that of the '
+        f'learner {slower.learner:.2f} times.'
+    )
     return '\n'.join([*head, *rows, '', shared])
 
 

@@ -42,6 +42,7 @@ from areal_jax.simulation.prices import (
 )
 from areal_jax.simulation.roofline import Reached
 from areal_jax.simulation.shapes import ModelShape, find_shape, shape_of
+from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention
 
 _LONGEST = 1 << 30  # tokens of an answer before its limit
 # what a simulation does not do, or does otherwise
@@ -58,7 +59,7 @@ class Prices(NamedTuple):
 
     by_kind: Mapping[str, Price]
     cluster: Cluster | None = None
-    contention: float = 1.0  # see simulation/simulated_clock.py
+    contention: Contention = NO_CONTENTION
     host: Mapping[str, float] = MappingProxyType({})
     learner: LearnerDevices | None = None
 

@@ -1,6 +1,5 @@
 """A context of 16,384: memory with SmolLM2's shapes, and answers at its far end."""
 
-import dataclasses
 import json
 import pathlib
 import subprocess
@@ -78,7 +77,7 @@ def test_log_probs_at_the_far_end_equal_a_forward_pass():
         sampled.append(output.tokens)
         logprobs.append(output.logprobs)
         rows = [
-            dataclasses.replace(row, token=int(last), position=row.position + 8)
+            row._replace(token=int(last), position=row.position + 8)
             for row, last in zip(rows, output.tokens[-1], strict=True)
         ]
     for row, tokens, found in zip(rows, np.concatenate(sampled).T, np.concatenate(logprobs).T, strict=True):

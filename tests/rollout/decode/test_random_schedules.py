@@ -446,7 +446,7 @@ def test_a_free_block_that_is_read_shows():
     row = DecodeRow(request, 8, 8, 12, held)
     state, output = one.generate(prepared.params, state, [row], 1)
     assert not output.unsound()
-    _, output = one.generate(prepared.params, state, [dataclasses.replace(row, blocks=[*held[:1], 9, *held[2:]])], 1)
+    _, output = one.generate(prepared.params, state, [row._replace(blocks=[*held[:1], 9, *held[2:]])], 1)
     assert output.unsound()
 
 

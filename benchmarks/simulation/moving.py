@@ -1,0 +1,110 @@
+"""Devices that follow growing answers, against every split that stays: configs/simulate/moving.py, 32 devices.
+
+    python -m benchmarks.simulation.moving --json=benchmarks/results/simulation/moving.json
+
+`auto` begins with half of the devices for generation. It is compared with the best of the splits that stay, and with
+the one that was best in the first updates. Without drift (answers as long as in the middle) it begins
+with the split that is best there, and should not leave it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import pathlib
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_jax.app.command_line import load_config
+from areal_jax.app.simulate.simulated_site import build_simulation
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.files import write_json
+from areal_jax.report.event_log import load_events
+from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import read_metrics
+
+CONFIG = 'configs/simulate/moving.py'
+FIRST, LAST = 5, 15  # updates between which the start is measured: the pipeline is full by then
+STAYS = {'cluster.reallocate': 'off'}
+CONSTANT = {'simulation.answers': 'lognormal(5657, 0.75)'}  # the middle of 2,000 and 16,000 on a logarithmic scale
+
+
+def split_fields(engines: int) -> dict[str, str]:
+    """So many of the devices generate."""
+    config = load_config(CONFIG)
+    total = parse_learner(config.cluster.learner).devices + parse_engines(config.cluster.engines).devices
+    return {'cluster.learner': f'data={total - engines}', 'cluster.engines': f'{engines} x tensor=1'}
+
+
+def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Trained tokens a second, of the whole run and of its first updates, and the moves."""
+    config, began_s = load_config(CONFIG), time.process_time()
+    quiet = {'telemetry.progress': False, 'telemetry.tensorboard': False}
+    with config.unlocked():
+        config.update_from_flattened_dict({'run.seed': seed, **quiet, **fields})
+    with tempfile.TemporaryDirectory() as directory:
+        workdir = pathlib.Path(directory) / 'run'
+        build_simulation(config, workdir).train()
+        rows, events = read_metrics(workdir / 'metrics.jsonl'), load_events(workdir / 'events.jsonl')
+    tokens = list(itertools.accumulate(float(row[names.UPDATE_TOKENS]) for row in rows))
+    first_s = float(rows[LAST - 1]['time']) - float(rows[FIRST - 1]['time'])
+    return {
+        'tokens_s': tokens[-1] / float(rows[-1]['time']),
+        'first_tokens_s': (tokens[LAST - 1] - tokens[FIRST - 1]) / first_s,
+        'seconds': float(rows[-1]['time']),
+        'times': [round(float(row['time']), 1) for row in rows],
+        'token_age': sum(float(row[names.TOKEN_AGE_MEAN]) for row in rows) / len(rows),
+        'moves': [
+            {key: event[key] for key in ('update', 'learner', 'engines', 'moved', 'seconds')}
+            for event in events
+            if event['kind'] == 'reallocate'
+        ],
+        'cpu_s': time.process_time() - began_s,
+    }
+
+
+def compare(found: Mapping[int, Mapping[str, Any]], moving: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` are the splits that stay, by engines."""
+    best = max(found, key=lambda engines: found[engines]['tokens_s'])
+    at_start = max(found, key=lambda engines: found[engines]['first_tokens_s'])
+    return {
+        'best_engines': best,
+        'best_at_start_engines': at_start,
+        'over_best': moving['tokens_s'] / found[best]['tokens_s'],
+        'over_best_at_start': moving['tokens_s'] / found[at_start]['tokens_s'],
+    }
+
+
+def measure(engines: Sequence[int], seed: int, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Every split, then `auto`, with growing answers; and with constant ones, from the split that is best there."""
+    results: dict[str, Any] = {}
+    more = dict(fields or {})
+    for name, lengths in (('growing', {}), ('constant', CONSTANT)):
+        stays = {}
+        for number in engines:
+            stays[number] = simulate({**more, **lengths, **split_fields(number), **STAYS}, seed)
+            print(seed, name, number, stays[number], flush=True)
+        best = max(stays, key=lambda number: stays[number]['tokens_s'])
+        begin = split_fields(best) if lengths else {}
+        moving = simulate({**more, **lengths, **begin}, seed)
+        print(seed, name, 'auto', moving, flush=True)
+        results[name] = {'stays': stays, 'auto': moving, **compare(stays, moving)}
+        print({key: value for key, value in results[name].items() if key not in ('stays', 'auto')}, flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json', type=pathlib.Path, help='where the results go')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--engines', default='8,10,12,14,16,18,20,22,24', help='the splits that stay')
+    options = parser.parse_args()
+    results = measure([int(number) for number in options.engines.split(',')], options.seed)
+    if options.json:
+        write_json(options.json, {'seed': options.seed, **results})
+
+
+if __name__ == '__main__':
+    main()
