@@ -122,15 +122,13 @@ class Controller:
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
-        self._on_published = on_published
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
         self._buffer, self._filter, self._disturbances = TrajectoryBuffer(), group_filter, disturbances
-        self._reallocation, self._sparing = reallocation, sparing
+        self._on_published, self._reallocation, self._sparing = on_published, reallocation, sparing
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
-        self._resumed_in_save = False
-        self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
+        self._resumed_in_save = self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
         self.stop_requested = clock.event('stop requested')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
@@ -139,9 +137,7 @@ class Controller:
             most_episodes=int(min(gate.max_running, gate.buffer_capacity)) * settings.group_size,
             on_complete=self._finish_group, disturbances=disturbances,
         )  # fmt: skip
-        demand = SlotDemand(
-            pool, lambda: self._groups.not_begun, slots=settings.slots, group_size=settings.group_size
-        )  # fmt: skip
+        demand = SlotDemand(pool, lambda: self._groups.not_begun, slots=settings.slots, group_size=settings.group_size)
         self._admission = Admission(clock, gate, demand, self.stop_requested, self._start_group)
         pool.watch(self._admission.note_room)
         self._lock_step = LockStep(clock, pool, gate, self._admission, ring) if ring else None

@@ -97,7 +97,7 @@ def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: E
         return Roofline(chip, settings.shape, settings.reached, devices, max(0.0, overhead_s))
 
     return Cluster(
-        engines=tuple(map(roofline, settings.engine_chips, sizes, strict=True)),
+        engines=tuple(roofline(chip, size) for chip, size in zip(settings.engine_chips, sizes, strict=True)),
         learner=roofline(settings.chip, learner.devices),
         shares=engines.shared,
     )

@@ -128,7 +128,8 @@ def _measure_idle(events: Sequence[Event], hardware: Mapping[str, str], within: 
     by_lane: dict[str, list[LaneInterval]] = collections.defaultdict(list)
     for interval in intervals:
         by_lane[interval.lane].append(interval)
-    busy, there = collections.Counter[str](), collections.Counter[str]()
+    busy: dict[str, float] = collections.defaultdict(float)
+    there: dict[str, float] = collections.defaultdict(float)
     for engine, one in hardware.items():
         own = restrict(within, presence, engine)
         busy[one] += (busy_share(by_lane[engine], engine, own) or 0.0) * own.seconds
