@@ -29,12 +29,12 @@ def test_engines_of_two_sizes_have_prices_devices_and_a_row_of_the_report_each(t
     report = simulate(tmp_path, run__steps=4, **UNEQUAL).train()
     assert main_check_log.main([str(tmp_path)]) == ExitCode.FINISHED
     assert report['devices']['engines'] == {'engine/0': [1, 2], 'engine/1': [3], 'engine/2': [4]}
-    assert '1 engines on 2 x H800, 2 engines on 1 x H800' in report['simulation']
+    assert '1 engines on 2 x H800 SXM, 2 engines on 1 x H800 SXM' in report['simulation']
     events = read_events(tmp_path)
     hardware = {event['engine']: event['hardware'] for event in events if event['kind'] == 'join'}
-    assert hardware == {'engine/0': '2 x H800', 'engine/1': '1 x H800', 'engine/2': '1 x H800'}
+    assert hardware == {'engine/0': '2 x H800 SXM', 'engine/1': '1 x H800 SXM', 'engine/2': '1 x H800 SXM'}
     rows = {row['hardware']: row for row in report['engine_classes']}
-    assert {name: row['engines'] for name, row in rows.items()} == {'2 x H800': 1, '1 x H800': 2}
+    assert {name: row['engines'] for name, row in rows.items()} == {'2 x H800 SXM': 1, '1 x H800 SXM': 2}
     generated = collections.Counter()
     for event in events:
         if event['kind'] == 'decode':
@@ -49,7 +49,7 @@ def test_engines_of_two_sizes_have_prices_devices_and_a_row_of_the_report_each(t
     mean = sum(row['age']['mean'] * row['trained_tokens'] for row in rows.values())
     assert oldest == report['token_age']['max']
     assert mean / sum(row['trained_tokens'] for row in rows.values()) == pytest.approx(report['token_age']['mean'])
-    assert '| 2 x H800 | 1 |' in (tmp_path / 'report.md').read_text()
+    assert '| 2 x H800 SXM | 1 |' in (tmp_path / 'report.md').read_text()
 
 
 def test_answers_that_moved_are_counted_where_each_token_was_generated(tmp_path):
@@ -89,7 +89,7 @@ def test_a_slow_class_that_adds_nothing_but_age_is_left_out_where_the_learner_is
     assert main_check_log.main([str(tmp_path / 'spared')]) == ExitCode.FINISHED
     events = read_events(tmp_path / 'spared')
     [start] = [event for event in events if event['kind'] == 'spare']
-    assert (start['hardware'], start['engines'], start['mode']) == ('1 x H800/3', ['engine/2', 'engine/3'], 'start')
+    assert (start['hardware'], start['engines'], start['mode']) == ('1 x H800 SXM/3', ['engine/2', 'engine/3'], 'start')
     routed = {event['engine'] for event in events if event['kind'] == 'route' and event['seq'] > start['seq']}
     assert routed == {'engine/0', 'engine/1'}
     limits = Limits.of(json.loads((tmp_path / 'spared' / 'config.json').read_text()))
@@ -101,9 +101,9 @@ def test_a_slow_class_that_adds_nothing_but_age_is_left_out_where_the_learner_is
     assert spared['token_age']['mean'] <= used['token_age']['mean']
     paces = [one['window_seconds'] / one['steps'] for one in (used, spared)]
     assert paces[1] == pytest.approx(paces[0], rel=0.02)
-    slow = next(row for row in spared['engine_classes'] if row['hardware'] == '1 x H800/3')
+    slow = next(row for row in spared['engine_classes'] if row['hardware'] == '1 x H800 SXM/3')
     assert 0.4 < slow['left_out'] < 0.8
-    assert '1 x H800/3 got no new requests in' in (tmp_path / 'spared' / 'report.md').read_text()
+    assert '1 x H800 SXM/3 got no new requests in' in (tmp_path / 'spared' / 'report.md').read_text()
 
 
 def test_it_stays_where_generation_is_the_bottleneck(tmp_path):
