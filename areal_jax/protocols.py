@@ -213,6 +213,18 @@ class Pool(Generator, Protocol):
         ...
 
 
+class Sparing(Protocol):
+    """What a pool has decided about classes of engines that it leaves out (rollout/spare_engines.py)."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, before any request is open."""
+        ...
+
+
 class ChangingPool(Pool, Protocol):
     """A pool whose engines join and leave while it generates."""
 

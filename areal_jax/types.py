@@ -336,6 +336,7 @@ class EngineStatus:
     waiting: int  # requests that wait for a place
     tokens_per_s: float  # decoded tokens per clock second of decoding since the start; 0 before the first
     devices: tuple[str, ...]  # names of the devices that it decodes on
+    hardware: str = ''  # number and kind of these devices, '2 x H100': the class of the engine; '' = not told
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from areal_jax.app.config_file import find_config_file
 from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.roles.roles import require_roles
 from areal_jax.config import flatten
-from areal_jax.config.cluster import LEARNER, Role, RoleCount, has_roles, list_roles
+from areal_jax.config.cluster import ENGINES, LEARNER, USE_EQUAL, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.registry.self_test import require_path
@@ -90,6 +90,11 @@ def build_run(command: CommandLine, workdir: str, python: str) -> ClusterRun:
             f"more: use {LEARNER}='hosts=1 x {config.cluster.learner}'"
         )
     roles = {role.role: role for role in list_roles(config)}
+    if any(role.unequal for role in roles.values()):
+        raise ConfigError(
+            f'{ENGINES}={config.cluster.engines!r} has engines of unequal size, which launch.local alone starts; '
+            f'{USE_EQUAL}'
+        )
     return ClusterRun(config, command.source, workdir, render_overrides(command), roles, python)
 
 

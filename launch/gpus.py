@@ -58,7 +58,6 @@ def share_gpus(config: config_dict.ConfigDict, gpus: Sequence[str]) -> dict[str,
         )
     each = learner.devices_per_process
     shared = {f'learner-{k}': gpus[k * each : (k + 1) * each] for k in range(learner.processes)}
-    for index in range(engines.count if has_engines else 0):
-        first = learner.devices + index * engines.devices_each
-        shared[f'engine-{index}'] = gpus[:1] if engines.shared else gpus[first : first + engines.devices_each]
+    for index, numbers in enumerate(engines.place(learner.devices) if has_engines else ()):
+        shared[f'engine-{index}'] = gpus[:1] if engines.shared else [gpus[number] for number in numbers]
     return {name: ','.join(names) for name, names in shared.items()}

@@ -91,11 +91,11 @@ def plan_servers(
     """One server for each of cluster.engines; `variables` are added to the environment of 'engine-0' and so on."""
     directory = workdir / SERVERS
     launch = _find_launch(config)
-    command = resolve(launch.plan, SERVER)(config, workdir)
+    plan = resolve(launch.plan, SERVER)
     return [
         Server(
             str(number),
-            [sys.executable, '-m', *command, f'--name={number}'],
+            [sys.executable, '-m', *plan(config, workdir, number), f'--name={number}'],
             functools.partial(pathlib.Path, directory, f'{number}.log'),
             variables.get(f'engine-{number}', {}),
             registers=launch.registers_at_start,

@@ -82,8 +82,8 @@ def plan_roles(
     given = re.sub(rf'--{_HOST_DEVICES}=\d+ ?', '', (environment or {}).get('XLA_FLAGS', '')).strip()
     planned = []
     for entry in list_roles(config):
-        flags = f'{given} --{_HOST_DEVICES}={entry.devices}'.strip()
         for index in range(entry.count):
+            flags = f'{given} --{_HOST_DEVICES}={entry.devices_of(index)}'.strip()
             which = [f'--role={entry.role}', f'--index={index}', f'--count={entry.count}']
             command = [sys.executable, '-m', ROLE, *which, *words]
             variables = {'XLA_FLAGS': flags} if entry.devices and not gpus else {}

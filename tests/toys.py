@@ -321,6 +321,7 @@ class ToyRun:
         unscored: Sequence[int] = (),  # draws of the evaluation that no verifier scores
         make_reallocation: Callable[[ToyRun], Reallocation] | None = None,  # called when pool and learner are there
         more_lanes: Mapping[str, int] = MappingProxyType({}),
+        hardware: Sequence[str] = (),  # of engines that differ: a class that adds nothing but age is left out
     ):
         state = resume['run_state'] if resume else None
         self.log = log or (EventLog(next_seq=state['next_seq'], next_run=state['next_run']) if state else EventLog())
@@ -358,9 +359,11 @@ class ToyRun:
                 i, backend, self.clock, self.log, receive=lambda published: self.receive(published),
                 version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
                 evaluation=self.pinned_backends[i], every_dispatches=every_dispatches,
+                hardware=hardware[i] if hardware else '',
             )
             for i, backend in enumerate(self.backends)
         ]  # fmt: skip
+        self.spare_slots = slots if hardware else 0
         self.pool = pool = self.build_pool(newest)
         self.newest = newest
         self.reallocation = make_reallocation(self) if make_reallocation else None
@@ -383,7 +386,7 @@ class ToyRun:
             save_checkpoint=lambda *state: self.save_checkpoint(*state),
             on_published=self._note_published,
             group_filter=GroupFilter(equal_rewards(), max_filtered) if max_filtered else None,
-            reallocation=self.reallocation,
+            reallocation=self.reallocation, sparing=pool.sparing if hardware else None,
         )  # fmt: skip
         self.newest, self.resumed, self.unscored = newest, state, unscored
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None
@@ -391,7 +394,7 @@ class ToyRun:
             self.controller.restore(state)
 
     def build_pool(self, published: PublishedWeights) -> Any:
-        return Pool(self.engines, self.clock, self.log, self.supervisor)
+        return Pool(self.engines, self.clock, self.log, self.supervisor, spare_slots=self.spare_slots)
 
     def _build_beside(self, every: int, steps: int, sampling: SamplingParams) -> EvaluationBeside:
         self.clock.lanes['reward/evaluation'] = Lane(1)

@@ -7,6 +7,7 @@ then chooses the devices. `list_roles` says which processes a launcher starts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.stra
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')  # of the learner's mesh
 ENGINE_AXES = ('expert', 'tensor')  # of an engine's
 MOST_ENGINES = 1024  # each has a thread
+USE_EQUAL = "use equal engines, such as '4 x tensor=1'"
 Role: TypeAlias = Literal['controller', 'learner', 'engine', 'exporter']
 _MOST_DEVICES = 2**31 - 1
 _HOSTS = re.compile(r'\s*hosts\s*=\s*([^\s,x]*)\s*x\s*(.*)', re.DOTALL)
@@ -85,18 +87,13 @@ class LearnerLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class EnginesLayout:
-    """How many engines decode in this process, and whether each has devices of its own."""
+class EngineGroup:
+    """Engines of one size."""
 
     count: int = 1
     shared: bool = True  # they decode on the learner's first device; False: on their own, after the learner's
     tensor: int = 1  # parts of heads, MLP, vocabulary and KV cache
     expert: int = 1  # parts of the experts of a layer
-
-    @property
-    def devices(self) -> int:
-        """Devices besides the learner's."""
-        return 0 if self.shared else self.count * self.devices_each
 
     @property
     def devices_each(self) -> int:
@@ -108,6 +105,71 @@ class EnginesLayout:
         sizes = zip(ENGINE_AXES, (self.expert, self.tensor), strict=True)
         named = [f'{axis}={size}' for axis, size in sizes if size > 1]
         return f'{self.count} x {"shared" if self.shared else ",".join(named) or "tensor=1"}'
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginesLayout:
+    """How many engines decode, on how many devices each; engines are numbered group by group."""
+
+    groups: tuple[EngineGroup, ...] = (EngineGroup(),)  # one or more, of which neighbours differ
+
+    @property
+    def count(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def shared(self) -> bool:
+        return self.groups[0].shared
+
+    @property
+    def devices(self) -> int:
+        """Devices besides the learner's."""
+        return 0 if self.shared else sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each engine."""
+        return tuple(group.devices_each for group in self.groups for _ in range(group.count))
+
+    @property
+    def has_equal_engines(self) -> bool:
+        return len(self.groups) == 1
+
+    @property
+    def only_group(self) -> EngineGroup:
+        """The group of equal engines; raises ConfigError for engines of unequal size."""
+        if not self.has_equal_engines:
+            raise ConfigError(f'{ENGINES}={str(self)!r} has engines of unequal size, which do not go here; {USE_EQUAL}')
+        return self.groups[0]
+
+    @property
+    def devices_each(self) -> int:
+        """Devices of each of equal engines; raises ConfigError for engines of unequal size."""
+        return self.only_group.devices_each
+
+    def select(self, index: int) -> EnginesLayout:
+        """The engine of this number alone."""
+        group = [group for group in self.groups for _ in range(group.count)][index]
+        return EnginesLayout((dataclasses.replace(group, count=1),))
+
+    def resize(self, count: int) -> EnginesLayout:
+        """So many equal engines; raises ConfigError for engines of unequal size."""
+        return EnginesLayout((dataclasses.replace(self.only_group, count=count),))
+
+    def find_group(self, devices: int) -> EngineGroup:
+        """The group whose engines have so many devices; of equal engines theirs, whatever the number."""
+        if self.has_equal_engines:
+            return self.groups[0]
+        return next(group for group in self.groups if group.devices_each == devices)
+
+    def place(self, first: int = 0) -> tuple[range, ...]:
+        """Numbers of the devices of each engine, one engine after the other, from `first` on."""
+        ends = itertools.accumulate(self.sizes, initial=first)
+        return tuple(range(start, end) for start, end in itertools.pairwise(ends))
+
+    def __str__(self) -> str:
+        """As in the config: '2 x tensor=2 + 4 x tensor=1'."""
+        return ' + '.join(map(str, self.groups))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +209,37 @@ def _split_hosts(text: str) -> tuple[int | None, str]:
 def parse_engines(text: str) -> EnginesLayout:
     """'2 x tensor=4' -> two engines on four devices each; '2 x shared' -> two on the learner's first device.
 
-    '1 x expert=2,tensor=2' -> one on four devices. Raises ConfigError for a text of another form.
+    '1 x expert=2,tensor=2' -> one on four devices; '2 x tensor=2 + 4 x tensor=1' -> six, the first two on two each.
+    Raises ConfigError for a text of another form.
     """
+    groups: list[EngineGroup] = []
+    for part in text.split('+'):
+        group = _parse_group(part, text)
+        if groups and dataclasses.replace(groups[-1], count=group.count) == group:
+            groups[-1] = dataclasses.replace(group, count=groups[-1].count + group.count)
+        else:
+            groups.append(group)
+    layout = EnginesLayout(tuple(groups))
+    if layout.count > MOST_ENGINES:
+        raise ConfigError(f'{ENGINES}={text!r} has {layout.count} engines; name at most {MOST_ENGINES}')
+    if len({group.shared for group in groups}) > 1:
+        raise ConfigError(
+            f"{ENGINES}={text!r} has engines on the learner's device beside engines on their own: give all of them "
+            "their own, or write 'NUMBER x shared'"
+        )
+    cuts = {(group.devices_each, group.expert) for group in groups}
+    if len(cuts) > len({devices for devices, _ in cuts}):
+        raise ConfigError(
+            f'{ENGINES}={text!r} cuts engines of equally many devices in two ways; give them the same expert= and '
+            'tensor='
+        )
+    return layout
+
+
+def _parse_group(part: str, text: str) -> EngineGroup:
+    """One group of the text of cluster.engines."""
     forms = "'2 x shared' (on the learner's first device) or '2 x tensor=1' (on one device each)"
-    count, times, where = (part.strip() for part in text.partition('x'))
+    count, times, where = (piece.strip() for piece in part.partition('x'))
     if not times or not where:
         raise ConfigError(f"{ENGINES}={text!r} has no 'NUMBER x WHERE'; write {forms}")
     if not re.fullmatch(r'\d{1,10}', count) or not 1 <= int(count) <= MOST_ENGINES:
@@ -158,7 +247,7 @@ def parse_engines(text: str) -> EnginesLayout:
             f'{ENGINES}={text!r}: {count!r} engines must be a whole number from 1 to {MOST_ENGINES}; write {forms}'
         )
     if where == 'shared':
-        return EnginesLayout(int(count))
+        return EngineGroup(int(count))
     if '=' not in where:
         raise ConfigError(f'{ENGINES}={text!r}: {where!r} is not known{suggest(where, ["shared"])}; write {forms}')
     sizes = _parse_axes(where, ENGINES, text, forms)
@@ -168,7 +257,7 @@ def parse_engines(text: str) -> EnginesLayout:
                 f'{ENGINES}={text!r}: the devices of an engine share the axes {" and ".join(ENGINE_AXES)} alone; use '
                 f"'{count} x tensor={size}'"
             )
-    return EnginesLayout(int(count), shared=False, **sizes)
+    return EngineGroup(int(count), shared=False, **sizes)
 
 
 def require_fit(learner: LearnerLayout, engines: EnginesLayout, available: int, platform: str) -> None:
@@ -191,7 +280,12 @@ class RoleCount:
 
     role: Role
     count: int
-    devices: int  # accelerators of each process; 0: none
+    devices: int  # accelerators of each process, of unequal ones the most; 0: none
+    unequal: tuple[int, ...] = ()  # accelerators by index, where processes have unequally many
+
+    def devices_of(self, index: int) -> int:
+        """Accelerators of one process."""
+        return self.unequal[index] if self.unequal else self.devices
 
 
 def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
@@ -199,8 +293,8 @@ def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
     learner = parse_learner(config.cluster.learner)
     roles = [RoleCount('controller', 1, 0), RoleCount('learner', learner.processes, learner.devices_per_process)]
     if find_server(config.rollout.server).launch:
-        engines = parse_engines(config.cluster.engines)
-        roles.append(RoleCount('engine', engines.count, engines.devices_each))
+        sizes = parse_engines(config.cluster.engines).sizes
+        roles.append(RoleCount('engine', len(sizes), max(sizes), sizes if len(set(sizes)) > 1 else ()))
     if config.run.export_every:
         roles.append(RoleCount('exporter', 1, 0))
     return roles

@@ -46,6 +46,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _capacity_problems(c)
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
+        yield from _sparing_problems(c)
         yield from find_record_problems(c)
         yield from _quantization_problems(c)
         yield from _route_problems(c)
@@ -194,11 +195,27 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} with {setting}: these servers give no '
             "log-probs of the part of the softmax that is sampled; use top_k=0 and top_p=1, or rollout.server='own'"
         )
-    if (engines := parse_engines(c.cluster.engines)).expert > 1 and not kind.cuts_experts:
+    groups = parse_engines(c.cluster.engines).groups
+    if any(group.expert > 1 for group in groups) and not kind.cuts_experts:
+        uncut = ' + '.join(f'{group.count} x tensor={group.devices_each}' for group in groups)
         yield (
             f'cluster.engines={c.cluster.engines!r} with {setting}: these servers are not asked to cut experts; use '
-            f"'{engines.count} x tensor={engines.devices_each}', or rollout.server='own'"
+            f"'{uncut}', or rollout.server='own'"
         )
+
+
+def _sparing_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """What does not go with leaving out a class of engines at a publication."""
+    if c.rollout.slow_engines != 'spare':
+        return
+    server, schedule, reallocate = c.rollout.server, c.staleness.schedule, c.cluster.reallocate
+    for path, value, fits, why in (
+        ('rollout.server', server, find_server(server).in_process, 'servers are weighed by their speed'),
+        ('staleness.schedule', schedule, schedule == 'natural', 'in lock-step a publication loads no weights'),
+        ('cluster.reallocate', reallocate, reallocate == 'off', 'the engines that come and go are of one class'),
+    ):
+        if not fits:
+            yield f"rollout.slow_engines='spare' with {path}={value!r}: {why}; use rollout.slow_engines='use'"
 
 
 def _quantization_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -145,6 +145,11 @@ SECTIONS: Mapping[str, Section] = {
             COUNT_OR_OFF,
             'engines of unequal speed: an answer of so many versions leaves a slow one for a faster one; 0 = none does',
         ),
+        slow_engines=Choice(
+            'use',
+            ('use', 'spare'),
+            'engines of unequal hardware: spare = a slow class gets no requests while the others have room for all',
+        ),
         kv_policy=Choice(
             'recompute',
             ('recompute', 'keep', 'wait'),
@@ -250,7 +255,8 @@ SECTIONS: Mapping[str, Section] = {
         ),
         engines=Text(
             '1 x shared',
-            "'N x shared' with the learner's first device | 'N x tensor=K' or 'N x expert=K': K devices for each",
+            "'N x shared' with the learner's first device | 'N x tensor=K' or 'N x expert=K': K devices for each, or "
+            "groups of unequal size: '2 x tensor=2 + 4 x tensor=1'",
         ),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
         reallocate=Text('off', "moves engines between generation and training: 'off' | 'auto' | 'plan(FILE)'"),

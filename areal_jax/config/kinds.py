@@ -33,7 +33,7 @@ class Launch:
     """How servers of a kind are started."""
 
     serve: Reference  # (config, process, interrupts) -> exit code: the process becomes an engine of a run in roles
-    plan: Reference  # (config, workdir) -> the words after `python -m` of a server beside a trainer
+    plan: Reference  # (config, workdir, number) -> the words after `python -m` of that server beside a trainer
     require: Reference | None = None  # () -> None; raises UserError where none can be started here
     prepare: Reference | None = None  # (config, workdir) -> None: writes what the servers beside a trainer read
     front: Reference | None = None  # () -> app.roles.server_front.FrontKind of areal-serve; None: HTTP

@@ -74,8 +74,13 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'{setting} and cluster.reallocate={c.cluster.reallocate!r}: only prices of chips follow the devices that '
             f"move; use simulation.prices='{ROOFLINE}', or cluster.reallocate='off'"
         )
-    shared = parse_engines(c.cluster.engines).shared
-    if prices == ROOFLINE and shared and (c.staleness.eta != 0 or c.staleness.schedule != 'natural'):
+    engines = parse_engines(c.cluster.engines)
+    if prices.endswith('.json') and not engines.has_equal_engines:
+        yield (
+            f'{setting} and cluster.engines={c.cluster.engines!r}: a fitted price is that of all engines; use '
+            f"simulation.prices='{ROOFLINE}', or equal engines, such as '4 x tensor=1'"
+        )
+    if prices == ROOFLINE and engines.shared and (c.staleness.eta != 0 or c.staleness.schedule != 'natural'):
         yield (
             f"{setting} and cluster.engines={c.cluster.engines!r}: engines on the learner's devices are simulated in "
             'turns with it; set staleness.eta=0, or give the engines devices of their own'

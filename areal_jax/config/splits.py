@@ -16,6 +16,7 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import (
     ENGINES,
     LEARNER,
+    USE_EQUAL,
     DeviceSplit,
     EnginesLayout,
     LearnerLayout,
@@ -107,7 +108,7 @@ def list_rungs(c: config_dict.ConfigDict) -> list[DeviceSplit]:
             continue
         layout = dataclasses.replace(learner, **{axis: size})
         if c.learner.rows_per_microbatch % layout.data_shards == 0:
-            found.append(DeviceSplit(str(layout), str(dataclasses.replace(engines, count=count))))
+            found.append(DeviceSplit(str(layout), str(engines.resize(count))))
     return found
 
 
@@ -149,9 +150,10 @@ def find_reallocation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _moves_here(c: config_dict.ConfigDict) -> bool:
-    """Whether learner and engines are in one process, and engines have devices of their own."""
+    """Whether learner and engines are in one process, and engines have equally many devices of their own."""
     hosts, engines = parse_learner(c.cluster.learner).hosts, parse_engines(c.cluster.engines)
-    return find_server(c.rollout.server).in_process and hosts is None and not engines.shared
+    own = not engines.shared and engines.has_equal_engines
+    return find_server(c.rollout.server).in_process and hosts is None and own
 
 
 def _fixed_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -164,6 +166,7 @@ def _fixed_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'servers keep their devices, only rollout.server={IN_PROCESS.name!r} gives them up',
         ),
         (ENGINES, c.cluster.engines, not engines.shared, 'engines on the device of the learner have none to give'),
+        (ENGINES, c.cluster.engines, engines.has_equal_engines, 'devices move between engines of one size'),
         (
             *('publication.channel', c.publication.channel, find_channel(c.publication.channel) is DEVICE),
             f'engines that join get the weights through publication.channel={DEVICE.name!r} alone',
@@ -187,6 +190,9 @@ def _split_problems(c: config_dict.ConfigDict, split: DeviceSplit) -> Iterator[s
     where = f'{FIELD}={c.cluster.reallocate!r}'
     if learner.hosts is not None or engines.shared:
         yield f"{where} has the split {split}: a split has neither hosts= nor 'shared'"
+        return
+    if not engines.has_equal_engines:
+        yield f'{where} has the split {split}: devices move between engines of one size; {USE_EQUAL}'
         return
     for problem in find_device_problems(replace_split(c, split)):
         yield f'{where} has the split {split}: {problem}'

@@ -29,7 +29,7 @@ from areal_jax.control.reallocation import Reallocation, ReallocationState
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
+from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Sparing, Verifier, Workflow
 from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
 
 
@@ -83,6 +83,7 @@ class HostState(TypedDict):
     idle_slots: HeldState
     observer: dict[str, Any]
     reallocation: ReallocationState | None
+    sparing: dict[str, Any] | None  # Sparing.state
 
 
 # step, arrays of the learner, weights of earlier versions (lock-step schedules), state of the host; on the lane `disk`
@@ -116,19 +117,18 @@ class Controller:
         group_filter: GroupFilter | None = None,
         disturbances: Disturbances | None = None,
         reallocation: Reallocation | None = None,
+        sparing: Sparing | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
-        self._on_published = on_published
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
         self._buffer, self._filter, self._disturbances = TrajectoryBuffer(), group_filter, disturbances
-        self._reallocation = reallocation
+        self._on_published, self._reallocation, self._sparing = on_published, reallocation, sparing
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
-        self._resumed_in_save = False
-        self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
+        self._resumed_in_save = self._saved_for_good = False  # nothing of the loop moves after the last checkpoint
         self.stop_requested = clock.event('stop requested')
         self._filled = clock.event('a full batch in the buffer, or a stop')
         self._published = clock.event('publication of the last update')
@@ -137,9 +137,7 @@ class Controller:
             most_episodes=int(min(gate.max_running, gate.buffer_capacity)) * settings.group_size,
             on_complete=self._finish_group, disturbances=disturbances,
         )  # fmt: skip
-        demand = SlotDemand(
-            pool, lambda: self._groups.not_begun, slots=settings.slots, group_size=settings.group_size
-        )  # fmt: skip
+        demand = SlotDemand(pool, lambda: self._groups.not_begun, slots=settings.slots, group_size=settings.group_size)
         self._admission = Admission(clock, gate, demand, self.stop_requested, self._start_group)
         pool.watch(self._admission.note_room)
         self._lock_step = LockStep(clock, pool, gate, self._admission, ring) if ring else None
@@ -370,6 +368,7 @@ class Controller:
             'idle_slots': self._admission.idle.state(self._clock.now()),
             'observer': dict(self._observer_state()),
             'reallocation': self._reallocation.state() if self._reallocation else None,
+            'sparing': self._sparing.state() if self._sparing else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -389,4 +388,6 @@ class Controller:
         self._admission.idle.restore(state['idle_slots'])
         if self._reallocation:
             self._reallocation.restore(state['reallocation'])
+        if self._sparing and state.get('sparing'):
+            self._sparing.restore(state['sparing'])
         self._log.write('restore', update=self._trained_version)

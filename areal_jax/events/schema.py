@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NotRequired
 from areal_jax import files
 from areal_jax.events import records
 from areal_jax.events.device_events import ReallocateEvent
+from areal_jax.events.engine_events import SpareEvent
 from areal_jax.events.episode_events import AuditEvent, CheckEvent, FinishEvent, RewardEvent
 from areal_jax.events.event_fields import (
     Amount,
@@ -40,10 +41,11 @@ from areal_jax.events.server_events import (
 )
 
 FILE = 'events.jsonl'  # in the workdir
-# 13: `reallocate` without needed engines; 12: devices stay, no simulations; 10: no episodes of several rows; 9: no
-# frictions; 8: no size of a version; 7: no rewards of a buffered group, a prefill does not tell prompts and answers;
-# 6: no servers set aside for evaluation; 5: no lengths of segments, nothing for a replay; 4: no engines in other
-# processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside training, no `audit`; 1: no `log`
+# 13: `reallocate` without needed engines, engines do not tell their hardware, none is left out; 12: devices stay, no
+# simulations; 10: no episodes of several rows; 9: no frictions; 8: no size of a version; 7: no rewards of a buffered
+# group, a prefill does not tell prompts and answers; 6: no servers set aside for evaluation; 5: no lengths of segments,
+# nothing for a replay; 4: no engines in other processes; 3: no `preempt`, no rebuilt positions; 2: no evaluation beside
+# training, no `audit`; 1: no `log`
 VERSION = 14
 
 
@@ -324,6 +326,9 @@ class JoinEvent(Header):
     engine: Engine
     version: NotRequired[Annotated[int, 'policy version of its weights; from version 2 of the log on']]
     devices: NotRequired[Annotated[list[str], 'the devices that it decodes on; from version 2 of the log on']]
+    hardware: NotRequired[
+        Annotated[str, "their number and kind, '2 x H100', where engines differ; from version 14 of the log on"]
+    ]
 
 
 class LeaveEvent(Header):
@@ -349,7 +354,7 @@ Event = (
     | EvaluateEvent | EvaluationSlotsEvent | EvaluationStartEvent | EvaluationDoneEvent | EvaluationSkipEvent
     | EvaluationLostEvent | EvaluationPrefillEvent | EvaluationDecodeEvent | JoinEvent | LeaveEvent
     | RegisterEvent | EngineStateEvent | StageEvent | ProbeEvent | MoveEvent | FenceEvent | ReceiveEvent
-    | EvaluationReceiveEvent | FrictionEvent | ReallocateEvent | ErrorEvent
+    | EvaluationReceiveEvent | FrictionEvent | ReallocateEvent | SpareEvent | ErrorEvent
 )  # fmt: skip
 
 HEADER = records.describe_record(Header)

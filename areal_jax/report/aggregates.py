@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from areal_jax.events.schema import Event
+from areal_jax.report.engines.presence import find_presence, restrict
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, number
@@ -123,9 +124,16 @@ def admission_held(metrics: Metrics, within: Window) -> dict[str, float]:
 
 
 def idle_slots(metrics: Metrics, events: Sequence[Event], within: Window) -> dict[str, float]:
-    """Share of the slots' seconds in the window in which no answer was open for a slot, by what held admission back."""
+    """Share of the slots' seconds in the window in which no answer was open for a slot, by what held admission back.
+
+    Slots of an engine count while it is in the pool.
+    """
     slots = {event['engine']: len(event['slots']) for event in events if event['kind'] == 'decode'}
-    return _shares_by_bound(metrics, names.IDLE_SLOTS, within.seconds * sum(slots.values()))
+    presence = find_presence(events)
+    away_s = sum(
+        count * (within.seconds - restrict(within, presence, engine).seconds) for engine, count in slots.items()
+    )
+    return _shares_by_bound(metrics, names.IDLE_SLOTS, within.seconds * sum(slots.values()) - away_s)
 
 
 def _shares_by_bound(metrics: Metrics, prefix: str, span: float) -> dict[str, float]:

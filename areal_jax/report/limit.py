@@ -6,11 +6,12 @@ It takes the intervals of the event log and what only the program knows (telemet
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane, is_publish_lane
+from areal_jax.report.engines.presence import find_presence, restrict
 from areal_jax.report.lane_intervals import LaneInterval, busy_share, lane_intervals, lane_seconds, of_training
 from areal_jax.report.report_keys import Busy, Time
 from areal_jax.report.window import Window, window
@@ -49,26 +50,44 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
             None, None, None, None, None, _rule(facts), '', 'No update was published, so no time was measured.'
         )
     per_update = {lane: seconds / updates for lane, seconds in lane_seconds(intervals, within).items()}
-    engines = [seconds for lane, seconds in per_update.items() if is_engine_lane(lane)]
+    engines = {lane: seconds for lane, seconds in per_update.items() if is_engine_lane(lane)}
     publishing = [seconds for lane, seconds in per_update.items() if is_publish_lane(lane)]
     bounds = per_update if _rule(facts) != SHARED else _shared_bounds(updates, facts)
     bound = max(bounds, key=lambda name: bounds[name], default='')
     ideal, achieved = bounds.get(bound), within.seconds / updates
     fill = fill_seconds(intervals, within) / updates
     return Limit(
-        sum(engines) / len(engines) if engines else None, per_update.get(LEARNER), max(publishing, default=None),
+        _mean_of_engines(engines, events, within), per_update.get(LEARNER), max(publishing, default=None),
         ideal, achieved, _rule(facts), bound, explain_gap(ideal, achieved, bound, fill),
     )  # fmt: skip
 
 
+def _mean_of_engines(seconds: Mapping[str, float], events: Sequence[Event], within: Window) -> float | None:
+    """Of lane seconds of engines; each counts with the share of the window in which it was there."""
+    presence = find_presence(events)
+    there = [restrict(within, presence, lane).seconds for lane in seconds]
+    if all(one == within.seconds for one in there):
+        return sum(seconds.values()) / len(seconds) if seconds else None
+    return sum(seconds.values()) * within.seconds / sum(there) if sum(there) else None
+
+
 def busy_shares(events: Sequence[Event]) -> Busy:
-    """The share of the window in which a lane was busy: 'rollout' (mean of the engines), 'learner'; None = no lane."""
-    intervals, within = lane_intervals(events), window(events)
+    """The share of the window in which a lane was busy: 'rollout' (mean of the engines), 'learner'; None = no lane.
+
+    An engine has the part of the window in which it was in the pool, and counts with it.
+    """
+    intervals, within, presence = lane_intervals(events), window(events), find_presence(events)
     lanes = sorted({interval.lane for interval in intervals})
-    engines = [busy_share(intervals, lane, within) for lane in lanes if is_engine_lane(lane)]
-    shares = [share for share in engines if share is not None]
+    own = {lane: restrict(within, presence, lane) for lane in lanes if is_engine_lane(lane)}
+    found = {lane: busy_share(intervals, lane, one) for lane, one in own.items()}
+    shares = {lane: share for lane, share in found.items() if share is not None}
+    there = sum(own[lane].seconds for lane in shares)
+    if all(own[lane].seconds == within.seconds for lane in shares):
+        rollout = sum(shares.values()) / len(shares) if shares else None
+    else:
+        rollout = sum(share * own[lane].seconds for lane, share in shares.items()) / there
     return {
-        'rollout': sum(shares) / len(shares) if shares else None,
+        'rollout': rollout,
         'learner': busy_share(intervals, LEARNER, within) if LEARNER in lanes else None,
     }
 

@@ -28,6 +28,7 @@ from areal_jax.report.censoring import censoring
 from areal_jax.report.code_verdicts import summarize_code
 from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
 from areal_jax.report.draw_ledger import ledger
+from areal_jax.report.engines.classes import summarize_classes
 from areal_jax.report.event_log import load_events, outside_evaluation
 from areal_jax.report.limit import as_report, busy_shares, measure_limit
 from areal_jax.report.pages.energy_section import summarize_energy
@@ -121,7 +122,7 @@ def build_report(
         'publish_pause_seconds': _pauses(training),
         'publications': publication_rows(training),
         'agents': summarize_agents(training),
-        **_generation(events, training, facts),
+        **_generation(events, training, metrics, facts),
         **_causes(events, metrics, facts),
         'throughput': _throughput(training, metrics, within),
         'energy': summarize_energy(metrics, facts.energy),
@@ -180,8 +181,10 @@ def _beside_training(
     }
 
 
-def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFacts) -> contents.Generation:
-    return {
+def _generation(
+    events: Sequence[Event], training: Sequence[Event], metrics: Metrics, facts: RunFacts
+) -> contents.Generation:
+    found: contents.Generation = {
         'request_pause_seconds': generation.request_pauses(training),
         'engine_work': generation.engine_work(training),
         'attention_positions': generation.attention_positions(training),
@@ -190,6 +193,9 @@ def _generation(events: Sequence[Event], training: Sequence[Event], facts: RunFa
         'memory_parts': dict(facts.memory_parts),
         'servers': server_rows(events),
     }
+    if classes := summarize_classes(events, training, metrics, window(events)):
+        found['engine_classes'] = classes
+    return found
 
 
 def _causes(events: Sequence[Event], metrics: Metrics, facts: RunFacts) -> contents.Causes:

@@ -12,6 +12,7 @@ from areal_jax.report.agents import AgentSummary
 from areal_jax.report.aggregates import Ends as Ends
 from areal_jax.report.aggregates import MeanMax as MeanMax
 from areal_jax.report.aggregates import Mismatch
+from areal_jax.report.engines.classes import ClassRow
 from areal_jax.report.pages.energy_section import EnergySummary
 from areal_jax.report.publications import PublicationRow
 from areal_jax.report.servers import ServerRow
@@ -314,6 +315,7 @@ class Generation(TypedDict):
     kv_cache_bytes: int | None  # of one engine; None where it is unknown
     memory_parts: Mapping[str, int]  # bytes by what they are for; empty where they are unknown
     servers: list[ServerRow]  # empty where engines were in the process of the run
+    engine_classes: NotRequired[list[ClassRow]]  # absent where all engines have equal hardware
 
 
 class CodeVerdicts(TypedDict):

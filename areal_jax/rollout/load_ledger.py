@@ -49,6 +49,8 @@ class Ledger:
 
     def __init__(self, engines: Iterable[str] = ()):
         self.on_room: Callable[[], None] = lambda: None  # called when a request ends, an engine comes or goes
+        # called with the engine, the change of its open requests, and tokens that one of them got
+        self.on_change: Callable[[str, int, int], None] = lambda engine, requests, tokens: None
         self._numbers = itertools.count()
         self._loads: dict[str, _Load] = {}
         self._ranking: list[tuple[float, int, str]] = []  # (outstanding tokens / speed, number, engine), ascending
@@ -131,6 +133,7 @@ class Ledger:
         group.engine = engine
         group.requests += 1
         self._add(engine, tokens)
+        self.on_change(engine, 1, 0)
         return entry
 
     def note_generated(self, entry: Entry, tokens: int) -> None:
@@ -138,6 +141,7 @@ class Ledger:
         if self._entries.get(entry.request_id) is entry:
             entry.outstanding -= tokens
             self._add(entry.engine, -tokens)
+            self.on_change(entry.engine, 0, tokens)
 
     def close(self, entry: Entry) -> None:
         """Notes that the request has ended; nothing the second time."""
@@ -149,6 +153,7 @@ class Ledger:
         if not group.requests:
             del self._groups[entry.group]
         self._add(entry.engine, -entry.outstanding)
+        self.on_change(entry.engine, -1, 0)
         self.on_room()
 
     def _add(self, engine: str, tokens: int) -> None:

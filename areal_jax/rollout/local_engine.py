@@ -53,6 +53,7 @@ class LocalEngine:
       every_dispatches: see PinnedRequests.
       decode_text: the text of tokens, for requests with stop strings; None = no such requests.
       failure: what a log-prob does that is NaN, infinite or above 0.
+      hardware: see EngineStatus.
       on_failed_dispatch: told of the exception of a dispatch, which ends the requests in slots only, unless it is the
         MOST_FAILED-th without one of decoding that succeeded; None = every exception ends the engine.
     """
@@ -73,6 +74,7 @@ class LocalEngine:
         every_dispatches: int = 1,
         decode_text: DecodeText | None = None,
         failure: LogprobFailure = IN_TRAINING,
+        hardware: str = '',
         on_failed_dispatch: Callable[[Exception], None] | None = None,
     ):
         self.name, self._publish_lane = engine_lane(index), publish_lane(index)
@@ -86,7 +88,7 @@ class LocalEngine:
             pinned=evaluation is not None,
         )
         self._backend, self._clock, self._log = backend, clock, log
-        self._receive, self._kv_policy = receive, kv_policy
+        self._receive, self._kv_policy, self._hardware = receive, kv_policy, hardware
         self._weights = EngineWeights(version, backend.prepare(params))
         self._staged: EngineWeights | None = None
         self._next_weights: EngineWeights | None = None  # to be swapped in before the next dispatch
@@ -157,7 +159,8 @@ class LocalEngine:
     def status(self) -> EngineStatus:
         table, totals, version = self._stream.table, self._stream.totals, self._weights.version
         rate = totals.decoded_tokens / totals.decoded_s if totals.decoded_s else 0.0
-        return EngineStatus(self.name, version, table.taken, table.waiting, rate, self._backend.devices)
+        devices = self._backend.devices
+        return EngineStatus(self.name, version, table.taken, table.waiting, rate, devices, self._hardware)
 
     def open_requests(self) -> list[GenerationRequest]:
         """Requests in slots by slot, then waiting ones in their order; then those that are pinned, likewise."""

@@ -15,6 +15,7 @@ from areal_jax.protocols import Clock, RolloutEngine
 from areal_jax.rollout.load_ledger import Ledger
 from areal_jax.rollout.pooled_generation import PooledGeneration
 from areal_jax.rollout.requirements import Requirement, require_capabilities
+from areal_jax.rollout.spare_engines import SpareEngines
 from areal_jax.types import GenerationRequest, PublishedWeights
 
 Result = TypeVar('Result')
@@ -31,6 +32,7 @@ class Pool:
       requirements: what every engine must be able to do; raises EngineError, naming the engine, where one cannot.
       slow_versions: of engines of unequal speed: an answer that spans so many versions leaves a slow engine for a
         faster one when new weights are loaded, as its KV is computed again then anyway; 0 = none does.
+      spare_slots: of one engine, where a class of engines that adds nothing but age is left out; 0 = none is.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Pool:
         requirements: Sequence[Requirement] = (),
         *,
         slow_versions: int = 0,
+        spare_slots: int = 0,
     ):
         if not engines:
             raise ValueError('the pool has no engine; set cluster.engines')
@@ -54,8 +57,13 @@ class Pool:
         self._slow_versions = slow_versions
         self._target: PublishedWeights | None = None  # what engines were given last
         self._pinned: dict[int, PublishedWeights] = {}  # versions that engines keep or are fetching
+        hardware = {engine.name: engine.status().hardware for engine in engines}
+        self._tells_hardware = len({*hardware.values()}) > 1
+        self.sparing: SpareEngines | None = None
         for engine in engines:
             self._admit(engine)
+        if spare_slots and self._tells_hardware:
+            self.sparing = SpareEngines(hardware, spare_slots, self.ledger, clock, log)
 
     # Engines that come and go.
 
@@ -109,7 +117,9 @@ class Pool:
         self._engines[name] = engine
         for ledger in (self.ledger, self.pinned_ledger):
             ledger.add_engine(name)
-        self._log.write('join', name, engine=name, version=status.policy_version, devices=list(status.devices))
+        hardware = {'hardware': status.hardware} if self._tells_hardware else {}
+        fields = {'version': status.policy_version, 'devices': list(status.devices), **hardware}
+        self._log.write('join', name, engine=name, **fields)
 
     # Requests.
 
@@ -167,13 +177,18 @@ class Pool:
     async def load_weights(self, published: PublishedWeights) -> float:
         """All engines fetch at the same time; each swaps as soon as its weights are there."""
         self._target = published
+        left_out = self.sparing.pass_publication(published.version) if self.sparing else ()
         fast = self._find_fast() if self._slow_versions else ()
 
         async def load(engine: RolloutEngine) -> float:
             await engine.stage(published)
-            if not fast or engine.name in fast:
+            if engine.name in left_out:
+                routed = [name for name in self._engines if self.ledger.is_routed(name)]
+                await self._send_long(engine, published.version, routed, 0, 'spare')
+            elif not fast or engine.name in fast:
                 return await engine.swap(published.version)
-            await self._send_long(engine, published.version, fast)
+            else:
+                await self._send_long(engine, published.version, fast, self._slow_versions, 'slow')
             pause_s = await engine.swap(published.version)
             engine.resume()
             return pause_s
@@ -186,13 +201,15 @@ class Pool:
         fast = [name for name, speed in speeds.items() if speed >= _FAST * max(speeds.values())]
         return fast if min(speeds.values()) > 0 and len(fast) < len(speeds) else []
 
-    async def _send_long(self, engine: RolloutEngine, version: int, fast: Sequence[str]) -> None:
-        """Pauses the engine, and sends its old answers to the fast engines with the fewest outstanding tokens."""
+    async def _send_long(
+        self, engine: RolloutEngine, version: int, fast: Sequence[str], versions: int, reason: str
+    ) -> None:
+        """Pauses the engine, and sends its answers of so many versions to the fast ones with the fewest outstanding."""
         await engine.pause()
         for request in engine.open_requests():
             one = self._open[_key(request)]
-            if request.version is None and one.first_version(version) <= version - self._slow_versions:
-                await self._withdraw(engine, one, 'slow')
+            if request.version is None and one.first_version(version) <= version - versions:
+                await self._withdraw(engine, one, reason)
                 outstanding = self.ledger.outstanding()
                 self._place(one, min((name for name in fast if name in outstanding), key=outstanding.__getitem__))
 

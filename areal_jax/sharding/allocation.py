@@ -95,7 +95,11 @@ def allocate_engines(engines: EnginesLayout) -> Allocation:
     return Allocation(make_mesh(devices=devices[:1]), chosen)
 
 
+def describe_hardware(devices: EngineDevices) -> str:
+    """Number and kind, '2 x NVIDIA H100': engines of equal hardware are of one class."""
+    return f'{len(devices)} x {devices[0].device_kind}'
+
+
 def _share_out(devices: Sequence[jax.Device], engines: EnginesLayout) -> tuple[EngineDevices, ...]:
     """The devices of each engine, one engine after the other."""
-    each = engines.devices_each
-    return tuple(tuple(devices[i * each : (i + 1) * each]) for i in range(engines.count))
+    return tuple(tuple(devices[number] for number in numbers) for numbers in engines.place())

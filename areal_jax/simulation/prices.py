@@ -83,21 +83,21 @@ def _find_share(name: str) -> Chip:
 
 def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: EnginesLayout) -> Cluster:
     """Engines on the learner's devices have equal shares of them. Raises ConfigError where that cannot be."""
-    each = engines.devices_each
+    sizes = engines.sizes
     if engines.shared:
         if learner.devices % engines.count:
             raise ConfigError(
                 f'cluster.engines={str(engines)!r} shares {learner.devices} devices of the learner: use a number of '
                 'engines that divides them'
             )
-        each = learner.devices // engines.count
+        sizes = (learner.devices // engines.count,) * engines.count
 
     def roofline(chip: Chip, devices: int) -> Roofline:
         overhead_s = step_overhead_s(chip, settings.shape, settings.reached)
         return Roofline(chip, settings.shape, settings.reached, devices, max(0.0, overhead_s))
 
     return Cluster(
-        engines=tuple(roofline(chip, each) for chip in settings.engine_chips),
+        engines=tuple(roofline(chip, size) for chip, size in zip(settings.engine_chips, sizes, strict=True)),
         learner=roofline(settings.chip, learner.devices),
         shares=engines.shared,
     )

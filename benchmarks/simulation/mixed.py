@@ -4,7 +4,8 @@
 
 Simulated: configs/simulate/mixed.py, four engines and four of a third of their speed. `together` routes by outstanding
 tokens, with `moved` an answer of three versions leaves a slow engine, and `bounded` drops groups with a token of more
-than BOUND versions, which the slow class breaks and the fast one does not.
+than BOUND versions, which the slow class breaks and the fast one does not. `spare` leaves the slow class out where the
+fast one has room (rollout.slow_engines): not here, where the learner waits, but where the learner is the bottleneck.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ STEPS, FIRST, LAST = 40, 12, 30  # updates of the run, and those between which i
 VERSIONS, BOUND = 3, 14
 ALONE = {'cluster.engines': '4 x tensor=1'}
 MOVED = {'rollout.slow_versions': VERSIONS}
+SPARE = {'rollout.slow_engines': 'spare'}
+LEARNER_BOUND = {'cluster.learner': 'data=2', 'staleness.eta': 2.0}
 BOUNDED = {'staleness.max_token_age': BOUND, 'staleness.over_age': 'drop'}
 ARMS: Mapping[str, Mapping[str, Any]] = {
     'fast alone': ALONE | {'simulation.engine_chips': '4 x H800'},
@@ -36,6 +39,11 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     'together, moved': MOVED,
     'together, bounded': BOUNDED,
     'together, bounded, moved': BOUNDED | MOVED,
+    'together, spare': SPARE,
+    'learner-bound': LEARNER_BOUND,
+    'learner-bound, moved': LEARNER_BOUND | MOVED,
+    'learner-bound, spare': LEARNER_BOUND | SPARE,
+    'learner-bound, fast alone': LEARNER_BOUND | ALONE | {'simulation.engine_chips': '4 x H800'},
 }
 
 
@@ -63,6 +71,11 @@ def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
         'age_max': max(row['staleness/token_age_max'] for row in measured),
         'dropped': sum(event['kind'] == 'drop' for event in events),
         'moved': sum(event['kind'] == 'move' for event in events),
+        'spared': [
+            {name: event[name] for name in ('mode', 'version', 'open', 'slots', 'speed', 'reason')}
+            for event in events
+            if event['kind'] == 'spare'
+        ],
         'trained_tokens_s': sum(row['update/trained_tokens'] for row in measured) / (end - start),
     }
 

@@ -7,6 +7,7 @@ import pytest
 from areal_jax.config import default_config
 from areal_jax.config.cluster import (
     AXES,
+    EngineGroup,
     EnginesLayout,
     LearnerLayout,
     RoleCount,
@@ -66,12 +67,32 @@ def test_an_exporter_is_a_role_where_it_is_asked_for():
 
 
 def test_engines_share_the_learners_device_or_have_their_own():
-    assert parse_engines('1 x shared') == EnginesLayout(1, shared=True)
-    assert parse_engines('2xtensor=4') == EnginesLayout(2, shared=False, tensor=4)
-    assert parse_engines('2 x tensor=4, expert=2') == EnginesLayout(2, shared=False, tensor=4, expert=2)
+    assert parse_engines('1 x shared') == EnginesLayout((EngineGroup(1, shared=True),))
+    assert parse_engines('2xtensor=4') == EnginesLayout((EngineGroup(2, shared=False, tensor=4),))
+    assert parse_engines('2 x tensor=4, expert=2').groups == (EngineGroup(2, shared=False, tensor=4, expert=2),)
     texts = ['3 x shared', '2 x tensor=1', '2 x tensor=4', '1 x expert=2', '3 x expert=2,tensor=2']
     assert [parse_engines(text).devices for text in texts] == [0, 2, 8, 2, 12]
     assert [str(parse_engines(text.replace(' x ', 'x'))) for text in texts] == texts
+
+
+def test_groups_of_engines_of_unequal_size_have_their_devices_one_after_the_other():
+    layout = parse_engines('2 x tensor=2+1 x expert=2,tensor=2 + 2xtensor=1')
+    assert str(layout) == '2 x tensor=2 + 1 x expert=2,tensor=2 + 2 x tensor=1'
+    assert (layout.count, layout.devices, layout.sizes) == (5, 10, (2, 2, 4, 1, 1))
+    assert [[*numbers] for numbers in layout.place(3)] == [[3, 4], [5, 6], [7, 8, 9, 10], [11], [12]]
+    selected = [str(layout.select(index)) for index in (1, 2, 3)]
+    assert selected == ['1 x tensor=2', '1 x expert=2,tensor=2', '1 x tensor=1']
+    assert [layout.find_group(devices).expert for devices in (1, 2, 4)] == [1, 1, 2]
+    assert str(parse_engines('2 x tensor=2 + 1 x tensor=2')) == '3 x tensor=2'
+    with pytest.raises(ConfigError, match=r"^cluster.engines='2 x .* has engines of unequal size, .*; use equal eng"):
+        _ = layout.devices_each
+
+
+def test_roles_of_engines_of_unequal_size_say_the_devices_of_each():
+    config = default_config()
+    config.cluster.engines, config.rollout.server = '1 x tensor=4 + 2 x tensor=1', 'own'
+    engine = list_roles(config)[-1]
+    assert (engine.count, [engine.devices_of(index) for index in range(3)]) == (3, [4, 1, 1])
 
 
 WRONG = [
@@ -110,6 +131,10 @@ WRONG = [
     (parse_engines, '2 x tensor=2,tensor=2', "cluster.engines='2 x tensor=2,tensor=2' names the axis tensor twice"),
     (parse_engines, '2 x tensor=2,', "'' has no 'AXIS=SIZE'"),
     (parse_engines, '2 x tensor=0', 'the size of tensor must be a whole number, at least 1'),
+    (parse_engines, '2 x tensor=2 + ', "has no 'NUMBER x WHERE'"),
+    (parse_engines, '1 x shared + 1 x tensor=1', "engines on the learner's device beside engines on their own: give"),
+    (parse_engines, '1 x expert=2 + 1 x tensor=2', 'cuts engines of equally many devices in two ways; give them the'),
+    (parse_engines, '1000 x tensor=1 + 25 x tensor=2', 'has 1025 engines; name at most 1024'),
 ]
 
 

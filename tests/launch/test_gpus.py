@@ -51,6 +51,8 @@ def test_without_device_files_or_the_plugin_there_are_none(devices, monkeypatch)
     ('hosts=1 x expert=2', '1 x expert=2,tensor=2', 'own', {'learner-0': 'a,b', 'engine-0': 'c,d,e,f'}),
     ('fsdp=2', '3 x tensor=1', 'vllm', {'learner-0': 'a,b', 'engine-0': 'c', 'engine-1': 'd', 'engine-2': 'e'}),
     ('fsdp=2', '2 x shared', 'own', {'learner-0': 'a,b', 'engine-0': 'a', 'engine-1': 'a'}),
+    ('fsdp=2', '1 x tensor=1 + 2 x tensor=2', 'own',
+     {'learner-0': 'a,b', 'engine-0': 'c', 'engine-1': 'd,e', 'engine-2': 'f,g'}),
     ('fsdp=8', '2 x tensor=1', 'external', {'learner-0': 'a,b,c,d,e,f,g,h'}),
 ])  # fmt: skip
 def test_the_learner_comes_first_and_each_engine_has_its_own(learner, engines, server, shared):
@@ -70,6 +72,19 @@ def test_roles_and_servers_are_started_with_theirs(tmp_path):
     assert (learner.variables, second.variables) == ({VISIBLE: 'a,b'}, {VISIBLE: 'c,d'})
     servers = plan_servers(config_of('data=1', '2 x tensor=1'), tmp_path, {'engine-1': {VISIBLE: 'c'}})
     assert [server.describe().startswith(f'{VISIBLE}=c ') for server in servers] == [False, True]
+
+
+def test_servers_of_unequal_size_are_told_theirs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_server, 'has_gpu', lambda python: True)
+    engines = '1 x tensor=2 + 1 x tensor=1'
+    large, small = (server.describe() for server in plan_servers(config_of('data=1', engines), tmp_path, {}))
+    assert "--config.cluster.engines=1 x tensor=2'" in large
+    assert "--config.cluster.engines=1 x tensor=1'" in small
+    large, small = (server.describe() for server in plan_servers(config_of('data=1', engines, 'vllm'), tmp_path, {}))
+    assert '--tensor=2' in large
+    assert '--tensor' not in small
+    roles = plan_roles(config_of('hosts=1 x data=1', engines), [], {})
+    assert [role.variables['XLA_FLAGS'][-2:] for role in roles[2:]] == ['=2', '=1']
 
 
 @pytest.mark.parametrize(('module', 'server', 'flag'), [

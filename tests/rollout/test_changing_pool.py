@@ -31,12 +31,12 @@ def expected(one, w=W):
 
 
 class Rig:
-    def __init__(self, engines=2, slots=2, **settings):
+    def __init__(self, engines=2, slots=2, prices=PRICES, hardware=('',) * 4, **settings):
         self.log = EventLog()
         self.log.listeners.append(check_types)
         lanes = {lane(index): 1 for index in range(4) for lane in (engine_lane, publish_lane)} | {'time': 1}
-        self.clock = VirtualClock(lanes, self.log, PRICES | {'time': 1.0})
-        self.supervisor, self.slots = Supervisor(self.clock), slots
+        self.clock = VirtualClock(lanes, self.log, prices | {'time': 1.0})
+        self.supervisor, self.slots, self.hardware = Supervisor(self.clock), slots, hardware
         self.engines = [self.build(index) for index in range(engines)]
         self.pool = Pool(self.engines, self.clock, self.log, self.supervisor, **settings)
         self.answers = collections.defaultdict(list)
@@ -45,7 +45,7 @@ class Rig:
         return LocalEngine(
             index, ToyBackend(self.slots), self.clock, self.log, receive=lambda published: published.handle,
             version=published.version, params=published.handle, kv_policy='recompute', decode_steps=2,
-            evaluation=ToyBackend(2),
+            evaluation=ToyBackend(2), hardware=self.hardware[index],
         )  # fmt: skip
 
     async def read(self, one):

@@ -40,6 +40,13 @@ def test_each_engine_has_as_many_devices_as_its_axes(axis):
     assert found.by_devices() == {tuple(jax.devices()[4:6]): [0], tuple(jax.devices()[6:]): [1]}
 
 
+def test_engines_of_unequal_size_have_theirs_one_after_the_other():
+    found = _allocate('fsdp=2', '1 x tensor=2 + 2 x tensor=1 + 1 x tensor=2')
+    engines = {'engine/0': [2, 3], 'engine/1': [4], 'engine/2': [5], 'engine/3': [6, 7]}
+    assert found.describe() == {'learner': [0, 1], 'engines': engines}
+    assert not any(found.engine_shares(index) for index in range(4))
+
+
 def test_the_learner_of_a_mesh_with_experts():
     found = _allocate('fsdp=2,expert=2', '1 x expert=2,tensor=2')
     assert found.learner.shape == {'data': 1, 'fsdp': 2, 'expert': 2, 'context': 1, 'tensor': 1}

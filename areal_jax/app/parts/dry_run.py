@@ -11,7 +11,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
-from areal_jax.app.parts.sizes import measure
+from areal_jax.app.parts.sizes import Sizes, measure
 from areal_jax.config import TrackedConfig
 from areal_jax.config.objectives import find_objective
 from areal_jax.learning.diagnostics.flops import active_parameters
@@ -42,10 +42,19 @@ def describe_run(config: config_dict.ConfigDict) -> str:
         '',
         *_table(('leaf', 'leaves', 'shape', 'cut over', 'shape on a device'), _leaf_rows(decoder, allocation, tracked)),
     ]
-    for name, parts in (('learner', sizes.learner), ('engine', sizes.engines), ('host', sizes.host)):
+    of_device = {'learner, of a device': sizes.learner, **_name_engines(sizes), 'host': sizes.host}
+    for name, parts in of_device.items():
         if parts:
-            lines += ['', *_table((f'{name}, of a device' if name != 'host' else name, 'bytes'), _size_rows(parts))]
+            lines += ['', *_table((name, 'bytes'), _size_rows(parts))]
     return '\n'.join(lines)
+
+
+def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:
+    """Sizes on a device by the name of the table; of engines of unequal size a table for each size."""
+    by_size = {len(devices): parts for devices, parts in sizes.by_devices.items()}
+    if len(by_size) < 2:
+        return {'engine, of a device': sizes.engines}
+    return {f'engine of {size} devices, of a device': parts for size, parts in by_size.items()}
 
 
 def _leaf_rows(decoder: Decoder, allocation: Allocation, config: TrackedConfig) -> list[tuple[str, ...]]:

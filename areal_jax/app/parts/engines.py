@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -26,7 +27,7 @@ from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
 from areal_jax.rollout.decode.parallel import weight_shardings
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import IN_TRAINING, LogprobFailure
-from areal_jax.sharding.allocation import Allocation, EngineDevices
+from areal_jax.sharding.allocation import Allocation, EngineDevices, describe_hardware
 from areal_jax.sharding.placement import Place
 from areal_jax.telemetry.numerals import format_bytes
 from areal_jax.telemetry.progress import StartProgress
@@ -35,11 +36,11 @@ from areal_jax.types import PublishedWeights
 
 def place_of(config: TrackedConfig, decoder: Decoder, devices: EngineDevices) -> Place:
     """Where the weights of an engine on these devices have to be."""
-    return devices[0] if len(devices) == 1 else weight_shardings(decoder, devices, _expert(config))
+    return devices[0] if len(devices) == 1 else weight_shardings(decoder, devices, _expert(config, devices))
 
 
-def _expert(config: TrackedConfig) -> int:
-    return parse_engines(config.cluster.engines).expert
+def _expert(config: TrackedConfig, devices: EngineDevices) -> int:
+    return parse_engines(config.cluster.engines).find_group(len(devices)).expert
 
 
 def build_backends(
@@ -47,7 +48,8 @@ def build_backends(
 ) -> dict[EngineDevices, JaxDecodeBackend]:
     """The compiled programs of all devices on which engines decode; engines on the same ones share them."""
     backends = {devices: build_backend(config, decoder, devices) for devices in allocation.by_devices()}
-    print_passed_over('rollout.attention', next(iter(backends.values())).passed_over)  # equal for all backends
+    reasons = itertools.chain.from_iterable(backend.passed_over for backend in backends.values())
+    print_passed_over('rollout.attention', tuple(dict.fromkeys(reasons)))
     return backends
 
 
@@ -105,7 +107,7 @@ def _build_backend(
         adjusted=adjusted,
         dtype=config.publication.dtype,
         devices=tuple(devices),
-        expert=_expert(config),
+        expert=_expert(config, devices),
         attention=rollout.attention,
         weights=rollout.weights,
         small_batches=config.run.clock == 'virtual',  # its runs keep their bits
@@ -122,7 +124,7 @@ def describe_caches(
 
 
 def _describe_cache(backends: Mapping[EngineDevices, DecodeBackend]) -> str:
-    backend = next(iter(backends.values()))  # all backends have equal programs
+    backend = next(iter(backends.values()))  # all have as many blocks, which engines of several devices share out
     return f'{backend.cache_blocks} blocks of {backend.block_tokens} positions, {format_bytes(backend.state_bytes)}'
 
 
@@ -147,6 +149,7 @@ def build_engines(
         build_engine(
             config, index, backends[devices], clock, log,
             fetch=fetches[devices], published=published, evaluation=evaluation_backends.get(devices), failure=failure,
+            hardware=describe_hardware(devices),
         )
         for index, devices in enumerate(allocation.engines)
     ]  # fmt: skip
@@ -163,6 +166,7 @@ def build_engine(
     published: PublishedWeights,
     evaluation: JaxDecodeBackend | None = None,
     failure: LogprobFailure = IN_TRAINING,
+    hardware: str = '',
 ) -> LocalEngine:
     """One engine with the weights `published`, which it gets with `fetch`."""
     return LocalEngine(
@@ -178,6 +182,7 @@ def build_engine(
         evaluation=evaluation,
         every_dispatches=config.evaluation.every_dispatches if evaluation else 1,
         failure=failure,
+        hardware=hardware,
     )
 
 

@@ -219,6 +219,7 @@ class ClientMaker:
     def _make(self, entry: ServerEntry, lanes: ServerLanes) -> ServerEngine:
         parts = ClientParts(entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._kv_policy)
         engine: ServerEngine = resolve(self._clients[entry.kind].connect, SERVER)(parts)
+        engine.hardware = entry.facts.hardware or ''
         return engine
 
     def _require_kind(self, entry: ServerEntry) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -57,8 +56,9 @@ class Sizes:
     """Bytes by what they are for."""
 
     learner: Mapping[str, int]  # on each device of the learner's mesh
-    engines: Mapping[str, int]  # on each device where engines decode, which may be one of the learner's
+    engines: Mapping[str, int]  # on each device of the first engine, which may be one of the learner's
     host: Mapping[str, int]
+    by_devices: Mapping[EngineDevices, Mapping[str, int]] = dataclasses.field(default_factory=dict)  # of all engines
 
 
 def require_room(config: config_dict.ConfigDict) -> None:
@@ -89,18 +89,17 @@ def _measure_devices(
     allocation = Allocation(build.build_mesh(tracked), ()) if supervised else build.build_allocation(tracked)
     sizes = measure(tracked, read_shape(tracked), allocation)
     trains = [device for device in allocation.learner.devices.flat if device.process_index == jax.process_index()]
-    decodes = [*itertools.chain(*allocation.by_devices())] if jax.process_index() == 0 else []
+    decodes = _by_device(sizes.by_devices) if jax.process_index() == 0 else {}
     on_device = dict.fromkeys(trains, sizes.learner)
-    for device in decodes:
-        on_device[device] = _sum(on_device.get(device, {}), sizes.engines)
+    for device, parts in decodes.items():
+        on_device[device] = _sum(on_device.get(device, {}), parts)
     return on_device, sizes.host if decodes else {}
 
 
 def require_room_to_evaluate(config: config_dict.ConfigDict, allocation: Allocation) -> None:
     """The same for engines alone: their weights, caches and what a dispatch returns."""
     tracked = TrackedConfig(config)
-    sizes = _engine_sizes(tracked, read_shape(tracked), allocation)
-    _require_room(dict.fromkeys(itertools.chain(*allocation.by_devices()), sizes), {}, config)
+    _require_room(_by_device(_sizes_of_engines(tracked, read_shape(tracked), allocation)), {}, config)
 
 
 def _require_room(
@@ -138,7 +137,8 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
     if config.diagnostics.ratio_sample:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
         host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
-    return Sizes(learner, _engine_sizes(config, shape, allocation) if allocation.engines else {}, host)
+    by_devices = _sizes_of_engines(config, shape, allocation)
+    return Sizes(learner, next(iter(by_devices.values()), {}), host, by_devices)
 
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
@@ -206,17 +206,37 @@ def _of_largest_block(config: TrackedConfig, shape: ModelConfig, tree: Tree, sha
     return max(outside, (whole - outside) * -(-shape.n_layers // (blocks - 1)) // shape.n_layers)
 
 
-def _engine_sizes(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -> dict[str, int]:
-    """On each device of the first engine; `tensor` cuts weights and key-value heads, `expert` the experts."""
+def _sizes_of_engines(
+    config: TrackedConfig, shape: ModelConfig, allocation: Allocation
+) -> dict[EngineDevices, dict[str, int]]:
+    """On each device, by the devices that an engine has; engines of one size are measured once."""
+    found: dict[tuple[int, int], dict[str, int]] = {}
+    by_devices: dict[EngineDevices, dict[str, int]] = {}
+    for devices, engines in allocation.by_devices().items():
+        key = len(devices), len(engines)
+        if key not in found:
+            found[key] = _engine_sizes(config, shape, allocation, devices, len(engines))
+        by_devices[devices] = found[key]
+    return by_devices
+
+
+def _by_device(sizes: Mapping[EngineDevices, Mapping[str, int]]) -> dict[jax.Device, Mapping[str, int]]:
+    return {device: parts for devices, parts in sizes.items() for device in devices}
+
+
+def _engine_sizes(
+    config: TrackedConfig, shape: ModelConfig, allocation: Allocation, devices: EngineDevices, engines: int
+) -> dict[str, int]:
+    """On each of `devices`, which have so many engines; `tensor` cuts weights and key-value heads, `expert` experts."""
     rollout, itemsize = config.rollout, _itemsize(config.publication.dtype)
-    devices, layout = allocation.engines[0], parse_engines(config.cluster.engines)
-    tensor, engines = layout.tensor, len(allocation.by_devices()[devices])
+    group = parse_engines(config.cluster.engines).find_group(len(devices))
+    tensor = group.tensor
     position = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tensor
     slots, blocks = rollout.slots, build.count_cache_blocks(config, rollout.slots) + 1  # one that padding writes to
     if config.evaluation.every:
         slots += config.evaluation.slots
         blocks += build.count_cache_blocks(config, config.evaluation.slots, beside=True) + 1
-    weights, matrices = _engine_weights(shape, devices, layout.expert, config.publication.dtype)
+    weights, matrices = _engine_weights(shape, devices, group.expert, config.publication.dtype)
     return {
         'publication': _copies(config, allocation, engines) * weights,
         **_prepared_weights(config, devices, matrices),

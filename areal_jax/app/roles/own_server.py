@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 
@@ -48,7 +47,7 @@ def serve_engine(
 
         keep_blocks()
         serve_model(
-            config,
+            select_engine(config, process.index),
             bind(process.host, 0),
             api_key=os.environ.get(API_KEY, ''),
             interrupts=interrupts,
@@ -58,12 +57,22 @@ def serve_engine(
     return code_of_stopped_server()
 
 
-def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+def select_engine(config: config_dict.ConfigDict, number: int) -> config_dict.ConfigDict:
+    """The config of the server that is this engine of cluster.engines alone."""
+    selected = config.copy_and_resolve_references()
+    selected.cluster.engines = str(parse_engines(config.cluster.engines).select(number))
+    return selected
+
+
+def plan_server(config: config_dict.ConfigDict, workdir: pathlib.Path, number: int) -> list[str]:
     """The words after `python -m` of a server beside a trainer, which starts from the model of the config.
 
-    It gets a config file of its own and no overrides: it would refuse those that only a trainer reads.
+    It gets a config file of its own and no override but the size of an engine where engines differ: it would refuse
+    those that only a trainer reads.
     """
-    return [PROGRAM, f'--config={workdir / SERVERS / _CONFIG}', '--port=0', f'--workdir={workdir}']
+    engines = parse_engines(config.cluster.engines)
+    own = [] if engines.has_equal_engines else [f'--config.{ENGINES}={engines.select(number)}']
+    return [PROGRAM, f'--config={workdir / SERVERS / _CONFIG}', '--port=0', f'--workdir={workdir}', *own]
 
 
 def write_config(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None:
@@ -74,7 +83,7 @@ def write_config(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None:
         for path, value in flatten(config.copy_and_resolve_references())
         if path not in default or value != default[path]
     }
-    values[ENGINES] = str(dataclasses.replace(parse_engines(config.cluster.engines), count=1))
+    values[ENGINES] = str(parse_engines(config.cluster.engines).select(0))
     path = workdir / SERVERS / _CONFIG
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, _CONFIG_FILE.format(values=values))

@@ -53,7 +53,7 @@ from areal_jax.rollout.scoring import Scorer
 from areal_jax.rollout.servers.server_entries import describe_facts
 from areal_jax.rollout.servers.server_fit import ServerFacts
 from areal_jax.rollout.stream import IN_A_SERVER
-from areal_jax.sharding.allocation import allocate_engines
+from areal_jax.sharding.allocation import allocate_engines, describe_hardware
 from areal_jax.sharding.placement import move_to
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
@@ -117,7 +117,7 @@ def adapt_server_config(
                 f'cluster.engines={adapted.cluster.engines!r} asks for {engines.count} engines, and a server has one: '
                 'start one server for each'
             )
-        adapted.cluster.engines = str(dataclasses.replace(engines, count=1))
+        adapted.cluster.engines = str(engines.select(0))
     if adapted.run.clock != 'real':
         raise ConfigError(f'run.clock={adapted.run.clock!r}: a server answers in real time; use run.clock=real')
     adapted.evaluation.every = adapted.evaluation.engines = 0
@@ -192,7 +192,9 @@ class _Server:
         self._fenced: FencedError | None = None  # another process has taken the name
         self._drain_s = config.server.drain_timeout_s
         rollout = config.rollout
-        self._facts = ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, 'processed')
+        self._facts = ServerFacts(
+            rollout.kv_policy, rollout.context_tokens, config.publication.dtype, 'processed', self._hardware
+        )
         config.require_all_read()
         self._warm_up()
 
@@ -249,6 +251,7 @@ class _Server:
         allocation = allocate_engines(parse_engines(config.cluster.engines))
         devices = allocation.engines[0]
         place, dtype = place_of(config, model.decoder, devices), config.publication.dtype
+        self._hardware = describe_hardware(devices)
         self._backend = build_serving_backend(config, model.decoder, devices)
         self._start.begin(f'building the engine; {describe_caches({devices: self._backend})}')
         params = move_to(trees.cast(model.params, dtype), place)

@@ -30,6 +30,7 @@ from areal_jax.errors import UserError
 from areal_jax.publication.versions import keep_while_read, list_versions
 from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.server_entries import describe_server
+from areal_jax.rollout.servers.server_fit import ServerFacts
 from areal_jax.workers.code_version import read_code_version
 from areal_jax.workers.interpreter import Interpreter
 
@@ -72,11 +73,18 @@ class ServerProgram:
         workdir: pathlib.Path,
         name: str,
         *,
+        number: int = 0,
         index: int | None = None,
         host: str = '127.0.0.1',
     ) -> list[str]:
-        """The command of one server of a run; it starts from a version that the learner has published."""
-        publication, rollout, tensor = config.publication, config.rollout, parse_engines(config.cluster.engines).tensor
+        """The command of one server of a run; it starts from a version that the learner has published.
+
+        Args:
+          number: which engine of cluster.engines it is.
+          index: the same in a run in roles, for its entry in the registry.
+        """
+        publication, rollout = config.publication, config.rollout
+        tensor = parse_engines(config.cluster.engines).select(number).only_group.tensor
         directory = publication.directory or workdir / 'publication'
         return [
             *(sys.executable, '-m', self.module, f'--workdir={workdir}', f'--publication={directory}'),
@@ -90,12 +98,15 @@ class ServerProgram:
     def serve_engine(self, config: config_dict.ConfigDict, process: RoleProcess, interrupts: Interrupts) -> int:
         """This process becomes an engine of a run in roles: the program of `module` takes its place."""
         await_controller(process, config, config.distributed.command_deadline_s)
-        command = self.describe_command(config, process.workdir, process.name, index=process.index, host=process.host)
+        command = self.describe_command(
+            config, process.workdir, process.name, number=process.index, index=process.index, host=process.host
+        )
         os.execv(command[0], command)
 
-    def plan_server(self, config: config_dict.ConfigDict, workdir: pathlib.Path) -> list[str]:
+    def plan_server(self, config: config_dict.ConfigDict, workdir: pathlib.Path, number: int) -> list[str]:
         """The words after `python -m` of a server beside a trainer; it starts from a version that was published."""
-        return [word for word in self.describe_command(config, workdir, '')[2:] if word != '--name=']
+        words = self.describe_command(config, workdir, '', number=number)
+        return [word for word in words[2:] if word != '--name=']
 
     def run(self, argv: Sequence[str]) -> int:
         """Returns 1 when the server has ended, else, when it was told to stop, 0 or what STOPPED_CODE says."""
@@ -130,7 +141,8 @@ class ServerProgram:
     ) -> int:
         """Registered: a heartbeat for each answer, until it ends or a stop comes."""
         entry = describe_server(
-            values.name, url, self.client.name, index=values.index, code=read_code_version(),
+            values.name, url, self.client.name, ServerFacts(hardware=f'{values.tensor} x device'),
+            index=values.index, code=read_code_version(),
             receiver='' if receiver is None else receiver.url,
         )  # fmt: skip
         registration = Registration(pathlib.Path(values.workdir), entry)

@@ -29,6 +29,7 @@ from areal_jax.app.parts.engines import (
     restore_ring,
 )
 from areal_jax.app.parts.learner_builder import build_learner, require_finite_weights
+from areal_jax.app.parts.pool_builder import build_pool
 from areal_jax.app.parts.sizes import measure_parts, require_room
 from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
@@ -62,7 +63,6 @@ from areal_jax.publication.manifest import weights_sha256
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.pool import Pool
 from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.shares import is_shared
 from areal_jax.telemetry.devices import DeviceRates
@@ -170,8 +170,7 @@ class OwnSite:
         self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
     ) -> LocalRollout:
         engines = self.build_engines(published, clock, log)
-        needed, versions = build.build_requirements(self._config), self._config.rollout.slow_versions
-        pool = Pool(engines, clock, log, supervisor, needed, slow_versions=versions)
+        pool = build_pool(self._config, engines, clock, log, supervisor)
         if self.split is None:
             return LocalRollout(engines, pool)
         assert isinstance(self.learner, MovingLearner)

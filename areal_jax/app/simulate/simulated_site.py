@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from ml_collections import config_dict
 
-from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.clock import lane_widths
 from areal_jax.app.parts.energy_builder import UsedDevices, group_devices
+from areal_jax.app.parts.pool_builder import build_pool
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.loop_parts import Outside
 from areal_jax.app.run.observer import Compilations
@@ -29,11 +29,12 @@ from areal_jax.app.simulate.simulation_settings import (
     build_prices,
     build_prompts,
     cache_blocks,
+    describe_hardware,
     note_not_simulated,
     read_update,
 )
+from areal_jax.app.workdir import provenance
 from areal_jax.app.workdir.environment import Environment, read_environment
-from areal_jax.app.workdir.provenance import Hardware, describe_hardware
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
 from areal_jax.config.simulation_fields import VIRTUAL
@@ -46,7 +47,6 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import LEARNER, engine_lane, short_name
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.pool import Pool
 from areal_jax.simulation.count_backend import CountBackend
 from areal_jax.simulation.count_learner import CountChannel, CountLearner
 from areal_jax.simulation.drawn_task import DrawnTask, DrawnVerifier, keep_lengths
@@ -105,8 +105,8 @@ class SimulatedSite:
     def trace(self) -> Learner:
         return self.learner
 
-    def find_hardware(self) -> Hardware:
-        return describe_hardware([])
+    def find_hardware(self) -> provenance.Hardware:
+        return provenance.describe_hardware([])
 
     # The loop.
 
@@ -138,8 +138,7 @@ class SimulatedSite:
     ) -> LocalRollout:
         build_engine = functools.partial(self._build_engine, clock=clock, log=log)
         engines = [build_engine(name, devices, published) for name, devices in self._list_devices().items()]
-        needed, versions = build.build_requirements(self._config), self._config.rollout.slow_versions
-        pool = Pool(engines, clock, log, supervisor, needed, slow_versions=versions)
+        pool = build_pool(self._config, engines, clock, log, supervisor)
         moves = SimulatedMoves(build_engine, self._move_learner, supervisor) if self.split else None
         return LocalRollout(engines, pool, moves)
 
@@ -154,22 +153,22 @@ class SimulatedSite:
     def _build_engine(
         self, name: str, devices: Sequence[int], published: PublishedWeights, *, clock: LoopClock, log: EventLog
     ) -> LocalEngine:
-        rollout = self._config.rollout
-        blocks = cache_blocks(self._config, self._prices.cluster)
+        rollout, index = self._config.rollout, int(short_name(name))
         backend = CountBackend(
             keep_lengths(self._answers),
             slots=rollout.slots,
             context_tokens=rollout.context_tokens,
             block_tokens=rollout.block_tokens,
-            cache_blocks=blocks,
+            cache_blocks=cache_blocks(self._config, self._prices.cluster, index),
             buckets=tuple(rollout.prefill_buckets),
             devices=[str(device) for device in devices],
             jumps=isinstance(clock, SimulatedClock) and self._config.simulation.join,
         )
         return LocalEngine(
-            int(short_name(name)), backend, clock, log,
+            index, backend, clock, log,
             receive=CountChannel().receive, version=published.version, params=published.version,
             kv_policy=rollout.kv_policy, decode_steps=rollout.decode_steps,
+            hardware=describe_hardware(self._prices.cluster, index, len(devices)),
         )  # fmt: skip
 
     def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
@@ -195,10 +194,8 @@ class SimulatedSite:
         ours, cluster = self._config.simulation, self._prices.cluster
         what = 'prices of the section virtual' if ours.prices == VIRTUAL else f'prices of {ours.prices}'
         if cluster is not None:
-            kinds = itertools.groupby(engine.chip.name for engine in cluster.engines)
-            named = ', '.join(
-                f'{len(list(group))} engines on {cluster.engines[0].devices} x {name}' for name, group in kinds
-            )
+            kinds = itertools.groupby(f'{engine.devices} x {engine.chip.name}' for engine in cluster.engines)
+            named = ', '.join(f'{len(list(group))} engines on {kind}' for kind, group in kinds)
             learner = cluster.learner
             what = f'{learner.shape.name}, learner on {learner.devices} x {learner.chip.name}, {named}'
         return f'{what}; answers {ours.answers}, prompts {ours.prompts}'
@@ -208,12 +205,11 @@ class SimulatedSite:
         learner, engines = self._find_layouts()
         if self.split:
             return place_engines(self.split)
-        first = 0 if engines.shared else learner.devices
-        each = max(1, learner.devices // engines.count) if engines.shared else engines.devices_each
-        return {
-            engine_lane(index): list(range(first + index * each, first + (index + 1) * each))
-            for index in range(engines.count)
-        }
+        places: Sequence[range] = engines.place(learner.devices)
+        if engines.shared:
+            each = max(1, learner.devices // engines.count)
+            places = [range(index * each, (index + 1) * each) for index in range(engines.count)]
+        return {engine_lane(index): list(numbers) for index, numbers in enumerate(places)}
 
     def _find_layouts(self) -> tuple[LearnerLayout, EnginesLayout]:
         """Of the split in use."""

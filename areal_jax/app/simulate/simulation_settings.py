@@ -137,7 +137,7 @@ def build_prices(config: TrackedConfig) -> Prices:
 def _most_engines(config: TrackedConfig) -> EnginesLayout:
     """Those of the split with most engines; raises ConfigError for splits whose engines are of unequal size."""
     layouts = [parse_split(split)[1] for split in find_splits(config)]
-    if len({layout.devices_each for layout in layouts}) > 1:
+    if len(layouts) > 1 and len({layout.devices_each for layout in layouts}) > 1:
         raise ConfigError(
             f'cluster.reallocate={config.cluster.reallocate!r} has engines of several sizes, and a simulation '
             'of moving devices has one: give all splits the same'
@@ -167,12 +167,19 @@ def _find_shape(config: TrackedConfig) -> ModelShape:
     return shape_of(config.model.path or 'the model of the config', describe_text_model(config).shape)
 
 
-def cache_blocks(config: TrackedConfig, cluster: Cluster | None) -> int:
-    """Blocks of the KV cache of an engine: as in a run, but no more than the smallest engine has room for."""
+def cache_blocks(config: TrackedConfig, cluster: Cluster | None, engine: int) -> int:
+    """Blocks of the KV cache of the engine of this number: as in a run, but no more than it has room for."""
     blocks = count_cache_blocks(config, config.rollout.slots)
     if cluster is None:
         return blocks
-    return min(blocks, *(engine.cache_tokens() // config.rollout.block_tokens for engine in cluster.engines))
+    return min(blocks, cluster.engines[engine].cache_tokens() // config.rollout.block_tokens)
+
+
+def describe_hardware(cluster: Cluster | None, engine: int, devices: int) -> str:
+    """Number and kind of the devices of an engine: '1 x H800/3'; without chips their number alone, '2 x device'."""
+    if cluster is None:
+        return f'{devices} x device'
+    return f'{cluster.engines[engine].devices} x {cluster.engines[engine].chip.name}'
 
 
 def read_update(config: TrackedConfig) -> tuple[UpdatePrice, UpdateShape]:

@@ -122,6 +122,8 @@ def _speed(run: Run, parts: Parts) -> Iterator[Block]:
     yield parts.time
     yield parts.work
     yield parts.rates
+    yield parts.classes
+    yield parts.left_out
     yield parts.publications
     yield parts.agents
     yield parts.memory

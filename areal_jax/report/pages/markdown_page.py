@@ -57,5 +57,5 @@ def _results(parts: Parts) -> tuple[Part, ...]:
 
 
 def _time(parts: Parts) -> tuple[Part, ...]:
-    engines = parts.work, parts.rates, parts.publications, parts.agents, parts.memory, parts.servers
-    return parts.cause_of_gap, parts.time, parts.ideal_rule, *engines
+    engines = parts.work, parts.rates, parts.classes, parts.left_out, parts.publications, parts.agents
+    return parts.cause_of_gap, parts.time, parts.ideal_rule, *engines, parts.memory, parts.servers

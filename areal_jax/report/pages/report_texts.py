@@ -15,6 +15,8 @@ from areal_jax.report.code_verdicts import HEAD as CODE_HEAD
 from areal_jax.report.code_verdicts import describe_code
 from areal_jax.report.curve import HEAD, curve_rows, describe_cost
 from areal_jax.report.engine_work import describe_attention, work_rows
+from areal_jax.report.engines.classes import HEAD as CLASSES_HEAD
+from areal_jax.report.engines.classes import class_rows, describe_left_out
 from areal_jax.report.pages.energy_section import HEAD as ENERGY_HEAD
 from areal_jax.report.pages.energy_section import describe_energy, energy_rows
 from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
@@ -92,6 +94,8 @@ class Parts:
     publications: Table
     agents: Table
     servers: Table
+    classes: Table
+    left_out: Text
     energy: Table
     energy_sources: Items
     groups: Table
@@ -138,6 +142,8 @@ def tell_parts(report: Report) -> Parts:
         publications=Table(PUBLICATIONS_HEAD, describe_publications(report['publications'])),
         agents=Table(AGENTS_HEAD, describe_agents(report['agents'])),
         servers=Table(SERVERS_HEAD, describe_servers(report['servers'])),
+        classes=Table(CLASSES_HEAD, class_rows(report.get('engine_classes', []))),
+        left_out=Text(describe_left_out(report.get('engine_classes', []))),
         energy=Table(ENERGY_HEAD, energy_rows(report['energy'])),
         energy_sources=Items(describe_energy(report['energy'])),
         groups=Table(('', 'groups'), _group_rows(report['groups'])),

@@ -92,6 +92,7 @@ class LogRules:
         self._next_draw = 0
         self._buffered: set[int] = set()
         self._engines: dict[str, int] = {}  # version by engine
+        self._left_out: set[str] = set()  # engines that get no new requests (rollout.slow_engines)
         self._runs: dict[int, tuple[str | None, str, float]] = {}  # under way: lane, work, amount
         self._begun: set[int] = set()  # numbers of runs, unique in a log since version 2
 
@@ -141,6 +142,11 @@ class LogRules:
             self._note_version()
         elif kind in ('join', 'leave', 'load', 'interrupt', 'decode'):
             yield from self._follow_engine(event)
+        elif event['kind'] == 'spare':
+            leave_out = self._left_out.update if event['mode'] == 'start' else self._left_out.difference_update
+            leave_out(event['engines'])
+        elif event['kind'] == 'route' and event['engine'] in self._left_out:
+            yield f'{event["request"]} goes to {event["engine"]}, which gets no new requests'
         elif event['kind'] == 'finish':
             yield from self._finish(event)
         elif event['kind'] == 'run_start':

@@ -50,7 +50,7 @@ def weight_shardings(decoder: Decoder, devices: Sequence[jax.Device], expert: in
     """The sharding of every published weight over the devices of an engine; by the rules of training.
 
     Args:
-      expert: of EnginesLayout, a divisor of the number of devices; the rest of it is `tensor`.
+      expert: of EngineGroup, a divisor of the number of devices; the rest of it is `tensor`.
     """
     tensor = len(devices) // expert
     require_divides(decoder.config, tensor, expert)

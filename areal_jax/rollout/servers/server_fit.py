@@ -20,6 +20,7 @@ class ServerFacts:
     context_tokens: int | None = None  # of prompt and answer; a server may have more
     dtype: str | None = None  # of the weights that it decodes with
     logprobs_mode: LogprobsMode | None = None
+    hardware: str | None = None  # see EngineStatus; no run needs a certain one
 
 
 SAYS_NOTHING = ServerFacts()

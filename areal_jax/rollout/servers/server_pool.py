@@ -255,7 +255,8 @@ class ServerPool:
 
     def admit(self, member: Member) -> None:
         status = member.engine.status()
-        fields = {'version': member.version, 'devices': list(status.devices)}
+        hardware = {'hardware': status.hardware} if status.hardware else {}
+        fields = {'version': member.version, 'devices': list(status.devices), **hardware}
         self._log.write('join', member.name, engine=member.name, **fields)
         member.change_state('serving', 'it holds the newest version')
         member.settled_version = self.target.version

@@ -77,6 +77,7 @@ class ServerEngine:
     """
 
     capabilities = CAPABILITIES
+    hardware = ''  # see EngineStatus
 
     def __init__(
         self,
@@ -148,7 +149,8 @@ class ServerEngine:
     def status(self) -> EngineStatus:
         rate = self._tokens / self._busy_s if self._busy_s else 0.0
         running = len(self._open) - len(self._waiting)
-        return EngineStatus(self.name, self._version, running, len(self._waiting), rate, (self._server.url,))
+        waiting, where = len(self._waiting), (self._server.url,)
+        return EngineStatus(self.name, self._version, running, waiting, rate, where, self.hardware)
 
     async def stage(self, published: PublishedWeights) -> None:
         """The files are there when this returns; the server loads them in `swap`."""

@@ -1,0 +1,1 @@
+"""What the report says of single engines and of classes of them: when they were there, what each class added."""

@@ -1,0 +1,54 @@
+"""When each engine was in the pool: from its `join` to its `leave`. Made from the events of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from areal_jax.events.schema import Event
+from areal_jax.report.window import Window
+
+Presence = Mapping[str, Sequence[tuple[float, float]]]  # spans in clock seconds by engine, ascending
+
+
+def find_presence(events: Sequence[Event]) -> Presence:
+    """The spans of each engine that joined; the last one of an engine that is still there ends at infinity.
+
+    An engine that a program does not take in again when it starts anew was there until that start.
+    """
+    since: dict[str, float] = {}
+    lapsed: dict[str, float] = {}  # engines of the start before, which this one has not taken in yet: when it began
+    spans: dict[str, list[tuple[float, float]]] = {}
+
+    def end(engine: str, time: float) -> None:
+        spans.setdefault(engine, []).append((since.pop(engine), lapsed.pop(engine, time)))
+
+    for event in events:
+        if event['kind'] == 'log':
+            lapsed = dict.fromkeys(since, event['time'])
+        elif event['kind'] == 'join':
+            lapsed.pop(event['engine'], None)
+            since.setdefault(event['engine'], event['time'])
+        elif event['kind'] == 'leave' and event['engine'] in since:
+            end(event['engine'], event['time'])
+        elif event['kind'] == 'restore':
+            for engine in [*lapsed]:
+                end(engine, event['time'])
+    for engine in [*since]:
+        end(engine, math.inf)
+    return spans
+
+
+def restrict(within: Window, presence: Presence, engine: str) -> Window:
+    """The part of the window in which the engine was there; all of it for one of which the log tells nothing."""
+    spans = presence.get(engine)
+    if spans is None or covers(within, spans):
+        return within
+    pieces = ((max(low, start), min(high, end)) for low, high in within.spans for start, end in spans)
+    return Window(tuple((low, high) for low, high in pieces if high > low))
+
+
+def covers(within: Window, spans: Sequence[tuple[float, float]]) -> bool:
+    """Whether one of the spans holds the whole window."""
+    low, high = (within.spans[0][0], within.spans[-1][1]) if within.spans else (0.0, 0.0)
+    return any(start <= low and high <= end for start, end in spans)
