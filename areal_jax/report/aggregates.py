@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from areal_jax.events.schema import Event
-from areal_jax.report.engines.presence import find_presence, restrict
+from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.window import Window
 from areal_jax.telemetry import names
 from areal_jax.telemetry.values import Line, number

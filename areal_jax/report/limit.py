@@ -11,7 +11,7 @@ from typing import cast
 
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane, is_publish_lane
-from areal_jax.report.engines.presence import find_presence, restrict
+from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.lane_intervals import LaneInterval, busy_share, lane_intervals, lane_seconds, of_training
 from areal_jax.report.report_keys import Busy, Time
 from areal_jax.report.window import Window, window

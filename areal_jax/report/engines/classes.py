@@ -13,7 +13,7 @@ from typing import TypedDict
 from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import EngineMismatch, MeanMax, Metrics, mismatch
 from areal_jax.report.engines.answer_tokens import split_batches
-from areal_jax.report.engines.presence import find_presence, restrict
+from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.lane_intervals import LaneInterval, busy_share, lane_intervals
 from areal_jax.report.window import Window
 from areal_jax.telemetry.numerals import format_number, format_percent

@@ -98,9 +98,8 @@ def test_a_slow_class_that_adds_nothing_but_age_is_left_out_where_the_learner_is
     assert find_violation(wrong, limits) == (
         line + 1, f'{events[line]["request"]} goes to engine/2, which gets no new requests'
     )  # fmt: skip
-    assert spared['token_age']['mean'] <= used['token_age']['mean']
     paces = [one['window_seconds'] / one['steps'] for one in (used, spared)]
-    assert paces[1] == pytest.approx(paces[0], rel=0.02)
+    assert paces[1] < paces[0]  # nothing waits for answers of the slow engines
     slow = next(row for row in spared['engine_classes'] if row['hardware'] == '1 x H800 SXM/3')
     assert 0.4 < slow['left_out'] < 0.8
     assert '1 x H800 SXM/3 got no new requests in' in (tmp_path / 'spared' / 'report.md').read_text()
