@@ -114,7 +114,9 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
         [entry] = read_registry(tmp_path)
         assert (entry.url, entry.kind, entry.is_leaving) == (url, 'own', False)
         config = TrackedConfig(load_config(str(ROOT / CONFIG)))
-        needs = ServerFacts('recompute', config.rollout.context_tokens, config.publication.dtype, 'processed')
+        needs = ServerFacts(
+            'recompute', config.rollout.context_tokens, config.publication.dtype, 'processed', '1 x cpu'
+        )  # fmt: skip
         assert (entry.facts, config.rollout.kv_policy) == (needs, 'recompute')
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

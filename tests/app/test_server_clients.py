@@ -50,6 +50,7 @@ def test_a_server_that_fits_gets_its_client_and_its_lanes():
     facts = dataclasses.asdict(find_needs(TrackedConfig(small_config(rollout__temperature=0.7))))
     assert facts == {
         'kv_policy': 'recompute', 'context_tokens': 16, 'dtype': 'float32', 'logprobs_mode': 'processed',
+        'hardware': None,  # a run asks for none
     }  # fmt: skip
     client, clock = make_client(entry(**facts), rollout__temperature=0.7)
     assert isinstance(client, OwnEngine)

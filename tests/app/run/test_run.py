@@ -63,7 +63,7 @@ OF_SESSION = [
             ),
         )
     ),
-    *(f'{OWN}.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'Pool')),
+    *(f'{OWN}.{name}' for name in ('build_channel', 'build_backends', 'build_engines', 'build_pool')),
     'areal_jax.workers.worker_process.WorkerProcess.wait_until_ready',
 ]
 OF_SFT = [
