@@ -82,7 +82,7 @@ def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:
 
 def lane_seconds(intervals: Iterable[LaneInterval], within: Window) -> dict[str, float]:
     """Seconds of work inside the window per lane, divided by the most that a lane did at once (its used width)."""
-    by_lane = _by_lane(intervals)
+    by_lane = group_by_lane(intervals)
     return {lane: _covered(found, within) / _peak(found) for lane, found in by_lane.items()}
 
 
@@ -91,14 +91,15 @@ def busy_share(intervals: Iterable[LaneInterval], lane: str, within: Window) -> 
     if not within.seconds:
         return None
     occupied, reached = 0.0, float('-inf')
-    for interval in sorted(_by_lane(intervals).get(lane, []), key=lambda i: i.start):
+    for interval in sorted((one for one in intervals if one.lane == lane), key=lambda i: i.start):
         if interval.end > reached:
             occupied += within.overlap(max(interval.start, reached), interval.end)
             reached = interval.end
     return occupied / within.seconds
 
 
-def _by_lane(intervals: Iterable[LaneInterval]) -> dict[str, list[LaneInterval]]:
+def group_by_lane(intervals: Iterable[LaneInterval]) -> dict[str, list[LaneInterval]]:
+    """The intervals of each lane, in their order."""
     lanes: dict[str, list[LaneInterval]] = collections.defaultdict(list)
     for interval in intervals:
         lanes[interval.lane].append(interval)

@@ -12,7 +12,14 @@ from typing import cast
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane, is_publish_lane
 from areal_jax.report.engines.engine_presence import find_presence, restrict
-from areal_jax.report.lane_intervals import LaneInterval, busy_share, lane_intervals, lane_seconds, of_training
+from areal_jax.report.lane_intervals import (
+    LaneInterval,
+    busy_share,
+    group_by_lane,
+    lane_intervals,
+    lane_seconds,
+    of_training,
+)
 from areal_jax.report.report_keys import Busy, Time
 from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import RunFacts
@@ -76,10 +83,9 @@ def busy_shares(events: Sequence[Event]) -> Busy:
 
     An engine has the part of the window in which it was in the pool, and counts with it.
     """
-    intervals, within, presence = lane_intervals(events), window(events), find_presence(events)
-    lanes = sorted({interval.lane for interval in intervals})
-    own = {lane: restrict(within, presence, lane) for lane in lanes if is_engine_lane(lane)}
-    found = {lane: busy_share(intervals, lane, one) for lane, one in own.items()}
+    by_lane, within, presence = group_by_lane(lane_intervals(events)), window(events), find_presence(events)
+    own = {lane: restrict(within, presence, lane) for lane in sorted(by_lane) if is_engine_lane(lane)}
+    found = {lane: busy_share(by_lane[lane], lane, one) for lane, one in own.items()}
     shares = {lane: share for lane, share in found.items() if share is not None}
     there = sum(own[lane].seconds for lane in shares)
     if all(own[lane].seconds == within.seconds for lane in shares):
@@ -88,7 +94,7 @@ def busy_shares(events: Sequence[Event]) -> Busy:
         rollout = sum(share * own[lane].seconds for lane, share in shares.items()) / there
     return {
         'rollout': rollout,
-        'learner': busy_share(intervals, LEARNER, within) if LEARNER in lanes else None,
+        'learner': busy_share(by_lane[LEARNER], LEARNER, within) if LEARNER in by_lane else None,
     }
 
 

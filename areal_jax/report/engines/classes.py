@@ -14,7 +14,7 @@ from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import EngineMismatch, MeanMax, Metrics, mismatch
 from areal_jax.report.engines.answer_tokens import split_batches
 from areal_jax.report.engines.engine_presence import find_presence, restrict
-from areal_jax.report.lane_intervals import LaneInterval, busy_share, lane_intervals
+from areal_jax.report.lane_intervals import busy_share, group_by_lane, lane_intervals
 from areal_jax.report.window import Window
 from areal_jax.telemetry.numerals import format_number, format_percent
 
@@ -124,15 +124,12 @@ def _count_ages(
 
 def _measure_idle(events: Sequence[Event], hardware: Mapping[str, str], within: Window) -> Mapping[str, float | None]:
     """By class: one less the busy seconds of its engines over the seconds in which they were there."""
-    intervals, presence = lane_intervals(events), find_presence(events)
-    by_lane: dict[str, list[LaneInterval]] = collections.defaultdict(list)
-    for interval in intervals:
-        by_lane[interval.lane].append(interval)
+    by_lane, presence = group_by_lane(lane_intervals(events)), find_presence(events)
     busy: dict[str, float] = collections.defaultdict(float)
     there: dict[str, float] = collections.defaultdict(float)
     for engine, one in hardware.items():
         own = restrict(within, presence, engine)
-        busy[one] += (busy_share(by_lane[engine], engine, own) or 0.0) * own.seconds
+        busy[one] += (busy_share(by_lane.get(engine, ()), engine, own) or 0.0) * own.seconds
         there[one] += own.seconds
     return {one: 1 - busy[one] / there[one] if there[one] else None for one in set(hardware.values())}
 
