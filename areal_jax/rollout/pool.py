@@ -15,11 +15,10 @@ from areal_jax.protocols import Clock, RolloutEngine
 from areal_jax.rollout.load_ledger import Ledger
 from areal_jax.rollout.pooled_generation import PooledGeneration
 from areal_jax.rollout.requirements import Requirement, require_capabilities
-from areal_jax.rollout.spare_engines import SpareEngines
+from areal_jax.rollout.spare_engines import SLOW, SpareEngines
 from areal_jax.types import GenerationRequest, PublishedWeights
 
 Result = TypeVar('Result')
-_FAST = 0.7  # of the speed of the fastest engine: one with less is slow
 _Key = tuple[bool, str]  # of a request: whether it is pinned to a version, its id
 
 
@@ -198,7 +197,7 @@ class Pool:
     def _find_fast(self) -> list[str]:
         """The engines that are nearly as fast as the fastest; [] where all are, or one is not measured yet."""
         speeds = {name: engine.status().tokens_per_s for name, engine in self._engines.items()}
-        fast = [name for name, speed in speeds.items() if speed >= _FAST * max(speeds.values())]
+        fast = [name for name, speed in speeds.items() if speed >= SLOW * max(speeds.values())]
         return fast if min(speeds.values()) > 0 and len(fast) < len(speeds) else []
 
     async def _send_long(

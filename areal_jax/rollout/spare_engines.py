@@ -15,7 +15,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.protocols import Clock
 from areal_jax.rollout.load_ledger import Ledger
 
-SLOW = 0.7  # of the tokens a second of an answer on the fastest class: a class with less is slow
+SLOW = 0.7  # of the speed of the fastest engines: those with less are slow
 PUBLICATIONS = 3  # in a row after which a class is left out
 FITS = 0.8  # of the slots of the other classes, that open answers fill: more may not fit when many come at once
 SLOWER = 1.1  # times the seconds of an update before: the class is taken back, as it did add tokens
