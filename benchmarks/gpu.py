@@ -84,6 +84,7 @@ def make_parts(tiny: bool) -> list[Part]:
     train = {'limit_s': 110, 'least_s': 45, 'flags': _CUBLAS}
     return [
         part('facts', limit_s=60, least_s=10),
+        part('energy', limit_s=40, least_s=15),
         part('backends', limit_s=110, least_s=30),
         part('tests', limit_s=150, least_s=30, flags=_DETERMINISTIC, **anywhere),
         part('train_1.5b', '1.5b', **train),
@@ -103,6 +104,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument('--minutes', type=float, default=8.0, help='for all parts together')
     parser.add_argument('--parts', default=','.join(names), help=f'some of {",".join(names)}')
     parser.add_argument('--tiny', action='store_true', help='tiny shapes on any device, to try the command')
+    parser.add_argument('--keep', type=pathlib.Path, help='folder for the log, metrics and report of the part run')
     parser.add_argument('--wheels', type=pathlib.Path, help='folder with wheels of packages that are not installed')
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.parts.split(',')) - set(names)):
@@ -128,6 +130,8 @@ def _environment(folder: pathlib.Path, options: argparse.Namespace) -> dict[str,
         'PYTHONUNBUFFERED': '1',
     }
     added = {name: os.environ.get(name, value) for name, value in added.items()}
+    if options.keep:
+        added['AREAL_JAX_GPU_KEEP'] = str(options.keep.absolute())
     if options.wheels:
         packages.unpack_wheels(options.wheels, folder / 'site')
         sys.path.insert(0, str(folder / 'site'))

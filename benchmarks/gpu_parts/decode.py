@@ -24,6 +24,7 @@ from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece, Spa
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks.gpu_parts.cells import Cells, run_part, summarize
+from benchmarks.gpu_parts.kernels import trace_kernels
 from benchmarks.gpu_parts.shapes import DecodeCase, decode_bytes, decode_case, find_peak, key_bytes, mean_positions
 
 SEED = 0
@@ -54,6 +55,7 @@ def measure(cells: Cells, slots: str, context_tokens: str, *, tiny: bool) -> Non
     cells.add('dispatch', {**summarize(seconds), 'steps': case.decode_steps})
     cells.add('decode', _rates(case, seconds, decoding.outputs[1:]))
     cells.attempt('swap', lambda: _measure_swap(decoding, params))
+    cells.attempt('kernels', lambda: trace_kernels(decoding.repeat))
 
 
 def _measure_swap(decoding: Decoding, params: Params) -> dict[str, float]:
@@ -142,6 +144,11 @@ class Decoding:
                     for row in range(first, min(first + at_once, len(sequences)))
                 ]
                 self._state = backend.prefill(self.params, self._state, pieces)
+
+    def repeat(self) -> None:
+        """The last dispatch once more."""
+        self.generated -= self._case.decode_steps
+        self.step()
 
     def step(self, steps: int | None = None) -> None:
         """One dispatch; its tokens are on the host when it returns."""

@@ -10,7 +10,9 @@ the same as in any run, and the weights do not change.
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +37,7 @@ from benchmarks.gpu_parts.shapes import SHAPES, TINY
 _REPORTED = (
     *('steps', 'wall_seconds', 'window_seconds', 'time', 'busy', 'publish_pause_seconds', 'throughput', 'token_age'),
     *('versions_per_trajectory', 'interruptions', 'mismatch', 'tokens', 'optimizer_steps', 'compilations'),
-    *('event_loop_lag_seconds', 'peak_memory_bytes', 'admission_held', 'cause_of_gap', 'warnings'),
+    *('event_loop_lag_seconds', 'peak_memory_bytes', 'admission_held', 'cause_of_gap', 'warnings', 'energy'),
 )
 _SIZES = ('n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
 _FIRST_LETTER = 0x4E00  # of as many characters as the vocabulary needs; those up to the surrogates are left out
@@ -53,8 +55,18 @@ def measure(cells: Cells, *, tiny: bool) -> None:
         if (report := session.train()) is None:
             raise RuntimeError('the run was stopped')
         alone = RunFacts.load(workdir).alone_seconds
+        if keep := os.environ.get('AREAL_JAX_GPU_KEEP'):
+            _keep_records(workdir, pathlib.Path(keep))
     cells.add('report', {name: report[name] for name in _REPORTED})
     cells.add('limit', _limit(report, alone))
+
+
+def _keep_records(workdir: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies the log, the metrics and all other files that are text; no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in workdir.iterdir():
+        if path.suffix in ('.json', '.jsonl', '.html', '.md'):
+            shutil.copy(path, folder)
 
 
 class RandomSite(OwnSite):
@@ -112,6 +124,7 @@ def _config(tiny: bool) -> config_dict.ConfigDict:
             'telemetry.progress': False,
             'telemetry.tensorboard': False,
             'telemetry.plots': False,
+            'telemetry.energy': 'auto',
         }
     )
     return config

@@ -32,6 +32,7 @@ from areal_jax.sharding.rules import replicated
 from areal_jax.types import TrajectoryGroup
 from benchmarks.case import learner_settings, make_groups
 from benchmarks.gpu_parts.cells import Cells, device_memory, measure_time, run_part
+from benchmarks.gpu_parts.kernels import trace_kernels
 from benchmarks.gpu_parts.shapes import (
     TrainCase,
     attention_flops,
@@ -86,6 +87,7 @@ def _measure(cells: Cells, case: TrainCase, remat: str) -> None:
     head = cells.attempt('head', train.time_head)
     forward = cells.attempt('forward', train.time_forward)
     cells.add('shares', train.shares(pieces, attention, head, forward))
+    cells.attempt('kernels', lambda: trace_kernels(train.update))
 
 
 class Training:

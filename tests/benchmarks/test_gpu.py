@@ -17,6 +17,7 @@ PAGED_CASES = (
 )  # fmt: skip
 PARTS = (
     'facts',
+    'energy',
     'backends',
     'tests',
     'train_1.5b',
