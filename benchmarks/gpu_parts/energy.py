@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -102,12 +103,12 @@ class _Samples:
     def integrate(self, began: float, ended: float) -> float:
         """Joules by the stated power."""
         rows = [row for row in self.rows if began <= row[0] <= ended]
-        return sum((b[0] - a[0]) * (a[2] + b[2]) / 2e3 for a, b in zip(rows, rows[1:], strict=False))
+        return sum((b[0] - a[0]) * (a[2] + b[2]) / 2e3 for a, b in itertools.pairwise(rows))
 
     def period(self) -> float | None:
         """The median of the seconds between two changes of the counter."""
         moved = [b[0] for a, b in zip(self.rows, self.rows[1:], strict=False) if b[1] != a[1]]
-        gaps = [b - a for a, b in zip(moved, moved[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(moved)]
         return statistics.median(gaps) if gaps else None
 
 
