@@ -90,6 +90,7 @@ def make_parts(tiny: bool) -> list[Part]:
         part('train_1.5b', '1.5b', **train),
         part('decode_64', '64', '2048', limit_s=90, least_s=40),
         part('run', limit_s=160, least_s=80, flags=_CUBLAS),
+        part('attention', limit_s=90, least_s=40),
         part('decode_16k', '64', '16384', limit_s=120, least_s=60),
         part('decode_256', '256', '2048', limit_s=90, least_s=40),
         part('train_3b', '3b', **train),

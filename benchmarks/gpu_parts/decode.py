@@ -56,6 +56,8 @@ def measure(cells: Cells, slots: str, context_tokens: str, *, tiny: bool) -> Non
     cells.add('decode', _rates(case, seconds, decoding.outputs[1:]))
     cells.attempt('swap', lambda: _measure_swap(decoding, params))
     cells.attempt('kernels', lambda: trace_kernels(decoding.repeat))
+    cells.attempt('kernels of a rebuild', lambda: trace_kernels(decoding.rebuild, calls=1))
+    cells.add('prefill_attention', sorted(set(backend.placement.row_attention.values())))
 
 
 def _measure_swap(decoding: Decoding, params: Params) -> dict[str, float]:

@@ -19,7 +19,7 @@ from benchmarks.gpu_parts.shapes import find_peak
 
 _QUERY = 'name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limit,compute_mode'
 _VARIABLES = ('XLA_', 'JAX_', 'CUDA_', 'NVIDIA_')
-_REPEATS = 10
+_REPEATS, _CALLS = 10, 20
 
 
 def measure(cells: Cells, *, tiny: bool) -> None:
@@ -50,7 +50,7 @@ def _matrix_product(size: int) -> dict[str, Any]:
     """Of two bfloat16 matrices of random numbers."""
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
     product = jax.jit(lambda a, b: a @ b)
-    time = measure_time(lambda: product(a, b), _REPEATS, warm_up=3)
+    time = measure_time(lambda: product(a, b), _REPEATS, warm_up=3, calls=_CALLS)
     return {**time, 'size': size, 'flops_per_second': 2 * size**3 / time['median_s']}
 
 
@@ -58,7 +58,7 @@ def _copy(elements: int) -> dict[str, Any]:
     """Of bfloat16 numbers on the device; bytes read and bytes written are both counted."""
     x = jax.random.normal(jax.random.key(0), (elements,), jnp.bfloat16)
     shift = jax.jit(lambda x: x + 1)
-    time = measure_time(lambda: shift(x), _REPEATS, warm_up=3)
+    time = measure_time(lambda: shift(x), _REPEATS, warm_up=3, calls=_CALLS)
     return {**time, 'bytes': 2 * x.nbytes, 'bytes_per_second': 2 * x.nbytes / time['median_s']}
 
 

@@ -5,6 +5,8 @@ python -m benchmarks.gpu_parts.tests OUT
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import pathlib
 import sys
 import tempfile
@@ -16,13 +18,22 @@ import pytest
 from areal_jax import files
 
 _ERROR_CHARACTERS = 2000
+_PROCESSES = 4
 
 
 def main(out: pathlib.Path) -> int:
-    """pytest's exit code; 1 also where every test was skipped, because nothing was seen then."""
+    """pytest's exit code; 1 also where every test was skipped, because nothing was seen then.
+
+    Most of the time is compilation on one core, so that several processes run the tests where pytest-xdist is there.
+    """
+    beside = []
+    if importlib.util.find_spec('xdist') and (os.cpu_count() or 1) >= 2 * _PROCESSES:
+        share = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', 0.92))
+        os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = str(round(0.9 * share / _PROCESSES, 3))
+        beside = ['-n', str(_PROCESSES)]
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, 'junit.xml')
-        code = pytest.main(['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', f'--junitxml={path}'])
+        code = pytest.main(['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', f'--junitxml={path}', *beside])
         found = read_junit(path)
     files.write_json(out, found)
     return int(code) or int(not found['passed'])

@@ -23,6 +23,7 @@ PARTS = (
     'train_1.5b',
     'decode_64',
     'run',
+    'attention',
     'decode_16k',
     'decode_256',
     'train_3b',

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.attention.cache_check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.decode.prefill import BLOCKED_ROWS, choose_row_attention
 from benchmarks.gpu_parts.decode import decode_errors
 from benchmarks.gpu_parts.shapes import TINY
 from tests.app.small import SmallRun
@@ -93,3 +96,17 @@ def test_a_run_decodes_with_the_kernel(tmp_path, on_gpu, capsys):
     run = SmallRun(tmp_path, run__steps=2, rollout__attention='pallas_gpu' if on_gpu else 'auto').train()
     assert len(run.batches) == 2
     assert 'passes over' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('dtype', ALLOWED)
+def test_packed_prefills_take_a_kernel_where_the_device_has_one(dtype, device, on_gpu):
+    # chosen inside of a program, the check of a kernel failed, and loops of XLA took its place: a hundred times slower
+    chosen, rejected = choose_row_attention(TINY, dtype)
+    assert rejected == ()
+    kernel = 'cudnn' if dtype == 'bfloat16' else 'pallas'
+    assert chosen == ({(False, False): kernel, (False, True): 'pallas'} if on_gpu else BLOCKED_ROWS)
+    backend = JaxDecodeBackend(
+        Decoder(TINY), slots=2, context_tokens=192, block_tokens=64, prefill_buckets=(64,), decode_steps=1,
+        filtered=False, dtype=dtype,
+    )  # fmt: skip
+    assert backend.placement.row_attention == chosen

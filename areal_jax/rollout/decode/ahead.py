@@ -28,11 +28,8 @@ def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
     at = np.full(cache.COPIES, padding, np.int32)
     backend.initial_program.lower().compile()
     backend.copy_program.lower(state, at, at).compile()
-    for bucket in backend.declared_prefills:
-        backend.lower_prefill(described, bucket).compile()
-    for number, generation in enumerate(backend.generations):
-        for size in generation.batches:
-            backend.lower_generate(described, size, plain=number == 0).compile()
+    for lowered in backend.lower_all(described):
+        lowered.compile()
     if state.routes is not None:
         table = np.zeros(-(-backend.context_tokens // backend.block_tokens), np.int32)
         backend.read_program.lower(state.routes, table).compile()

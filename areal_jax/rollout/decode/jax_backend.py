@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -47,6 +49,12 @@ class Generation:
     form: Generate
     batches: tuple[int, ...]
     program: jax.stages.Wrapped
+
+    def no_rows(self, size: int) -> rows.Batch:
+        return rows.empty_batch(size, self.form.sizes, self.form.adjusted)
+
+    def lower(self, weights: PreparedWeights, state: Tree, size: int) -> jax.stages.Lowered:
+        return self.program.lower(weights, state, self.no_rows(size), np.int32(1))
 
 
 class JaxDecodeBackend:
@@ -199,6 +207,8 @@ class JaxDecodeBackend:
         `announce` is called before each program with the number done and the total.
         """
         decoding = [(generation, size) for generation in self.generations for size in generation.batches]
+        if self.placement.platform != 'cpu':
+            compile_side_by_side(self.lower_all(weights))
         total = _OTHER_PROGRAMS + len(self.declared_prefills) + len(decoding)
         announce(0, total)
         state = self.initial_state()
@@ -209,12 +219,17 @@ class JaxDecodeBackend:
             state = self._prefill_program(weights, state, self._pack([], bucket))
         for done, (generation, size) in enumerate(decoding, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
             announce(done, total)
-            empty = rows.empty_batch(size, self._sizes, generation.form.adjusted)
-            state, _ = generation.program(weights, state, empty, np.int32(1))
+            state, _ = generation.program(weights, state, generation.no_rows(size), np.int32(1))
         if state.routes is not None:
             self.read_program(state.routes, np.zeros(self._sizes.table_blocks, np.int32))
         jax.block_until_ready(state)
         return total + self.records_context
+
+    def lower_all(self, weights: PreparedWeights) -> Iterator[jax.stages.Lowered]:
+        """Every prefill and every generation."""
+        yield from (self.lower_prefill(weights, bucket) for bucket in self.declared_prefills)
+        for generation in self.generations:
+            yield from (generation.lower(weights, self.abstract_state(), size) for size in generation.batches)
 
     # The programs as text and numbers, for measurements and tests.
 
@@ -224,9 +239,7 @@ class JaxDecodeBackend:
 
     def lower_generate(self, weights: PreparedWeights, batch: int, *, plain: bool = True) -> jax.stages.Lowered:
         """For `batch` rows; `plain`: that need nothing which only some programs have."""
-        generation = self.generations[0 if plain else -1]
-        empty = rows.empty_batch(batch, self._sizes, generation.form.adjusted)
-        return generation.program.lower(weights, self.abstract_state(), empty, np.int32(1))
+        return self.generations[0 if plain else -1].lower(weights, self.abstract_state(), batch)
 
     # The loop's calls; rollout.backend.DecodeBackend has the docstrings.
 
@@ -340,13 +353,23 @@ class JaxDecodeBackend:
         return EngineState(self.placement.empty_cache(self._sizes, self.dtype), routes)
 
     def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
-        over_heads = self.placement.over_heads
+        where = self.placement
         return prefill.prefill_pieces(
-            self._decoder, self._attention, weights.params, state, packed, over_heads, self.placement.mix
-        )
+            self._decoder, self._attention, where.row_attention, weights.params, state, packed, where.over_heads,
+            where.mix,
+        )  # fmt: skip
 
     def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
         return cache.copy_blocks(self._attention, state, sources, targets)
+
+
+def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
+    """Compiles programs in as many threads as there are cores; jax keeps what is compiled for the calls.
+
+    XLA compiles a program for a GPU on one core.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(jax.stages.Lowered.compile, programs))
 
 
 def _describe_over(sharding: Sharding, part: Tree) -> Tree:

@@ -28,6 +28,7 @@ from areal_jax.rollout.decode.attention.cache_check import choose_checked
 from areal_jax.rollout.decode.attention.choose import Demand
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
 from areal_jax.rollout.decode.cache import CacheSizes, EngineState, empty_cache
+from areal_jax.rollout.decode.prefill import RowAttention, choose_row_attention
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.rules import param_shardings, replicated
 from areal_jax.types import Tree
@@ -64,6 +65,7 @@ class Placement:
 
     decoder: Decoder
     attention: CacheAttention  # of one device
+    row_attention: RowAttention  # of packed prefills
     config: ModelConfig  # with the heads of one device
     mesh: Mesh | None  # None = one device
     rows: Sharding  # of all but weights and cache: whole on every device
@@ -85,10 +87,15 @@ class Placement:
         return jax.shard_map(empty, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 
     @property
+    def platform(self) -> str:
+        """Of jax.Device."""
+        device: jax.Device = next(iter(self.rows.device_set))
+        return str(device.platform)
+
+    @property
     def mix(self) -> Mixer:
         """The product of experts; the tokens are on every device."""
-        device: jax.Device = next(iter(self.rows.device_set))
-        return make_mix(device.platform, self.mesh)
+        return make_mix(self.platform, self.mesh)
 
     def over_heads(self, attend: Attend) -> Attend:
         """`attend` for all heads, which each device computes for its own; inside jax.jit."""
@@ -141,16 +148,18 @@ def place(
         windows=any(config.window(layer) is not None for layer in range(config.n_layers)),
     )
     attention, rejected = choose_checked(impl, demand, devices[0])
+    rows, rejected_rows = choose_row_attention(config, dtype.name)
+    rejected += rejected_rows
     # what the decoder of the learner computes, in the form that is fast for few tokens on this hardware
     decoder = Decoder(decoder.config, lora=decoder.lora, tokens=_token_form(devices, weights))
     if len(devices) == 1:
         on = SingleDeviceSharding(devices[0])
-        return Placement(decoder, attention, config, None, on, on, on, (), on), rejected
+        return Placement(decoder, attention, rows, config, None, on, on, on, (), on), rejected
     shardings = weight_shardings(decoder, devices, expert)
     mesh = jax.tree.leaves(shardings)[0].mesh
     layer = _layer_specs(attention, config, sizes.block_tokens)
     cache = (tuple(NamedSharding(mesh, spec) for spec in layer),) * config.n_layers
-    return Placement(decoder, attention, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
+    return Placement(decoder, attention, rows, config, mesh, replicated(mesh), shardings, None, layer, cache), rejected
 
 
 def _token_form(devices: Sequence[jax.Device], weights: str) -> str:

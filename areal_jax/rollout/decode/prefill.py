@@ -15,7 +15,7 @@ Memory is proportional to the length of this row, because scores exist for one t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -28,6 +28,7 @@ from areal_jax.models.attention.cudnn import MAX_SEGMENTS
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
+from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
 from areal_jax.rollout.decode.attention.native import NativeAttention
@@ -56,6 +57,40 @@ class PackedPieces(NamedTuple, Generic[_Array]):
     segments: _Array  # [R + A]: the ids of the row; < 0 = padding
     row_positions: _Array  # [R + A], in the sequence
     wanted: _Array  # [], tokens of the pieces; the others are padding
+
+
+# The attention of rows.
+
+RowAttention = Mapping[tuple[bool, bool], str]  # by (the layer has a window, the row has a prior): of BACKENDS
+
+_KINDS = tuple((windowed, has_prior) for windowed in (False, True) for has_prior in (False, True))
+BLOCKED_ROWS: RowAttention = dict.fromkeys(_KINDS, 'blocked')  # on any platform
+
+
+def choose_row_attention(config: ModelConfig, dtype: str) -> tuple[RowAttention, tuple[str, ...]]:
+    """(the attention of a model's packed rows on this device, why faster ones were rejected).
+
+    That is 'auto' of training, but never 'dense', in whose sums a token's place shows. It must be chosen outside of a
+    trace, because the check runs kernels.
+    """
+    if local_device()[0] == 'cpu':
+        return BLOCKED_ROWS, ()
+    windows = {config.window(layer) is not None for layer in range(config.n_layers)}
+    chosen, rejected = dict[tuple[bool, bool], str](), dict[str, None]()
+    for windowed, has_prior in _KINDS:
+        if windowed not in windows:
+            continue
+        name, reasons = choose_checked(
+            'auto',
+            tokens=MAX_TILE_TOKENS,
+            dtype=dtype,
+            head_dim=config.head_dim,
+            window=1 if windowed else None,
+            slices=has_prior,
+        )
+        chosen[windowed, has_prior] = name
+        rejected |= dict.fromkeys(reasons)
+    return chosen, tuple(rejected)
 
 
 # Shapes.
@@ -258,6 +293,7 @@ def _require_written_once(packed: PackedPieces[np.ndarray], pieces: Sequence[Pre
 def prefill_pieces(
     decoder: Decoder,
     attention: CacheAttention,
+    row_attention: RowAttention,
     weights: Params,
     state: EngineState,
     packed: PackedPieces[np.ndarray],
@@ -270,7 +306,7 @@ def prefill_pieces(
     experts.
     """
     given = PackedPieces(*map(jnp.asarray, packed))
-    attend = over_heads(attend_pieces(attention, given))
+    attend = over_heads(attend_pieces(attention, row_attention, given))
     _, layers, routed = decoder.hidden_and_routes(
         weights, given.tokens, given.positions, attend, state.layers, wanted=given.wanted, routing=Routing(mix)
     )
@@ -279,11 +315,11 @@ def prefill_pieces(
     return EngineState(layers, write_routes(state, routed.live, given.blocks, given.offsets))
 
 
-def attend_pieces(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:
+def attend_pieces(attention: CacheAttention, row_attention: RowAttention, packed: PackedPieces[jax.Array]) -> Attend:
     """`attend` of Decoder.hidden for packed pieces, over a cache in the layout of the attention."""
     if isinstance(attention, NativeAttention):
         return _attend_in_place(attention, packed)
-    return _attend_in_row(attention, packed)
+    return _attend_in_row(attention, row_attention, packed)
 
 
 def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]) -> Attend:
@@ -300,7 +336,7 @@ def _attend_in_place(attention: NativeAttention, packed: PackedPieces[jax.Array]
     return attend
 
 
-def _attend_in_row(attention: CacheAttention, packed: PackedPieces[jax.Array]) -> Attend:
+def _attend_in_row(attention: CacheAttention, row_attention: RowAttention, packed: PackedPieces[jax.Array]) -> Attend:
     """The row of the module's docstring, through the attention that trains."""
     segments, sources = packed.segments, packed.sources
     prior = len(segments) - len(sources)
@@ -314,7 +350,7 @@ def _attend_in_row(attention: CacheAttention, packed: PackedPieces[jax.Array]) -
         if prior:
             read = (_as_runs(x, len(packed.prior_blocks)) for x in attention.read(layer, packed.prior_blocks))
             k, v = (jnp.concatenate(both) for both in zip(read, (k, v), strict=True))
-        impl = _implementation(q.dtype.name, q.shape[-1], window is not None, prior > 0)
+        impl = row_attention[window is not None, prior > 0]
         ids = segments if impl in _OWN else jnp.maximum(segments, 0)
         out = packed_attention(
             q, k, v, ids, ids, scale=q.shape[-1] ** -0.5, impl=impl, positions=packed.row_positions, window=window,
@@ -326,22 +362,6 @@ def _attend_in_row(attention: CacheAttention, packed: PackedPieces[jax.Array]) -
 
 
 _OWN = ('blocked', 'pallas')  # take any ids
-
-
-@functools.cache
-def _implementation(dtype: str, head_dim: int, windowed: bool, has_prior: bool) -> str:
-    """The attention of the platform: 'auto' of training, but never 'dense', in whose sums a token's place shows."""
-    if local_device()[0] == 'cpu':
-        return 'blocked'
-    with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
-        return choose_checked(
-            'auto',
-            tokens=MAX_TILE_TOKENS,
-            dtype=dtype,
-            head_dim=head_dim,
-            window=1 if windowed else None,
-            slices=has_prior,
-        )[0]
 
 
 def _as_runs(x: jax.Array, blocks: int) -> jax.Array:

@@ -134,7 +134,7 @@ class JaxScoring:
     ) -> Ranking:
         where, params = self._placement, weights.params
         decoder, given = where.decoder, PackedPieces(*map(jnp.asarray, packed))
-        attend_layer = where.over_heads(prefill.attend_pieces(where.attention, given))
+        attend_layer = where.over_heads(prefill.attend_pieces(where.attention, where.row_attention, given))
         scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer writes over the last
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:

@@ -10,7 +10,7 @@ from areal_jax.models.logprobs import sum_blocks
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import sampling
-from areal_jax.rollout.decode.jax_backend import MOST_PROGRAMS
+from areal_jax.rollout.decode.jax_backend import MOST_PROGRAMS, compile_side_by_side
 from tests.rollout.decode.examples import (
     CONTEXT,
     DECODER,
@@ -373,6 +373,17 @@ def test_warm_up_compiles_everything_that_is_used_later_whatever_the_weights(com
     use(initial)
     use(swapped)
     assert compiled == []
+
+
+def test_what_is_compiled_side_by_side_is_what_warm_up_runs(compiled):
+    fresh = build(slots=3, context_tokens=24, prefill_buckets=(8,), batch_buckets=(1, 3), decode_steps=2)
+    prepared = fresh.prepare(weights())
+    compiled.clear()
+    compile_side_by_side(fresh.lower_all(prepared))
+    assert len(compiled) == len(fresh.declared_prefills) + 2
+    compiled.clear()
+    fresh.warm_up(prepared)
+    assert len(compiled) == 2  # initial state, copy
 
 
 def test_both_kinds_of_programs_are_compiled_beforehand(compiled):

@@ -12,13 +12,17 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
+from areal_jax.rollout.decode import prefill
 from areal_jax.rollout.decode.attention.gather import GatherAttention
 from areal_jax.rollout.decode.attention.loops import LoopAttention
 from areal_jax.rollout.decode.attention.native import NativeAttention
 from areal_jax.rollout.decode.cache import EngineState
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.decode.prefill import (
+    BLOCKED_ROWS,
     MAX_BUCKETS,
     bucket_for,
+    choose_row_attention,
     declared_buckets,
     pack_pieces,
     prefill_pieces,
@@ -48,7 +52,7 @@ def weights():
 
 @functools.cache
 def program(decoder=DECODER, attention=ATTENTION):
-    return jax.jit(functools.partial(prefill_pieces, decoder, attention))
+    return jax.jit(functools.partial(prefill_pieces, decoder, attention, BLOCKED_ROWS))
 
 
 @functools.cache
@@ -248,7 +252,7 @@ def test_one_program_for_each_bucket():
     @jax.jit
     def fresh(*args):
         traced.append(args)
-        return prefill_pieces(DECODER, ATTENTION, *args)
+        return prefill_pieces(DECODER, ATTENTION, BLOCKED_ROWS, *args)
 
     sequences = Sequences(24)
     buckets = [PrefillBucket(64, 0), PrefillBucket(128, 144)]
@@ -270,7 +274,7 @@ def memory(attention, bucket, context_tokens, slots=8, block_tokens=64):
     layer = lambda: attention.empty(blocks + 1, 2, block_tokens, 64, jnp.float32)
     cache = EngineState(jax.eval_shape(lambda: (layer(), layer())), None)
     packed = pack_pieces([], bucket, block_tokens, blocks)
-    traced = functools.partial(prefill_pieces, decoder, attention)
+    traced = functools.partial(prefill_pieces, decoder, attention, BLOCKED_ROWS)
     compiled = jax.jit(traced, donate_argnums=1).lower(decoder.abstract(), cache, packed).compile()
     used = compiled.memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -411,3 +415,31 @@ def test_a_wrong_piece_is_named(pieces, message):
 def test_wrong_sizes_are_named(sizes, message):
     with pytest.raises(ValueError, match=message):
         declared_buckets(sizes, 64, 128)
+
+
+# The attention of rows.
+
+
+def test_the_attention_of_rows_is_chosen_once_for_each_kind_and_before_any_program(monkeypatch):
+    # inside of a program, the check of a kernel fails
+    asked = []
+
+    def choose(impl, **demand):
+        asked.append((demand['window'] is not None, demand['slices']))
+        return 'blocked', (('cudnn is missing',) if demand['slices'] else ())
+
+    monkeypatch.setattr(prefill, 'local_device', lambda: ('gpu', (9, 0)))
+    monkeypatch.setattr(prefill, 'choose_checked', choose)
+    backend = JaxDecodeBackend(
+        PARTLY_WINDOWED, slots=2, context_tokens=64, block_tokens=16, prefill_buckets=(32,), decode_steps=1,
+        filtered=False, dtype='float32', attention='gather',
+    )  # fmt: skip
+    assert asked == [(False, False), (False, True), (True, False), (True, True)]
+    assert backend.passed_over == ('cudnn is missing',)
+    backend.warm_up(backend.prepare(PARTLY_WINDOWED.init(0)))
+    assert len(asked) == 4
+
+
+def test_on_a_cpu_rows_are_blocked():
+    assert choose_row_attention(PARTLY_WINDOWED.config, 'float32') == (BLOCKED_ROWS, ())
+    assert set(BLOCKED_ROWS.values()) == {'blocked'}

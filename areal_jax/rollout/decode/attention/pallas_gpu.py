@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,17 @@ from areal_jax.rollout.decode.attention.contract import LayerCache
 _TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much
 _MOST_TILE_TOKENS = 64
 _MIN_SIZE = 16  # smallest axis of a product on tensor cores
-_PART_TOKENS = 512  # of a sequence in one program: a few long sequences must fill all multiprocessors too
+
+
+class Tuning(NamedTuple):
+    """How the kernel cuts its work; the result is the same to rounding."""
+
+    part_tokens: int = 512  # of a sequence in one program: a few long sequences must fill all multiprocessors too
+    warps: int | None = None  # of a program; None = 4, and 8 for heads above 128
+    stages: int = 2  # tiles on their way from memory
+
+
+_DEFAULT = Tuning()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +50,7 @@ class PallasGpuAttention:
 
     head_dim: int
     interpret: bool = False
+    tuning: Tuning = _DEFAULT
     name = 'pallas_gpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
@@ -71,11 +83,12 @@ class PallasGpuAttention:
         tile = tile_tokens(dim, k.dtype)
         page = math.gcd(block_tokens, tile)  # tokens: a block is one or more pages of the kernel
         k, v = (x.reshape(heads, blocks * (block_tokens // page), page, dim) for x in (k, v))
-        pages = _pages_of(tables, block_tokens // page, _PART_TOKENS // page)
+        part, warps, stages = self.tuning
+        pages = _pages_of(tables, block_tokens // page, part // page)
         out = _paged_attention()(
             _pad_dim((q * self.head_dim**-0.5).astype(k.dtype), dim), k, v, pages, lengths,
-            block_h=_MIN_SIZE, pages_per_compute_block=tile // page, k_splits=pages.shape[1] * page // _PART_TOKENS,
-            num_warps=4 if dim <= 128 else 8, num_stages=2, interpret=self.interpret,
+            block_h=_MIN_SIZE, pages_per_compute_block=tile // page, k_splits=pages.shape[1] * page // part,
+            num_warps=warps or (4 if dim <= 128 else 8), num_stages=stages, interpret=self.interpret,
         )  # fmt: skip
         return out[..., : self.head_dim]
 
