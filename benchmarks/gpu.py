@@ -86,7 +86,7 @@ def make_parts(tiny: bool) -> list[Part]:
         part('facts', limit_s=60, least_s=10),
         part('energy', limit_s=40, least_s=15),
         part('backends', limit_s=110, least_s=30),
-        part('tests', limit_s=150, least_s=30, flags=_DETERMINISTIC, **anywhere),
+        part('tests', limit_s=210, least_s=30, flags=_DETERMINISTIC, **anywhere),
         part('train_1.5b', '1.5b', **train),
         part('decode_64', '64', '2048', limit_s=90, least_s=40),
         part('run', limit_s=160, least_s=80, flags=_CUBLAS),

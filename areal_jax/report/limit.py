@@ -6,8 +6,9 @@ It takes the intervals of the event log and what only the program knows (telemet
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import cast
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane, is_publish_lane
@@ -28,6 +29,10 @@ from areal_jax.telemetry.numerals import format_number, format_percent
 OWN_DEVICES = 'lanes own their devices: max(lane seconds)'
 VIRTUAL = 'virtual clock, every lane has its own modelled time: max(lane seconds)'
 SHARED = 'lanes share the cores: max(lane seconds measured alone, CPU seconds / cores)'
+SHARED_DEVICE = 'lanes share one accelerator, which runs one program at a time: sum of the lane seconds measured alone'
+
+
+ONE_BY_ONE = 'generation and training, one after the other'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +54,22 @@ def measure_limit(events: Sequence[Event], updates: int, facts: RunFacts) -> Lim
 
     If every lane has devices of its own, or the clock is virtual, the ideal is the time of the busiest lane. If lanes
     share cores, as virtual CPU devices do, a lane that waits for a core counts as busy; so the ideal is then the larger
-    of the lanes' times measured alone and the processor time divided by the number of cores.
+    of the lanes' times measured alone and the processor time divided by the number of cores. If all lanes compute on
+    one accelerator, their programs run one after the other, and the ideal is the sum of their times alone.
     """
-    intervals, within = of_training(lane_intervals(events)), window(events)
+    intervals, within, rule = of_training(lane_intervals(events)), window(events), _rule(facts)
     if not updates or not within.seconds:
-        return Limit(
-            None, None, None, None, None, _rule(facts), '', 'No update was published, so no time was measured.'
-        )
+        return Limit(None, None, None, None, None, rule, '', 'No update was published, so no time was measured.')
     per_update = {lane: seconds / updates for lane, seconds in lane_seconds(intervals, within).items()}
     engines = {lane: seconds for lane, seconds in per_update.items() if is_engine_lane(lane)}
     publishing = [seconds for lane, seconds in per_update.items() if is_publish_lane(lane)]
-    bounds = per_update if _rule(facts) != SHARED else _shared_bounds(updates, facts)
+    bounds = {SHARED: _shared_bounds, SHARED_DEVICE: _device_bounds}.get(rule, lambda *_: per_update)(updates, facts)
     bound = max(bounds, key=lambda name: bounds[name], default='')
     ideal, achieved = bounds.get(bound), within.seconds / updates
     fill = fill_seconds(intervals, within) / updates
     return Limit(
         _mean_of_engines(engines, events, within), per_update.get(LEARNER), max(publishing, default=None),
-        ideal, achieved, _rule(facts), bound, explain_gap(ideal, achieved, bound, fill),
+        ideal, achieved, rule, bound, explain_gap(ideal, achieved, bound, fill),
     )  # fmt: skip
 
 
@@ -134,6 +138,8 @@ def _waiting(bound: str) -> str:
         return 'the learner waiting for finished groups'
     if '/ cores' in bound:
         return 'cores that are idle while a lane waits for another or runs on fewer cores than there are'
+    if bound == ONE_BY_ONE:
+        return 'the accelerator without a program, and programs that are slower beside others'
     if bound.endswith('alone'):
         return 'lanes slowing each other down on the shared cores or waiting for each other'
     return f'the lane {bound} waiting for work'
@@ -142,7 +148,26 @@ def _waiting(bound: str) -> str:
 def _rule(facts: RunFacts) -> str:
     if facts.clock == 'virtual':
         return VIRTUAL
-    return OWN_DEVICES if facts.lanes_own_devices else SHARED
+    if facts.lanes_own_devices:
+        return OWN_DEVICES
+    return SHARED_DEVICE if _is_one_accelerator(facts) else SHARED
+
+
+def _is_one_accelerator(facts: RunFacts) -> bool:
+    """Whether learner and engines have one device together, which is no CPU."""
+    used = set(_list_devices(facts.devices))
+    names = cast(Sequence[str], facts.hardware.get('devices', ()))
+    return len(used) == 1 and bool(names) and not any('cpu' in name.lower() for name in names)
+
+
+def _list_devices(devices: Mapping[str, Any]) -> Iterator[int]:
+    yield from devices.get('learner', ())
+    yield from itertools.chain(*devices.get('engines', {}).values())
+
+
+def _device_bounds(updates: int, facts: RunFacts) -> dict[str, float]:
+    known = [seconds for seconds in facts.alone_seconds.values() if seconds is not None]
+    return {ONE_BY_ONE: sum(known)} if known and len(known) == len(facts.alone_seconds) else {}
 
 
 def _shared_bounds(updates: int, facts: RunFacts) -> dict[str, float]:

@@ -315,11 +315,11 @@ class CharacterTokenizer(_SizedTokenizer):
         self._texts = (self.eos_text, *characters) if has_eos else tuple(characters)
         self.vocab_size = len(self._texts)
         self.eos_id = 0 if has_eos else self.vocab_size
-        self._ids = {character: self._texts.index(character) for character in characters}
+        self._ids = {character: index for index, character in enumerate(characters, start=int(has_eos))}
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]; raises TokenizerError for a character without an id."""
-        if unknown := sorted(set(text) - set(self._ids)):
+        if unknown := sorted({character for character in text if character not in self._ids}):
             raise TokenizerError(f'{text!r} has characters {unknown} that are not among {self.characters!r}')
         return np.asarray([self._ids[character] for character in text], np.int32)
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_parts.attention [--tiny] OUT
 
-The best cut of the last is the default of rollout.decode.attention.pallas_gpu.Tuning.
+The best cut of the last is the default of rollout.decode.attention.pallas_gpu.default_tuning.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ import importlib.util
 import os
 import pathlib
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from typing import Any
 
 import pytest
@@ -31,32 +29,39 @@ def main(out: pathlib.Path) -> int:
         share = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', 0.92))
         os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = str(round(0.9 * share / _PROCESSES, 3))
         beside = ['-n', str(_PROCESSES)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, 'junit.xml')
-        code = pytest.main(['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', f'--junitxml={path}', *beside])
-        found = read_junit(path)
-    files.write_json(out, found)
-    return int(code) or int(not found['passed'])
+    found = Found(out)
+    code = pytest.main(['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', *beside], plugins=[found])
+    return int(code) or int(not found.numbers()['passed'])
 
 
-def read_junit(path: pathlib.Path) -> dict[str, Any]:
-    """{'passed': number, 'failed': tests, 'skipped': tests, 'slowest_s': seconds by test} of a report of pytest."""
-    failed, skipped, seconds = [], [], {}
-    for case in ElementTree.parse(path).iter('testcase'):
-        name = f'{case.get("classname", "").removeprefix("tests.gpu.")}::{case.get("name")}'
-        seconds[name] = float(case.get('time', 0))
-        for tag, tests in (('failure', failed), ('error', failed), ('skipped', skipped)):
-            for child in case.iter(tag):
-                text = f'{child.get("message", "")}\n{child.text or ""}'
-                tests.append({'name': name, 'message': text.strip()[:_ERROR_CHARACTERS] or tag})
-    not_passed = {test['name'] for test in (*failed, *skipped)}
-    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:10]
-    return {
-        'passed': len(seconds.keys() - not_passed),
-        'failed': failed,
-        'skipped': skipped,
-        'slowest_s': {name: seconds[name] for name in slowest},
-    }
+class Found:
+    """A plugin of pytest that writes what is known after each test, so that a call which is cut off leaves it."""
+
+    def __init__(self, out: pathlib.Path):
+        self._out = out
+        self._seconds: dict[str, float] = {}
+        self._failed: list[dict[str, str]] = []
+        self._skipped: list[dict[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.removeprefix('tests/gpu/')
+        self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
+        if not report.passed:
+            tests = self._failed if report.failed else self._skipped
+            tests.append({'name': name, 'message': report.longreprtext.strip()[-_ERROR_CHARACTERS:] or report.when})
+        if report.when == 'teardown':
+            files.write_json(self._out, self.numbers())
+
+    def numbers(self) -> dict[str, Any]:
+        """{'passed': number, 'failed': tests, 'skipped': tests, 'slowest_s': seconds by test}."""
+        not_passed = {test['name'] for test in (*self._failed, *self._skipped)}
+        slowest = sorted(self._seconds, key=self._seconds.__getitem__, reverse=True)[:10]
+        return {
+            'passed': len(self._seconds.keys() - not_passed),
+            'failed': self._failed,
+            'skipped': self._skipped,
+            'slowest_s': {name: round(self._seconds[name], 2) for name in slowest},
+        }
 
 
 if __name__ == '__main__':

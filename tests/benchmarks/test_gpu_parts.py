@@ -10,7 +10,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import packages, summary
 from benchmarks.gpu_parts.cells import run_part
 from benchmarks.gpu_parts.parts import FAILED, LEFT_OUT, RAN, TIMED_OUT, Part, run_parts
-from benchmarks.gpu_parts.tests import read_junit
+from benchmarks.gpu_parts.tests import Found
 
 CELLS = {'first': lambda: 1, 'second': lambda: {}['kernel'], 'third': lambda: 3}
 WRITE = 'import json, sys; json.dump({"x": 1}, open(sys.argv[-1], "w"));'
@@ -102,17 +102,22 @@ def test_a_cell_that_fails_is_kept_with_its_error_and_fails_the_part(monkeypatch
     assert cells == {'first': 1, 'second': {'error': "KeyError: 'kernel'"}, 'third': 3} | {'device_memory': None}
 
 
-def test_a_report_of_pytest_is_read(tmp_path):
-    path = tmp_path / 'junit.xml'
-    path.write_text(
-        '<testsuites><testsuite>'
-        '<testcase classname="tests.gpu.test_a" name="one" time="1.5"/>'
-        '<testcase classname="tests.gpu.test_a" name="two" time="0.5"><failure message="wrong">at</failure></testcase>'
-        '<testcase classname="tests.gpu.test_a" name="three" time="0"><skipped message="no"/></testcase>'
-        '</testsuite></testsuites>'
+def test_what_pytest_found_is_written_after_every_test(tmp_path):
+    test = tmp_path / 'test_a.py'
+    test.write_text(
+        'import pathlib, pytest\n'
+        'def test_one(): pass\n'
+        "def test_two(): assert 'test_one' in pathlib.Path(__file__).with_name('out.json').read_text(), 'not yet'\n"
+        "def test_three(): raise ValueError('wrong')\n"
+        "def test_four(): pytest.skip('no GPU')\n"
     )
-    found = read_junit(path)
-    assert found['passed'] == 1
-    assert found['failed'] == [{'name': 'test_a::two', 'message': 'wrong\nat'}]
-    assert [test['name'] for test in found['skipped']] == ['test_a::three']
-    assert next(iter(found['slowest_s'])) == 'test_a::one'
+    found = Found(tmp_path / 'out.json')
+    pytest.main(['-q', str(test), '-p', 'no:cacheprovider', '-p', 'no:xdist'], plugins=[found])
+    numbers = json.loads((tmp_path / 'out.json').read_text())
+    assert numbers == found.numbers()
+    assert numbers['passed'] == 2
+    [failed], [skipped] = numbers['failed'], numbers['skipped']
+    assert failed['name'].endswith('test_three')
+    assert 'wrong' in failed['message']
+    assert skipped['name'].endswith('test_four')
+    assert len(numbers['slowest_s']) == 4

@@ -51,6 +51,36 @@ def test_lanes_that_share_cores(cpu_seconds: float | None, ideal: float, bound: 
     assert limit.ideal_rule.startswith('lanes share the cores')
 
 
+ON_ONE_GPU = {
+    'hardware': {'devices': ['cuda:0']},
+    'devices': {'learner': [0], 'engines': {'engine/0': [0], 'engine/1': [0]}},
+    'lanes_own_devices': False,
+}
+
+
+def test_lanes_on_one_accelerator_run_one_after_the_other():
+    # generation alone takes 6 s, training 3 s: 9 of the 10 s; cores have nothing to do with it
+    limit = measure_limit(two_updates(), 2, two_facts(**ON_ONE_GPU))
+    assert (limit.ideal, limit.achieved) == (pytest.approx(9), pytest.approx(10))
+    assert limit.ideal_rule.startswith('lanes share one accelerator')
+    assert limit.cause.endswith('1 s is the accelerator without a program, and programs that are slower beside others.')
+    unknown = measure_limit(two_updates(), 2, two_facts(**ON_ONE_GPU, alone_seconds={'generate': 6.0, 'train': None}))
+    assert unknown.ideal is None
+
+
+@pytest.mark.parametrize(
+    'other',
+    [
+        {'hardware': {'devices': ['cpu:0']}},
+        {'hardware': {'devices': []}},
+        {'devices': {'learner': [0, 1], 'engines': {'engine/0': [0]}}},
+    ],
+)
+def test_cpus_and_several_devices_are_not_one_accelerator(other):
+    limit = measure_limit(two_updates(), 2, two_facts(**(ON_ONE_GPU | other)))
+    assert limit.ideal_rule.startswith('lanes share the cores')
+
+
 def test_virtual_seconds_are_not_compared_with_processor_seconds():
     limit = measure_limit(two_updates(), 2, two_facts(clock='virtual'))
     assert limit.ideal == pytest.approx(9)

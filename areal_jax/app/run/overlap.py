@@ -18,8 +18,8 @@ def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: in
     """Seconds an update of 'generate' (the busiest engine) and 'train'.
 
     The cost per unit (token, step) of each kind of work is its median over the intervals during which all other engines
-    and the learner were idle. The result is that cost times the work done in the window, per update; None for a lane
-    with a kind of work that never ran alone.
+    and the learner were idle, and at most the median of all intervals. The result is that cost times the work done in
+    the window, per update; None for a lane with a kind of work that never ran alone.
     """
     # calls to a server overlap, and what they cost it is not known here
     engines = [i for i in intervals if is_engine_lane(i.lane) and i.work != 'generate']
@@ -38,13 +38,25 @@ def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: in
 
 
 def _own_costs(own: Sequence[LaneInterval], other: Sequence[LaneInterval]) -> dict[str, float]:
-    """Seconds per unit, by kind of work; without the kinds that never ran alone."""
-    costs: dict[str, list[float]] = {}
+    """Seconds per unit, by kind of work; without the kinds that never ran alone.
+
+    At most the median of all intervals of the kind: what else runs can only take time. So a checkpoint's snapshot,
+    which alone runs while engines are idle, does not become the price of every publication's.
+    """
+    alone: dict[str, list[float]] = {}
+    everywhere: dict[str, list[float]] = {}
     everything = _ByStart([*own, *other])
     for one in own:
-        if one.amount > 0 and not everything.overlap_beside(one):
-            costs.setdefault(one.work, []).append((one.end - one.start) / one.amount)
-    return {kind: sorted(found)[len(found) // 2] for kind, found in costs.items()}
+        if one.amount > 0:
+            cost = (one.end - one.start) / one.amount
+            everywhere.setdefault(one.work, []).append(cost)
+            if not everything.overlap_beside(one):
+                alone.setdefault(one.work, []).append(cost)
+    return {kind: min(_middle(found), _middle(everywhere[kind])) for kind, found in alone.items()}
+
+
+def _middle(costs: list[float]) -> float:
+    return sorted(costs)[len(costs) // 2]
 
 
 def _seconds(lane: Sequence[LaneInterval], costs: dict[str, float], within: Window, updates: int) -> float | None:

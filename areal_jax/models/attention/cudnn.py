@@ -1,9 +1,10 @@
 """cuDNN's fused attention for packed rows without shared prompts, on Hopper and later.
 
 jax exposes packing (sequence lengths and offsets) only in a private module. This file follows that module's source of
-jax 0.10; it was written without a device, so it runs only where `self_check` passes. Facts about that module: the scale
-defaults to 1; only the layout BTNH converts offsets; before jax 0.11.1 it multiplies the offsets of grouped keys by the
-number of query heads and silently reads wrong tokens (jax#39521), so keys and values are repeated here.
+jax 0.10, and runs only where `self_check` passes, as it does on an H200 with jax 0.11.2 (docs/gpu.md). Facts about that
+module: the scale defaults to 1; only the layout BTNH converts offsets; before jax 0.11.1 it multiplies the offsets of
+grouped keys by the number of query heads and silently reads wrong tokens (jax#39521), so keys and values are repeated
+here.
 """
 
 from __future__ import annotations

@@ -246,8 +246,7 @@ class JaxDecodeBackend:
     @property
     def state_bytes(self) -> int:
         """Of one state, its padding block included."""
-        leaves = jax.tree.leaves(self.abstract_state())
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_state()))
 
     def prepare(self, weights: Params | PreparedWeights) -> PreparedWeights:
         """What is prepared already is returned as it is.
@@ -268,9 +267,8 @@ class JaxDecodeBackend:
 
     def find_transposed(self) -> frozenset[str] | None:
         """See decode_weights.find_transposed; over several devices nothing is transposed before it is cut."""
-        if len(self.devices) > 1 and decode_weights.find_transposed(self._decoder, self.dtype.name):
-            return None
-        return decode_weights.find_transposed(self._decoder, self.dtype.name)
+        found = decode_weights.find_transposed(self._decoder, self.dtype.name)
+        return None if found and len(self.devices) > 1 else found
 
     def initial_state(self) -> EngineState:
         # ready, so that the first prefill is not charged with the pages of the cache
@@ -353,11 +351,9 @@ class JaxDecodeBackend:
         return EngineState(self.placement.empty_cache(self._sizes, self.dtype), routes)
 
     def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
-        where = self.placement
-        return prefill.prefill_pieces(
-            self._decoder, self._attention, where.row_attention, weights.params, state, packed, where.over_heads,
-            where.mix,
-        )  # fmt: skip
+        at = self.placement
+        fixed = self._decoder, self._attention, at.row_attention
+        return prefill.prefill_pieces(*fixed, weights.params, state, packed, at.over_heads, at.mix)
 
     def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
         return cache.copy_blocks(self._attention, state, sources, targets)

@@ -71,6 +71,7 @@ _FLEET = 'power model of the vLLM fleet simulator (H100 SXM: 300 W with 1 row, 6
 _EIGHT = 'ML.ENERGY benchmark (8 models on an H100 with 1 to 128 rows: 267 to 680 W)'
 _LIMIT = 'NVIDIA data sheet (limit of the board: 700 W)'
 _CONTEXT = 'arXiv 2605.23918 (a CUDA context draws up to 50 W more than a board without one)'
+_MEASURED = 'benchmarks/results/gpu_h200.json'
 _TRAINING = f'arXiv 2506.14551 (training reaches 76% of the rated power, 532 of 700 W) to {_LIMIT}'
 
 _H100 = ChipPower(
@@ -81,7 +82,7 @@ _H100 = ChipPower(
     train=Watts(532, 700, _TRAINING),
 )
 _H200 = ChipPower(
-    idle=Watts(80, 130, f'80 W by NVML without a context, and {_CONTEXT}'),
+    idle=Watts(80, 134, f'80 W by NVML without a context, and {_CONTEXT}; 130 to 134 W measured, {_MEASURED}'),
     decode_one=Watts(137, 300, f'{_ERLANGEN}; {_FLEET}'),
     decode_full=Watts(300, 593, f'{_ERLANGEN}; ML.ENERGY benchmark (at most 593 W on an H200)'),
     prefill=Watts(593, 700, f'no value of its own: between the most in decoding, 593 W, and {_LIMIT}'),

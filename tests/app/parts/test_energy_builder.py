@@ -69,7 +69,7 @@ def test_without_the_package_a_known_gpu_is_modelled_and_an_unknown_one_is_a_sen
     monkeypatch.setitem(sys.modules, 'pynvml', None)  # an import of it fails
     facts = build(list_devices(allocation('gpu', 'NVIDIA H200', [0], [[0]]), 0), tmp_path).facts()
     assert [source['meter'] for source in facts['sources']] == ['modelled']
-    assert facts['watts']['NVIDIA H200, idle'].startswith('80 to 130 W')
+    assert facts['watts']['NVIDIA H200, idle'].startswith('80 to 134 W')
     facts = build(list_devices(allocation('gpu', 'NVIDIA L4', [0], [[0]]), 0), tmp_path).facts()
     assert facts['sources'] == []
     assert facts['note'].startswith('No joules of 1 x NVIDIA L4 are known (NVML: the package nvidia-ml-py is not inst')

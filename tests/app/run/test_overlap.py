@@ -19,6 +19,14 @@ def test_work_is_priced_where_the_other_lane_was_idle():
     assert alone_seconds(intervals, Window(((0.0, 10.0),)), 2) == {'generate': 1.5, 'train': 2.25}
 
 
+def test_work_alone_costs_at_most_what_it_costs_in_the_middle():
+    # the only snapshot that ran alone was a checkpoint's of 5 s; those of publications took 0.5 s beside decoding
+    intervals = [interval('engine/0', 'decode', 0.0, 4.0, 1)]
+    intervals += [interval('learner', 'snapshot', start, start + 0.5, 1) for start in (0.0, 1.0, 2.0)]
+    intervals.append(interval('learner', 'snapshot', 4.0, 9.0, 1))
+    assert alone_seconds(intervals, Window(((0.0, 10.0),)), 1)['train'] == 4 * 0.5
+
+
 def test_a_price_may_come_from_the_evaluation_but_its_work_does_not_count():
     intervals = [interval('engine/0', 'decode', 0.0, 1.0, 2), interval('engine/0', 'decode', 5.0, 9.0, 2)]
     intervals.append(interval('learner', 'train', 5.0, 9.0, 1))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import pathlib
 
 import pytest
 
 from areal_jax.telemetry.energy.meters import MeterError, NvmlMeter, RaplMeter, open_nvml
+from areal_jax.telemetry.energy.power_table import POWER
 from tests.telemetry.energy.drivers import MICRO, FakeNvml, write_zone
 
 
@@ -99,6 +102,21 @@ def test_a_gpu_without_a_counter_of_its_own_is_refused(visible, kind, why):
     with pytest.raises(MeterError, match=why):
         open_nvml(nvml, ((0, kind),), visible)
     assert nvml.open == 0
+
+
+def test_the_counter_of_a_device_is_its_power_times_its_seconds():
+    recorded = json.loads(pathlib.Path(__file__).with_name('nvml_h200.json').read_text())
+    answers, samples = recorded['answers'], recorded['samples']  # [seconds, millijoules, milliwatts]
+    assert answers['types'] == {'name': 'str', 'uuid': 'str', 'millijoules': 'int'}
+    nvml = FakeNvml(**{answers['name'].replace(' ', '_'): samples[0][1]})
+    meter = open_nvml(nvml, ((0, answers['name']),), None)
+    assert meter.devices == '1 x NVIDIA H200'
+    nvml.millijoules = [samples[-1][1]]
+    stated = sum((b[0] - a[0]) * (a[2] + b[2]) / 2e3 for a, b in itertools.pairwise(samples))
+    assert meter.read() == pytest.approx(stated, rel=0.01)
+    table, watts = POWER['NVIDIA H200'], [sample[2] / 1000 for sample in samples]
+    assert table.idle.low <= min(watts) <= watts[0] <= table.idle.high
+    assert table.train.low <= max(watts) <= table.train.high
 
 
 def test_without_a_driver_there_is_no_counter():

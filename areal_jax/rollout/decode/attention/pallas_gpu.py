@@ -1,9 +1,9 @@
 """The paged attention kernel of jax for NVIDIA GPUs (Pallas, Triton lowering) behind CacheAttention.
 
-It was written without a device, so it runs only where the check of cache_check.py passes. Facts about the kernel of jax
-0.10 to 0.12: it has no scale and no window; it takes sizes that are powers of two; and it multiplies masked values by
-0, which does not hide a NaN, so no value that is written here is NaN or infinite. Its module is deprecated since jax
-0.11: where it is missing, the check fails and another implementation is chosen.
+It runs only where the check of cache_check.py passes, as it does on an H200 with jax 0.11.2 (docs/gpu.md). Facts about
+the kernel of jax 0.10 to 0.12: it has no scale and no window; it takes sizes that are powers of two; and it multiplies
+masked values by 0, which does not hide a NaN, so no value that is written here is NaN or infinite. Its module is
+deprecated since jax 0.11: where it is missing, the check fails and another implementation is chosen.
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ from areal_jax.rollout.decode.attention.contract import LayerCache
 _TILE_BYTES = 16384  # of the keys that a program holds at once; its values take as much
 _MOST_TILE_TOKENS = 64
 _MIN_SIZE = 16  # smallest axis of a product on tensor cores
+_SHORT_TOKENS = 4096  # of a context
 
 
 class Tuning(NamedTuple):
     """How the kernel cuts its work; the result is the same to rounding."""
 
-    part_tokens: int = 512  # of a sequence in one program: a few long sequences must fill all multiprocessors too
-    warps: int | None = None  # of a program; None = 4, and 8 for heads above 128
-    stages: int = 2  # tiles on their way from memory
+    part_tokens: int  # of a sequence in one program
+    warps: int  # of a program
+    stages: int  # tiles on their way from memory
 
 
-_DEFAULT = Tuning()
+def default_tuning(context_tokens: int, dim: int) -> Tuning:
+    """The fastest on an H200 (benchmarks.gpu, part `attention`), for tables of so many tokens.
+
+    Few tokens are cut into smaller parts, so that they fill all multiprocessors too: 64 rows of 1,024 took 49 us in
+    parts of 256 and 67 us in parts of 512, 64 rows of 16,240 took 470 and 451 us.
+    """
+    return Tuning(256 if context_tokens <= _SHORT_TOKENS else 512, 4 if dim <= 128 else 8, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +53,12 @@ class PallasGpuAttention:
     Args:
       head_dim: D of the model.
       interpret: runs the kernel in Pallas's interpreter, for tests on a CPU.
+      tuning: None = default_tuning.
     """
 
     head_dim: int
     interpret: bool = False
-    tuning: Tuning = _DEFAULT
+    tuning: Tuning | None = None
     name = 'pallas_gpu'
 
     def empty(self, blocks: int, heads: int, block_tokens: int, head_dim: int, dtype: jnp.dtype) -> LayerCache:
@@ -83,12 +91,12 @@ class PallasGpuAttention:
         tile = tile_tokens(dim, k.dtype)
         page = math.gcd(block_tokens, tile)  # tokens: a block is one or more pages of the kernel
         k, v = (x.reshape(heads, blocks * (block_tokens // page), page, dim) for x in (k, v))
-        part, warps, stages = self.tuning
+        part, warps, stages = self.tuning or default_tuning(tables.shape[1] * block_tokens, dim)
         pages = _pages_of(tables, block_tokens // page, part // page)
         out = _paged_attention()(
             _pad_dim((q * self.head_dim**-0.5).astype(k.dtype), dim), k, v, pages, lengths,
             block_h=_MIN_SIZE, pages_per_compute_block=tile // page, k_splits=pages.shape[1] * page // part,
-            num_warps=warps or (4 if dim <= 128 else 8), num_stages=stages, interpret=self.interpret,
+            num_warps=warps, num_stages=stages, interpret=self.interpret,
         )  # fmt: skip
         return out[..., : self.head_dim]
 

@@ -8,7 +8,7 @@ from jax._src.mesh import AbstractDevice, use_abstract_mesh
 from jax.sharding import AbstractMesh
 
 from areal_jax.rollout.decode.attention import pallas_gpu, pallas_tpu
-from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
+from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention, Tuning, default_tuning
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 
 # query heads, key heads, head size of SmolLM2-135M and Qwen2.5-7B
@@ -98,3 +98,26 @@ def test_layouts():
     ]
     assert [pallas_tpu.padded_dim(d) for d in (64, 128, 192)] == [128, 128, 256]
     assert [pallas_tpu.padded_heads(n) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 16]
+
+
+def test_how_pallas_gpu_cuts_its_work_changes_the_result_by_rounding_alone():
+    rng = np.random.default_rng(0)
+    blocks, lengths = 20, jnp.array([640, 300])
+    q = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(64 * blocks, 2, 16)), jnp.float32) for _ in range(2))
+    block, offset = (x.astype(np.int32).ravel() for x in np.indices((blocks, 64)))
+    tables = jnp.arange(blocks, dtype=jnp.int32).reshape(2, -1)
+
+    def attend(tuning):
+        attention = PallasGpuAttention(16, interpret=True, tuning=tuning)
+        layer = attention.write(attention.empty(blocks, 2, 64, 16, q.dtype), k, v, jnp.asarray(block), offset)
+        return attention.attend(q, layer, tables, lengths, None)
+
+    one, two = attend(Tuning(512, 4, 2)), attend(Tuning(128, 2, 3))
+    np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(attend(None), attend(Tuning(256, 4, 2)))
+
+
+def test_long_contexts_are_cut_into_larger_parts():
+    assert default_tuning(2048, 64) == (256, 4, 2)
+    assert default_tuning(16384, 256) == (512, 8, 2)
