@@ -29,6 +29,7 @@ CONFIG = 'configs/simulate/moving.py'
 MEASURED = 60  # updates, until answers have 16,000 tokens; those behind them keep the engines supplied
 FIRST, LAST = 5, 15  # updates between which the start is measured: the pipeline is full by then
 STAYS = {'cluster.reallocate': 'off'}
+PARTS = ('growing', 'constant')
 CONSTANT = {'simulation.answers': 'lognormal(5657, 0.75)'}  # the middle of 2,000 and 16,000 on a logarithmic scale
 
 
@@ -78,11 +79,14 @@ def compare(found: Mapping[int, Mapping[str, Any]], moving: Mapping[str, Any]) -
     }
 
 
-def measure(engines: Sequence[int], seed: int, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def measure(
+    engines: Sequence[int], seed: int, fields: Mapping[str, Any] | None = None, parts: Sequence[str] = PARTS
+) -> dict[str, Any]:
     """Every split, then `auto`, with growing answers; and with constant ones, from the split that is best there."""
     results: dict[str, Any] = {}
     more = dict(fields or {})
-    for name, lengths in (('growing', {}), ('constant', CONSTANT)):
+    for name in parts:
+        lengths = CONSTANT if name == 'constant' else {}
         stays = {}
         for number in engines:
             stays[number] = simulate({**more, **lengths, **split_fields(number), **STAYS}, seed)
@@ -101,8 +105,15 @@ def main() -> None:
     parser.add_argument('--json', type=pathlib.Path, help='where the results go')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--engines', default='8,10,12,14,16,18,20,22,24', help='the splits that stay')
+    parser.add_argument('--eta', type=float, help='in place of staleness.eta of the config')
+    parser.add_argument('--parts', default=','.join(PARTS), help='which lengths: growing, constant')
     options = parser.parse_args()
-    results = measure([int(number) for number in options.engines.split(',')], options.seed)
+    if unknown := sorted(set(options.parts.split(',')) - set(PARTS)):
+        parser.error(f'--parts={options.parts}: {", ".join(unknown)} is none of {", ".join(PARTS)}')
+    fields = {} if options.eta is None else {'staleness.eta': options.eta}
+    results = measure(
+        [int(number) for number in options.engines.split(',')], options.seed, fields, options.parts.split(',')
+    )
     if options.json:
         write_json(options.json, {'seed': options.seed, **results})
 
