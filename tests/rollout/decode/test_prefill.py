@@ -436,7 +436,7 @@ def test_the_attention_of_rows_is_chosen_once_for_each_kind_and_before_any_progr
     )  # fmt: skip
     assert asked == [(False, False), (False, True), (True, False), (True, True)]
     assert backend.passed_over == ('cudnn is missing',)
-    backend.warm_up(backend.prepare(PARTLY_WINDOWED.init(0)))
+    backend.lower_prefill(backend.prepare(PARTLY_WINDOWED.init(0)), backend.declared_prefills[-1])
     assert len(asked) == 4
 
 
