@@ -25,7 +25,7 @@ CRITIC = {'loss__objective': 'ppo_critic', 'critic__learning_rate': 1e-2, 'check
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize('model', ['trunk', 'copy'])
+@pytest.mark.parametrize('model', [pytest.param('trunk', marks=pytest.mark.slow), 'copy'])
 def test_a_killed_run_goes_on_with_its_critic_and_exports_it(tmp_path: pathlib.Path, model: str):
     fields = {**CRITIC, 'critic__model': model, 'run__export': True}
     resume_killed(tmp_path, **fields)

@@ -66,11 +66,11 @@ REPORT_KEYS = {
 
 
 def test_the_tiny_run_learns_and_leaves_what_it_promises(tmp_path):
-    done = train(tmp_path, '--config.run.steps=120')  # of 200
+    done = train(tmp_path, '--config.run.steps=50')  # of 200
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / 'report.json').read_text())
     assert report.keys() >= REPORT_KEYS
-    assert report['accuracy']['sampled']['gain']['mean'] > 0.15  # 0.3 to 0.6; 4 problems make its interval wide
+    assert report['accuracy']['sampled']['gain']['mean'] > 0.15  # 0.3 to 0.5; 4 problems make its interval wide
     assert report['reward']['last'] > report['reward']['first'] + 0.2
     assert report['interruptions'] > 0
     assert report['compilations'] == 0

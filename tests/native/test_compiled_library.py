@@ -98,6 +98,7 @@ def test_an_error_of_the_source_is_quoted(tmp_path, monkeypatch):
         library.find_or_compile(tmp_path / 'cache')
 
 
+@pytest.mark.slow  # a tenth of a minute of the compiler
 def test_the_source_compiles_without_avx512(tmp_path):
     """The path of machines with 16 registers; it is compiled, without optimization, and not run."""
     try:
