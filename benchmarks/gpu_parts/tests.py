@@ -30,7 +30,9 @@ def main(out: pathlib.Path) -> int:
         os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = str(round(0.9 * share / _PROCESSES, 3))
         beside = ['-n', str(_PROCESSES)]
     found = Found(out)
-    code = pytest.main(['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', *beside], plugins=[found])
+    code = pytest.main(
+        ['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', '-p', 'no:benchmark', *beside], plugins=[found]
+    )
     return int(code) or int(not found.numbers()['passed'])
 
 
