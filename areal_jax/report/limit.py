@@ -30,8 +30,6 @@ OWN_DEVICES = 'lanes own their devices: max(lane seconds)'
 VIRTUAL = 'virtual clock, every lane has its own modelled time: max(lane seconds)'
 SHARED = 'lanes share the cores: max(lane seconds measured alone, CPU seconds / cores)'
 SHARED_DEVICE = 'lanes share one accelerator, which runs one program at a time: sum of the lane seconds measured alone'
-
-
 ONE_BY_ONE = 'generation and training, one after the other'
 
 

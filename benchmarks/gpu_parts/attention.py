@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention import packed_rows_attention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention, Tuning
 from benchmarks.gpu_parts.cells import Cells, measure_time, run_part
 from benchmarks.gpu_parts.shapes import find_peak, train_case
+from benchmarks.gpu_parts.train import time_layer_attention
 
 _BLOCK_TOKENS, _LAYERS = 64, 4  # a call reads a cache of its own, as layers do: none is in the GPU's cache
 _HEADS, _KV_HEADS, _DIM = 12, 2, 128  # of the 1.5b shape
@@ -46,26 +46,10 @@ def measure(cells: Cells, *, tiny: bool) -> None:
 def _train(backend: str, tiny: bool) -> dict[str, Any]:
     """Of one layer over the row of `train_1.5b`, forward and backward."""
     case = train_case('1.5b', tiny)
-    heads, kv_heads, dim = (4, 2, 16) if tiny else (_HEADS, _KV_HEADS, _DIM)
     lengths = [len(answer) + case.workload.prompts().shape[1] for group in case.workload.answers() for answer in group]
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[: case.row_tokens]
     ids = jnp.asarray(np.pad(ids, (0, case.row_tokens - len(ids))), jnp.int32)[None]
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, d_out = (
-        jax.random.normal(key, (1, case.row_tokens, n, dim), jnp.bfloat16)
-        for key, n in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
-    )
-    attend = lambda q, k, v: packed_rows_attention(q, k, v, ids, ids, scale=dim**-0.5, impl=backend)
-
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, pull(d_out)
-
-    forward, whole = jax.jit(attend), jax.jit(both)
-    return {
-        'forward': measure_time(lambda: forward(q, k, v), 5, calls=5),
-        'forward_backward': measure_time(lambda: whole(q, k, v, d_out), 5, calls=5),
-    }
+    return time_layer_attention(case.model, ids, backend, calls=5)
 
 
 def _paged(rows: int, length: int, context: int, tuning: Tuning, tiny: bool) -> dict[str, Any]:

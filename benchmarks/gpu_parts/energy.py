@@ -39,11 +39,11 @@ def measure(cells: Cells, *, tiny: bool) -> None:
     cells.add('answers', _answers(pynvml, handle))
     samples = _Samples(pynvml, handle)
     with samples:
-        began, first = time.monotonic(), meter.read()
+        first = meter.read()
         time.sleep(_IDLE_S)
         at_busy = meter.read()
         products = _multiply(256 if tiny else 8192, _BUSY_S)
-        at_idle, ended = meter.read(), time.monotonic()
+        at_idle = meter.read()
         time.sleep(_IDLE_S)
     cells.add('samples', samples.rows)
     cells.add(
@@ -52,8 +52,8 @@ def measure(cells: Cells, *, tiny: bool) -> None:
             'idle': at_busy - first,
             'busy': at_idle - at_busy,
             'busy_products': products,
-            'power_times_seconds': samples.integrate(began, ended),
-            'counter': at_idle - first,
+            'power_times_seconds': samples.integrate(),
+            'counter': samples.count(),
             'counter_moves_every_s': samples.period(),
         },
     )
@@ -65,18 +65,14 @@ def _answers(pynvml: Any, handle: Any) -> dict[str, Any]:
     name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
     counter = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     return {
-        'driver': _text(pynvml.nvmlSystemGetDriverVersion()),
-        'nvml': _text(pynvml.nvmlSystemGetNVMLVersion()),
+        'driver': str(pynvml.nvmlSystemGetDriverVersion()),
+        'nvml': str(pynvml.nvmlSystemGetNVMLVersion()),
         'count': pynvml.nvmlDeviceGetCount(),
-        'name': _text(name),
-        'uuid_form': ''.join('x' if c in '0123456789abcdef' else c for c in _text(uuid)),
+        'name': str(name),
+        'uuid_form': ''.join('x' if c in '0123456789abcdef' else c for c in str(uuid)),
         'millijoules': counter,
         'types': {'name': type(name).__name__, 'uuid': type(uuid).__name__, 'millijoules': type(counter).__name__},
     }
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 class _Samples:
@@ -100,14 +96,17 @@ class _Samples:
             milliwatts = self._pynvml.nvmlDeviceGetPowerUsage(self._handle)
             self.rows.append((time.monotonic(), int(millijoules), int(milliwatts)))
 
-    def integrate(self, began: float, ended: float) -> float:
-        """Joules by the stated power."""
-        rows = [row for row in self.rows if began <= row[0] <= ended]
-        return sum((b[0] - a[0]) * (a[2] + b[2]) / 2e3 for a, b in itertools.pairwise(rows))
+    def integrate(self) -> float:
+        """Joules by the stated power, which lags behind: up to the end of the idle seconds."""
+        return sum((b[0] - a[0]) * (a[2] + b[2]) / 2e3 for a, b in itertools.pairwise(self.rows))
+
+    def count(self) -> float:
+        """Joules by the counter, of the same seconds."""
+        return (self.rows[-1][1] - self.rows[0][1]) / 1e3
 
     def period(self) -> float | None:
         """The median of the seconds between two changes of the counter."""
-        moved = [b[0] for a, b in zip(self.rows, self.rows[1:], strict=False) if b[1] != a[1]]
+        moved = [b[0] for a, b in itertools.pairwise(self.rows) if b[1] != a[1]]
         gaps = [b - a for a, b in itertools.pairwise(moved)]
         return statistics.median(gaps) if gaps else None
 

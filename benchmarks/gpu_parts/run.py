@@ -140,22 +140,15 @@ def _describe(config: config_dict.ConfigDict, session: Run[OwnSite, Loop]) -> di
 
 
 def _limit(report: dict[str, Any], alone: Mapping[str, float | None]) -> dict[str, Any]:
-    """Seconds of an update: achieved, the report's ideal, and generation and training one after the other.
-
-    A GPU runs one program at a time, so on a shared one the last of them is what can be reached.
-    """
+    """Seconds of an update: achieved, the report's ideal, and generation and training alone."""
     time = report['time']
     ideal, achieved = time['ideal'], time['achieved']
-    known = [seconds for seconds in alone.values() if seconds is not None]
-    one_by_one = sum(known) if len(known) == len(alone) else None
     return {
         'achieved_s': achieved,
         'ideal_s': ideal,
         'ideal_rule': time['ideal_rule'],
         'share_of_ideal': ideal and achieved and ideal / achieved,
         'alone_s': dict(alone),
-        'one_by_one_s': one_by_one,
-        'share_of_one_by_one': one_by_one and achieved and one_by_one / achieved,
     }
 
 

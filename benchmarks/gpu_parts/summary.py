@@ -99,10 +99,10 @@ def _run(n: Mapping[str, Any]) -> Iterator[str]:
         return
     report, limit = n['report'], n['limit']
     busy, pause = report['busy'], report['publish_pause_seconds']
-    achieved, ideal, one_by_one = (_amount(limit[name], 1, 's') for name in ('achieved_s', 'ideal_s', 'one_by_one_s'))
+    achieved, ideal = (_amount(limit[name], 1, 's') for name in ('achieved_s', 'ideal_s'))
     yield (
         f'{n["case"]["parameters"] / 1e9:.2f}B, {report["steps"]} updates: achieved {achieved} an update, ideal '
-        f'{ideal} ({_share(limit["share_of_ideal"])}), one by one {one_by_one}'
+        f'{ideal} ({_share(limit["share_of_ideal"])})'
     )
     yield (
         f'busy: rollout {_share(busy["rollout"])}, learner {_share(busy["learner"])}; pause '

@@ -26,6 +26,7 @@ from areal_jax.learning.train_step import training_rows, training_scalars
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import token_logprobs
+from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
@@ -186,28 +187,7 @@ class Training:
 
     def time_attention(self) -> dict[str, Any]:
         """Attention of one layer, forward and backward."""
-        model, tokens = self.case.model, self.case.row_tokens
-        ids = self._placed['segment_ids']
-        keys = jax.random.split(jax.random.key(SEED), 4)
-        heads = (model.n_heads, model.n_kv_heads, model.n_kv_heads, model.n_heads)
-        q, k, v, d_out = (
-            jax.random.normal(key, (1, tokens, n, model.head_dim), jnp.bfloat16)
-            for key, n in zip(keys, heads, strict=True)
-        )
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            scale = model.head_dim**-0.5
-            return packed_rows_attention(q, k, v, ids, ids, scale=scale, impl=self.learner.attention)
-
-        def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-            out, pull = jax.vjp(attend, q, k, v)
-            return out, pull(d_out)
-
-        forward, whole = jax.jit(attend), jax.jit(both)
-        return {
-            'forward': measure_time(lambda: forward(q, k, v), _REPEATS),
-            'forward_backward': measure_time(lambda: whole(q, k, v, d_out), _REPEATS),
-        }
+        return time_layer_attention(self.case.model, self._placed['segment_ids'], self.learner.attention)
 
     def time_head(self) -> dict[str, Any]:
         """Log-probs and entropies of the loss tokens from hidden states, forward and backward."""
@@ -252,6 +232,29 @@ class Training:
     def _pack(self) -> Sequence[Any]:
         advantages = [np.ones(len(group.trajectories), np.float32) for group in self._groups]
         return self._layout.pack(self._groups, advantages, n_minibatches=1)[0]
+
+
+def time_layer_attention(model: ModelConfig, ids: jax.Array, impl: str, calls: int = 1) -> dict[str, Any]:
+    """Attention of one layer over a row, forward and backward; `ids` [1, T], `calls` as for measure_time."""
+    keys = jax.random.split(jax.random.key(SEED), 4)
+    heads = (model.n_heads, model.n_kv_heads, model.n_kv_heads, model.n_heads)
+    q, k, v, d_out = (
+        jax.random.normal(key, (*ids.shape, n, model.head_dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return packed_rows_attention(q, k, v, ids, ids, scale=model.head_dim**-0.5, impl=impl)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(d_out)
+
+    forward, whole = jax.jit(attend), jax.jit(both)
+    return {
+        'forward': measure_time(lambda: forward(q, k, v), _REPEATS, calls=calls),
+        'forward_backward': measure_time(lambda: whole(q, k, v, d_out), _REPEATS, calls=calls),
+    }
 
 
 def _optimizer(name: str) -> Optimizer:
