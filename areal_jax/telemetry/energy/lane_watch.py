@@ -46,7 +46,8 @@ class LaneWatch:
     def take(self, end: float) -> list[Occupation]:
         """The occupations up to `end`, and in `activity` the mean activity of the dispatches meanwhile.
 
-        A lane that logged no dispatch meanwhile keeps the activity that it had.
+        A lane that logged no dispatch meanwhile keeps the activity that it had. Work that goes on counts from its
+        run_start on, although its lane may take it up some milliseconds later: that time is known when it has ended.
         """
         going_on = [Occupation(o.lane, o.state, o.start, end) for o in self._running.values()]
         taken = [*self._ended, *going_on]
