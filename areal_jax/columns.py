@@ -177,6 +177,11 @@ def declared() -> tuple[Column, ...]:
     return tuple(DECLARED.values())
 
 
+def of_models() -> tuple[Column, ...]:
+    """The columns whose shape the model gives: passes of the learner read an entry of every token of a row."""
+    return tuple(column for column in DECLARED.values() if column.shape is None)
+
+
 def of_request(sampling: Sampling) -> tuple[Column, ...]:
     """The columns that tokens of a request have, as far as its engine knows them."""
     return tuple(column for column in DECLARED.values() if column.needed is None or column.needed(sampling))

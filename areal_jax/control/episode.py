@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.columns import ROUTED_EXPERTS, ColumnArrays, join
+from areal_jax.columns import ColumnArrays, join, of_models
 from areal_jax.files import JsonObject
 from areal_jax.types import (
     NOT_GENERATED,
@@ -217,8 +217,8 @@ def digest_routes(segments: Iterable[Segment]) -> str:
     """16 hexadecimal digits for what was recorded of the experts of these tokens and their contexts; '' = nothing."""
     digest, known = hashlib.sha256(), False
     for columns in (columns for segment in segments for columns in (segment.context, segment.columns)):
-        if (routes := columns.get(ROUTED_EXPERTS.name)) is not None:
-            digest.update(f'{routes.dtype} {routes.shape}'.encode() + np.ascontiguousarray(routes).tobytes())
+        for recorded in (columns[column.name] for column in of_models() if column.name in columns):
+            digest.update(f'{recorded.dtype} {recorded.shape}'.encode() + np.ascontiguousarray(recorded).tobytes())
             known = True
     return digest.hexdigest()[:16] if known else ''
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax.columns import of_models
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
 from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES
@@ -61,6 +61,9 @@ class Passes:
         self._layout, self._programs, self._settings = layout, programs, settings
         self._mesh, self._learning_rate = mesh, learning_rate
         self._beside = {} if teacher is None else {'teacher': teacher}
+        # programs that wait behind the one that runs, so that an accelerator does not wait for the host; on a CPU XLA
+        # allocates the temporary memory of each as it is queued
+        self._queued = int(mesh.devices.flat[0].platform != 'cpu')
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
@@ -95,7 +98,8 @@ class Passes:
         weights, frozen = policy_leaves(weights), policy_leaves(frozen)
         rows, denominator = training_rows(batch, self._settings.objective)
         if not self._settings.records_routes:  # those of a batch are of another model
-            rows.pop(ROUTED_EXPERTS.name, None)
+            for column in of_models():
+                rows.pop(column.name, None)
         scalars = self._scalars(denominator, version, first=True, follows=follows)
         return self._layout.join_logprobs(
             [
@@ -220,8 +224,8 @@ class Passes:
         if state.gradients is None:  # let go for a checkpoint
             state.gradients = self._programs.run('zeros', state.params)
         for microbatch in self._layout.split(rows):
-            if len(metrics) > 1:  # at most one running and one queued, so that other lanes' programs fit between
-                jax.block_until_ready(metrics[-2])
+            if len(metrics) > self._queued:  # no more, so that other lanes' programs fit between
+                jax.block_until_ready(metrics[-1 - self._queued])
             state.gradients, measured, predicted = self._programs.run(
                 'accumulate', state.gradients, working, state.frozen, self._layout.place(microbatch), scalars
             )

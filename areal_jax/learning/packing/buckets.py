@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax.columns import of_models
 
-# [..., T, *shape]; all other fields are [..., N, *shape]
-_TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids', ROUTED_EXPERTS.name)
+# [..., T, *shape], as the columns of models; all other fields are [..., N, *shape]
+_TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')
 _LEAST_TOKENS = 256  # the smallest T for which a shape is worth its compilation
 _MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
 
@@ -68,7 +68,8 @@ def trim(rows: Mapping[str, np.ndarray], bucket: RowShape) -> dict[str, np.ndarr
     """
     tail_bucket(rows, [bucket])
     leading = (slice(None),) * (rows['segment_ids'].ndim - 1)
-    length = lambda name: bucket.tokens if name in _TOKEN_FIELDS else bucket.loss_tokens
+    of_tokens = {*_TOKEN_FIELDS, *(column.name for column in of_models())}
+    length = lambda name: bucket.tokens if name in of_tokens else bucket.loss_tokens
     return {name: array[*leading, : length(name)] for name, array in rows.items()}
 
 
