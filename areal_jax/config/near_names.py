@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.config.policy_choices import OTHER_NAMES as OF_CHOICES
 from areal_jax.errors import find_near
 
 # TRL, verl, OpenRLHF and AReaL, and how people abbreviate
@@ -66,43 +67,8 @@ OTHER_NAMES: Mapping[str, str] = {
     'lora.alpha': 'lora_alpha',
     'lora.targets': 'target_modules lora_target_modules lora_targets',
     'loss.objective': 'algorithm loss_type loss_fn adv_mode',
-    'loss.clip_epsilon': 'clip_eps eps_clip epsilon clip_ratio cliprange clip_range clip_ratio_low epsilon_low '
-    'eps_clip_low clip clip_param',
-    'loss.clip_epsilon_high': 'clip_ratio_high epsilon_high eps_clip_high clip_higher eps_clip_higher',
-    'loss.behavior_weight_cap': 'behav_imp_weight_cap tis_imp_ratio_cap importance_sampling_cap rollout_is_threshold '
-    'is_cap',
-    'loss.proximal': 'use_decoupled_loss recompute_logprob decoupled bypass_mode',
-    'loss.ratio': 'importance_sampling_level imp_ratio_level is_level sequence_level_importance_ratios',
-    'loss.ratio_denominator': 'use_rollout_logprobs use_vllm_logprobs cispo_anchor',
-    'loss.surrogate': 'policy_loss_type policy_loss loss_mode pg_loss_type',
-    'loss.dual_clip': 'clip_ratio_c c_clip ratio_clip_c',
-    'loss.sapo_positive': 'sapo_temperature_pos tau_pos',
-    'loss.sapo_negative': 'sapo_temperature_neg tau_neg',
-    'loss.correction': 'rollout_is use_tis tis importance_sampling_correction rejection_sampling',
-    'loss.correction_low': 'rollout_rs_threshold_lower tis_clip_low is_low',
-    'loss.correction_high': 'rollout_rs_threshold tis_clip is_high',
-    'loss.veto': 'rollout_token_veto_threshold veto_threshold',
-    'loss.whiten': 'whiten_advantages normalize_advantages adv_normalization advantage_normalization '
-    'normalize_advantage',
-    'loss.length_constant': 'loss_scale_factor',
-    'loss.reward_bias': 'reward_shift',
-    'loss.reward_scale': 'reward_scaling reward_multiplier',
-    'loss.reward_clip': 'reward_clip_range clip_reward cliprange_reward',
-    'loss.overlong_tokens': 'overlong_buffer_len overlong_buffer soft_punish_cache overlong_len',
-    'loss.overlong_penalty': 'overlong_penalty_factor',
-    'loss.truncated_answers': 'mask_truncated_completions overlong_filtering mask_no_eos_with_zero',
-    'loss.kl_in': 'use_kl_in_reward kl_in_reward',
+    **{f'loss.{field}': names for field, names in OF_CHOICES.items()},
     'loss.reference': 'ref_model reference_model ref_path ref_model_path ref',
-    'loss.advantage': 'adv_estimator advantage_estimator scale_rewards adv_norm',
-    'loss.discount': 'gamma',
-    'loss.gae_lambda': 'lam gae_lam lambd',
-    'loss.value_clip': 'cliprange_value value_clip_range eps_clip_value',
-    'loss.aggregation': 'loss_agg_mode loss_reduction',
-    'loss.entropy_coefficient': 'entropy entropy_coeff entropy_coef ent_coef entropy_bonus entropy_loss_coef',
-    'loss.entropy_clamp': 'clamp_p',
-    'loss.kl_coefficient': 'kl beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_ctl kl_penalty kl_weight kl_beta '
-    'use_kl_loss kl_ctrl',
-    'loss.kl_estimator': 'kl_loss_type kl_type kl_penalty_type',
     'optimizer.name': 'optim optimizer optimizer_type optimizer_name',
     'optimizer.learning_rate': 'lr actor_lr policy_lr actor_learning_rate peak_lr max_lr base_lr step_size',
     'optimizer.schedule': 'lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay warmup_style scheduler_type',

@@ -12,12 +12,15 @@ from typing import Any, TypeAlias
 from ml_collections import config_dict
 
 from areal_jax.config.objectives import BASE, FIELD, find_objective, is_policy, reads_reference, resolve
+from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES
 
-_READ_RATIO = ('clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic', 'oapl')
+_READ_RATIO = tuple(name for name, kind in SURROGATES.items() if kind.reads_ratio)
+_READ_NONE = tuple(name for name, kind in SURROGATES.items() if not kind.reads_ratio)
+_OF_TOKENS = tuple(name for name, kind in SURROGATES.items() if kind.of_tokens)
 _OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
-_GROUP_BASELINES = ('group', 'group_mean', 'rloo', 'length_baseline', 'max_rl')
-_MEANINGFUL = ('optimal_value', 'max_rl', 'optimal_baseline')  # advantages whose scale and centre carry meaning
-_DEAD_AT_ONE = ('clip', 'dual_clip', 'cispo', 'sapo', 'quadratic')  # what they do at a ratio of 1 they do without one
+_GROUP_BASELINES = tuple(name for name, kind in ADVANTAGES.items() if kind.centres_groups)
+_MEANINGFUL = tuple(name for name, kind in ADVANTAGES.items() if kind.is_meant)
+_IDLE_AT_ONE = tuple(name for name, kind in SURROGATES.items() if kind.idle_at_one)
 _LONG_ANSWER = 1000  # tokens: the product of so many ratios is 0 or at its bound
 
 
@@ -71,7 +74,7 @@ def find_objective_warnings(c: Config) -> Iterator[str]:
     named = any(ours.get(name) != BASE[name] for name in ('surrogate', 'clip_epsilon', 'clip_epsilon_high'))
     at_one = ours.has('ratio_denominator', 'proximal') and c.loss.proximal == 'recompute' and steps == 1
     # the clip of the default beside a weight is not what anybody asked for
-    if at_one and ours.has('surrogate', *_DEAD_AT_ONE) and (named or ours.has('correction', 'none')):
+    if at_one and ours.has('surrogate', *_IDLE_AT_ONE) and (named or ours.has('correction', 'none')):
         yield (
             f"{ours.show('surrogate')} over loss.ratio_denominator='proximal' with learner.n_minibatches=1 and "
             'learner.epochs=1: the only step of an update is made where the ratio is 1, so that the surrogate bounds '
@@ -134,7 +137,7 @@ def _ratio_problems(ours: _Combination) -> Iterator[str]:
             f'{ours.show("ratio")} with {ours.show("surrogate")}, which reads a ratio; use '
             "loss.surrogate='reinforce', or loss.ratio='token'"
         )
-    if not ours.has('ratio', 'none') and ours.has('surrogate', 'reinforce', 'delight'):
+    if not ours.has('ratio', 'none') and ours.has('surrogate', *_READ_NONE):
         yield (
             f'{ours.show("surrogate")} reads no ratio, and {ours.show("ratio")} would not be used; use '
             "loss.ratio='none'"
@@ -146,7 +149,7 @@ def _sequence_problems(ours: _Combination) -> Iterator[str]:
     if not ours.has('ratio', *_OF_SEQUENCES):
         return
     ratio = ours.show('ratio')
-    for name, values in (('surrogate', ('cispo',)), ('gate', ('probability_shift',))):
+    for name, values in (('surrogate', _OF_TOKENS), ('gate', ('probability_shift',))):
         if ours.has(name, *values):
             yield f"{ours.show(name)} with {ratio}: it is defined for single tokens; use loss.ratio='token'"
     if ours.has('correction_level', 'token'):

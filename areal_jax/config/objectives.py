@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES, PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.plugins import is_own
 
@@ -29,23 +29,14 @@ AXES = (
 # the fields that a choice reads
 _READS: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
     'ratio': dict.fromkeys(('token', 'sequence', 'geometric', 'geometric_token'), ('ratio_denominator',)),
-    'surrogate': {
-        'clip': ('clip_epsilon', 'clip_epsilon_high'),
-        'dual_clip': ('clip_epsilon', 'clip_epsilon_high', 'dual_clip'),
-        'cispo': ('clip_epsilon', 'clip_epsilon_high'),
-        'sapo': ('sapo_positive', 'sapo_negative'),
-        'quadratic': ('quadratic_weight',),
-        'oapl': ('oapl_beta',),
-        'delight': ('delight_gate', 'delight_temperature'),
-    },
+    'surrogate': {name: kind.reads for name, kind in SURROGATES.items()},
     'delight_gate': {'kondo': ('delight_share',), 'additive': ('delight_mix',)},
     'correction': {
         'truncate': ('correction_level', 'behavior_weight_cap'),
         'mask': ('correction_level', 'correction_low', 'correction_high'),
     },
     'gate': {'probability_shift': ('gate_threshold',), 'second_moment': ('gate_threshold',)},
-    'advantage': {'group': ('deviation',), 'optimal_value': ('oapl_value_beta',)}
-    | {'gae': ('discount', 'gae_lambda', 'truncated_value', 'value_clip')},
+    'advantage': {name: kind.reads for name, kind in ADVANTAGES.items()},
 }
 _READS_ABOVE_ZERO: Mapping[str, tuple[str, ...]] = {'entropy_coefficient': ('entropy_clamp',)}
 

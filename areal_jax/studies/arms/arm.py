@@ -69,8 +69,10 @@ _ONLY: Mapping[str, Value] = {
 _REFUSED: Mapping[str, tuple[Value, ...]] = {
     'delight_gate': ('bernoulli',),
     'aggregation': ('token_sum',),
-    'advantage': ('gae',),
 }
+ADVANTAGES = (
+    *('group', 'group_mean', 'rloo', 'reward', 'max_rl', 'length_baseline', 'optimal_value', 'optimal_baseline'),
+)  # those that arm_update.py computes
 _OFF = ('kl_coefficient', 'overlong_tokens', 'entropy_clamp')
 _ALONE = 'train it by itself, with main_train'
 
@@ -123,7 +125,8 @@ def require_trainable(arm: Arm) -> None:
             f'answers: use {DECOUPLED_PPO.name!r}, or {_ALONE}'
         )
     for name, value in resolve(arm.config.loss).items():
-        if value in _REFUSED.get(name, ()) or (name in _OFF and value):
+        uncomputed = name == 'advantage' and not is_own(value) and value not in ADVANTAGES
+        if uncomputed or value in _REFUSED.get(name, ()) or (name in _OFF and value):
             raise ConfigError(
                 f'{where}loss.{name}={value!r}, but a program of arms does not compute it: {_ALONE}, or set another'
             )

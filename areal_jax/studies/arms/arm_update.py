@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.brakes import effective_sample_size
-from areal_jax.learning.objective.advantages import ESTIMATORS, SAMPLE_FLOOR, STD_FLOOR, WHITEN_FLOOR
+from areal_jax.learning.objective.advantages import SAMPLE_FLOOR, STD_FLOOR, WHITEN_FLOOR
 from areal_jax.learning.objective.objective import LossTokens
 from areal_jax.learning.objective.policy_loss import policy_loss, prepared_names
 from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs, recomputed_logprobs
@@ -25,6 +25,7 @@ from areal_jax.learning.objective.sums import masked_sum
 from areal_jax.learning.optimizer.optimizer import BRAKES
 from areal_jax.models.logprobs import token_collisions
 from areal_jax.studies.arms.answer_generation import Answers
+from areal_jax.studies.arms.arm import ADVANTAGES
 from areal_jax.studies.arms.faults import Faults, count_faults, disturb_answers, disturb_right
 from areal_jax.studies.arms.group_forward import answer_logprobs
 from areal_jax.studies.arms.setting import Constants, Setting, generating_version
@@ -118,7 +119,7 @@ def advantages(
         'optimal_value': rewards - value,
         'optimal_baseline': _above_optimal(setting, right, passed) / (spread + SAMPLE_FLOOR),
     }
-    chosen = jnp.stack([found[name] for name in ESTIMATORS])[constants.advantage]
+    chosen = jnp.stack([found[name] for name in ADVANTAGES])[constants.advantage]
     if choices.whiten == 'batch':
         chosen = (chosen - chosen.mean()) / jnp.sqrt(chosen.var() * _unbiased(chosen.size, setting) + WHITEN_FLOOR)
     return chosen

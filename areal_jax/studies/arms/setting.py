@@ -15,14 +15,12 @@ from areal_jax.app.parts.part_settings import build_choices, build_learner_setti
 from areal_jax.config import TrackedConfig
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.brakes import BrakeSettings
-from areal_jax.learning.objective.advantages import ESTIMATORS
 from areal_jax.learning.objective.proximal import KINDS
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.decode_rows import Array
-from areal_jax.studies.arms.arm import Arm
+from areal_jax.studies.arms.arm import ADVANTAGES, Arm
 
-_ADVANTAGES = tuple(ESTIMATORS)
 # numbers of a combination in which arms of one program may differ
 NUMBERS = (
     *('clip_epsilon', 'clip_epsilon_high', 'behavior_weight_cap', 'dual_clip', 'sapo_positive', 'sapo_negative'),
@@ -43,7 +41,7 @@ class Constants(NamedTuple):
     denominator_factor: Array  # by loss.aggregation, of a mean over tokens
     entropy_coefficient: Array
     proximal: Array  # int32, index in proximal.KINDS
-    advantage: Array  # int32, index in advantages.ESTIMATORS
+    advantage: Array  # int32, index in arm.ADVANTAGES
     filters: Array  # bool, learner.filter_equal_rewards
     counts_all: Array  # bool, loss.denominator='all'
 
@@ -115,7 +113,7 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
         rewards_entropy=bool((constants.entropy_coefficient > 0).any()),
         brake=settings.brake,
         holds_version=bool((constants.period > 0).any()),
-        weighs_gradients=bool((constants.advantage == _ADVANTAGES.index('optimal_baseline')).any()),
+        weighs_gradients=bool((constants.advantage == ADVANTAGES.index('optimal_baseline')).any()),
     )
 
 
@@ -135,7 +133,7 @@ def _of_arm(arm: Arm) -> Constants:
         denominator_factor=np.float32(_denominator_factor(choices, config.rollout.max_new_tokens)),
         entropy_coefficient=np.float32(choices.entropy_coefficient),
         proximal=np.int32(KINDS.index(choices.proximal)),
-        advantage=np.int32(_ADVANTAGES.index(choices.advantage)),
+        advantage=np.int32(ADVANTAGES.index(choices.advantage)),
         filters=np.bool_(settings.filters),
         counts_all=np.bool_(settings.denominator == 'all'),
     )

@@ -6,13 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.policy_choices import SURROGATES, PolicyChoices
 from areal_jax.types import PackedBatch
 from tests.learning.objective.plain_losses import Tokens
 
 ROWS, PLACES = 2, 24
 _SCALES = (0.05, 0.4, 3.0, 20.0)  # largest |log-ratio| of a token
-_SURROGATES = ('clip', 'dual_clip', 'cispo', 'reinforce', 'is_pg', 'sapo', 'topr', 'quadratic', 'oapl', 'delight')
 _TOKEN_SUMS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'prompt_mean', 'token_sum')
 _SEQUENCE_SUMS = ('sequence_mean', 'sequence_sum')
 _WHOLE = ('sequence', 'geometric', 'geometric_token')
@@ -21,7 +20,7 @@ _WHOLE = ('sequence', 'geometric', 'geometric_token')
 def draw_choices(rng: np.random.Generator, scale: float) -> PolicyChoices:
     """One choice an axis: each factor of theta / behavior once, units agree, the rules of OAPL and DG."""
     pick = lambda *values: values[rng.integers(len(values))]
-    surrogate = pick(*_SURROGATES)
+    surrogate = pick(*SURROGATES)
     found: dict[str, object] = {
         'surrogate': surrogate, 'entropy_coefficient': pick(0.0, 0.0, 0.3), 'correction': 'none',
         'clip_epsilon': rng.uniform(0.05, 0.6), 'clip_epsilon_high': pick(None, rng.uniform(0.05, 2.0)),
