@@ -9,7 +9,8 @@ from areal_jax.config.agent_fields import PYTHON
 from areal_jax.plugins import is_own
 
 AUTO, NONE, LANDLOCK, BUBBLEWRAP = 'auto', 'none', 'landlock', 'bubblewrap'
-LEVELS = (AUTO, LANDLOCK, BUBBLEWRAP, NONE)  # workers/sandbox/levels.py has those that confine
+CONFINING = (LANDLOCK, BUBBLEWRAP)  # the same as in workers/sandbox/confinement.py
+LEVELS = (AUTO, *CONFINING, NONE)
 RUN_MODEL_CODE = ('code',)  # task.name: tasks of this package whose scorers run what a model wrote
 
 NAME, HUMAN_EVAL = 'code', 'humaneval'  # task.name, task.path
@@ -30,7 +31,7 @@ def has_own_scorer(task: Config) -> bool:
 
 
 def resolve_sandbox(task: Config) -> str:
-    """The level of the scorer that the section `task` asks for: LANDLOCK, BUBBLEWRAP or NONE."""
+    """The level of the scorer that the section `task` asks for, one of CONFINING or NONE."""
     if not (runs_model_code(task) or has_own_scorer(task)):
         return NONE  # task.sandbox is that of a tool
     if task.sandbox != AUTO:
@@ -44,7 +45,7 @@ def runs_tools(c: Config) -> bool:
 
 
 def resolve_tool_sandbox(task: Config) -> str:
-    """The level of such a tool: LANDLOCK or BUBBLEWRAP; NONE is refused."""
+    """The level of such a tool, one of CONFINING; NONE is refused."""
     return LANDLOCK if task.sandbox == AUTO else str(task.sandbox)
 
 
@@ -57,7 +58,7 @@ def find_sandbox_problems(c: Config) -> Iterator[str]:
             f'rights of the user who starts the run; use task.sandbox={AUTO!r}'
         )
     is_scored = runs_model_code(task) or has_own_scorer(task)
-    if task.sandbox in (LANDLOCK, BUBBLEWRAP) and not (is_scored or runs_tools(c)):
+    if task.sandbox in CONFINING and not (is_scored or runs_tools(c)):
         yield (
             f'task.sandbox={task.sandbox!r} is for a scorer that runs code, and that of task.name={task.name!r} runs '
             f'none; set task.reward or agent.tools, or task.sandbox={AUTO!r}'
@@ -69,7 +70,7 @@ def find_sandbox_problems(c: Config) -> Iterator[str]:
             f"task.verifier='inline' would run code of a model in the process of the run, and task.name={task.name!r} "
             "runs such code; use task.verifier='process'"
         )
-    elif task.sandbox in (LANDLOCK, BUBBLEWRAP) and is_scored:
+    elif task.sandbox in CONFINING and is_scored:
         yield (
             f"task.sandbox={task.sandbox!r} confines a worker process, and task.verifier='inline' has none; use "
             "task.verifier='process'"

@@ -20,7 +20,7 @@ from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.workers.exits import ENDED, SCORER_DIED, USAGE
 from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
-from areal_jax.workers.sandbox.bubblewrap import wrap_command
+from areal_jax.workers.sandbox.levels import wrap_command
 
 REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
 _KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel

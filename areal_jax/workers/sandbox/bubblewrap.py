@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, SandboxError
+from areal_jax.workers.sandbox.confinement import SandboxError
 
 PROGRAM = 'bwrap'
 NAMESPACES = ('mnt', 'net', 'ipc', 'uts')  # that the command has to itself; where /proc can be mounted also 'pid'
@@ -26,26 +26,18 @@ _NO_PROC = 'mount proc'  # in what bwrap says where a container has covered part
 LONGEST_S = 20.0
 
 
-def wrap_command(level: str, command: Sequence[str], *, writable: Sequence[str] = ()) -> list[str]:
-    """The command line that starts the command at the level; without bubblewrap the command itself.
+def wrap_bubblewrap(command: Sequence[str], writable: Sequence[str]) -> list[str]:
+    """The command line that starts the command inside; see levels.wrap_command.
 
-    Descriptors, environment and working directory pass, and so does the exit code. The first process has another pid
-    inside, and the one outside ends when the thread that starts it ends.
-
-    Args:
-      level: of confinement.CONFINING, or 'none'.
-      writable: folders that can be written inside as outside.
-
-    Raises SandboxError that says why bubblewrap does not run here.
+    The first process has another pid inside, and the one outside ends when the thread that starts it ends. Raises
+    SandboxError that says why bubblewrap does not run here.
     """
-    if level != BUBBLEWRAP:
-        return list(command)
     folders = [word for folder in writable for word in ('--bind', folder, folder)]
     return [*_find_prefix(os.environ.get('PATH', '')), *folders, '--', *command]
 
 
 def has_own_processes(wrapped: Sequence[str]) -> bool:
-    """Whether the command of `wrap_command` has pids of its own."""
+    """Whether the command of `wrap_bubblewrap` has pids of its own."""
     return _PROCESSES[0] in wrapped
 
 

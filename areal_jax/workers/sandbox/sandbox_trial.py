@@ -18,9 +18,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
-from areal_jax.workers.sandbox.bubblewrap import NAMESPACES, has_own_processes, wrap_command
+from areal_jax.workers.sandbox.bubblewrap import NAMESPACES, has_own_processes
 from areal_jax.workers.sandbox.confinement import (
-    BUBBLEWRAP,
     CONFINING,
     Confinement,
     SandboxError,
@@ -28,6 +27,7 @@ from areal_jax.workers.sandbox.confinement import (
     confine,
     require_support,
 )
+from areal_jax.workers.sandbox.levels import LEVELS, wrap_command
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0
@@ -66,7 +66,7 @@ def describe_sandbox(record: SandboxRecord) -> str:
         return 'Nothing confines the code that the scorer runs.'
     runners = record.get('runners', ['the scorer'])
     run = f'{" and ".join(runners)} {"runs" if len(runners) == 1 else "run"}'
-    shared = record['level'] == BUBBLEWRAP and not record['own_processes']
+    shared = LEVELS[record['level']].has_namespaces and not record['own_processes']
     return (
         f'The sandbox {record["level"]!r} confines the code that {run} (Landlock ABI '
         f'{record["landlock_abi"]}, uid {record["user"]}{", /proc of the machine" if shared else ""}). At the start it '
@@ -274,7 +274,7 @@ def _try(attempt: Callable[[], object]) -> str:
 def main(level: str, namespaces: str) -> int:
     """Prints the record of the level, or why nothing is confined, and returns the exit code."""
     try:
-        if level == BUBBLEWRAP:
+        if level in LEVELS and LEVELS[level].has_namespaces:
             require_namespaces(json.loads(namespaces))
         print(json.dumps(try_confinement(choose_confinement(memory_bytes=0, level=level))))
     except SandboxError as error:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from typing import TypedDict
 
-from areal_jax.workers.sandbox.bubblewrap import wrap_command
 from areal_jax.workers.sandbox.confinement import (
     BUBBLEWRAP,
     CONFINING,
@@ -24,6 +23,7 @@ from areal_jax.workers.sandbox.confinement import (
     find_abi,
     require_support,
 )
+from areal_jax.workers.sandbox.levels import wrap_command
 from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, LEFT_OPEN
 from tests.workers.sandbox.try_attempts import NOBODY, PASSED, Request, Tries, find_open_interpreter
 

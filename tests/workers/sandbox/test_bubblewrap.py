@@ -13,8 +13,9 @@ import tempfile
 import pytest
 
 from areal_jax.workers.sandbox import bubblewrap, sandbox_trial
-from areal_jax.workers.sandbox.bubblewrap import PROGRAM, has_own_processes, wrap_command
+from areal_jax.workers.sandbox.bubblewrap import PROGRAM, has_own_processes
 from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, SandboxError, find_abi
+from areal_jax.workers.sandbox.levels import wrap_command
 from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox, try_sandbox
 from tests.workers.sandbox.run_attempts import ROOT, USER, count_attempts
 from tests.workers.sandbox.try_attempts import NOBODY, PASSED, Request, Tries, find_open_interpreter
