@@ -197,14 +197,12 @@ def _model_config(fields: _Fields, family: str) -> ModelConfig:
         tie_embeddings=fields.flag('tie_word_embeddings'),
         context_tokens=fields.integer('max_position_embeddings', defaults.context_tokens),
         family=family,
-        qkv_bias=defaults.attention_bias == 'qkv' or attention_bias,
         output_bias=attention_bias,
-        qk_norm=defaults.qk_norm,
-        whole_qk_norm=defaults.whole_qk_norm,
         rope_scaling=rope_scaling,
         sliding_window=window,
         first_window_layer=first_window_layer,
         experts=experts,
+        **defaults.switches | ({'qkv_bias': True} if attention_bias else {}),
     )
 
 

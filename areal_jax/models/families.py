@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Literal
+from typing import Any, Literal
 
 
 class Init(enum.Enum):
@@ -175,6 +175,15 @@ class Family:
     rms_eps: float = 1e-6
     experts: ExpertFields | None = None
     weights: tuple[Weight, ...] = COMMON
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Fields of ModelConfig that every model of the family has."""
+        return {
+            'qkv_bias': self.attention_bias == 'qkv',
+            'qk_norm': self.qk_norm,
+            'whole_qk_norm': self.whole_qk_norm,
+        }
 
 
 FAMILIES = {

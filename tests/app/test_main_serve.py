@@ -91,6 +91,7 @@ def test_a_server_generates_takes_new_weights_and_ends_when_it_is_told(tmp_path)
     assert (update[0], update[1]['success']) == (200, True)
     assert before['meta_info']['weight_version'] == '0'
     assert (info['weight_version'], info['manifest_hash']) == ('3', published.manifest_hash)
+    assert info['architectures'] == ['LlamaForCausalLM']
     logprobs = [entry[0] for entry in after['meta_info']['output_token_logprobs']]
     tokens = np.array([1, 2, 1, *after['output_ids']])
     np.testing.assert_allclose(logprobs, plain_logprobs(decoder, params, tokens, 3), atol=1e-5)

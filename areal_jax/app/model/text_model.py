@@ -143,13 +143,11 @@ def random_shape(config: TrackedConfig, vocab_size: int) -> ModelConfig:
         rope_theta=config.model.rope_theta,
         context_tokens=_longest(config),
         family='llama' if plain else config.model.family,
-        qkv_bias=config.model.family == 'qwen2',
-        qk_norm=family.qk_norm,
-        whole_qk_norm=family.whole_qk_norm,
         plain=plain,
         output_size=config.task.symbols if config.model.outputs == 'symbols' else None,
         tie_embeddings=not plain,
         experts=_random_experts(config) if family.experts else None,
+        **family.switches,
     )
 
 

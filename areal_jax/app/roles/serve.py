@@ -35,6 +35,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import Announce
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
+from areal_jax.models.families import FAMILIES
 from areal_jax.protocols import Event
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.versions import parse_version
@@ -269,10 +270,8 @@ class _Server:
         config, model = self._config, self._model
         self.url, self._name = describe_url(listener), _name_model(model, config)
         shape = model.decoder.config
-        family = {'llama': 'Llama', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}.get(shape.family, shape.family)
-        facts = Facts(
-            self._name, config.model.path, f'{family}ForCausalLM', __version__, int(time.time())
-        )  # fmt: skip
+        architecture = FAMILIES[shape.family].architecture
+        facts = Facts(self._name, config.model.path, architecture, __version__, int(time.time()))
         served = self._served = ServedModel(
             Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts,
             config.server.required, self._parser, config.rollout.record_routes,

@@ -72,8 +72,7 @@ def _active(spec: WeightSpec, config: ModelConfig) -> int:
 
 def attention_flops(config: ModelConfig, length: int) -> int:
     """Operations of a training pass per token in a sequence of `length` tokens, for scores and weighted values."""
-    windowed = 0 if config.sliding_window is None else max(0, config.n_layers - config.first_window_layer)
-    seen = (config.n_layers - windowed) * length + windowed * min(length, config.sliding_window or length)
+    seen = sum(min(length, config.window(layer) or length) for layer in range(config.n_layers))
     return 12 * config.n_heads * config.head_dim * seen
 
 
