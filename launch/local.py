@@ -78,9 +78,8 @@ def _find_launch(config: config_dict.ConfigDict) -> Launch:
     kind = find_server(config.rollout.server)
     if kind.launch is None:
         raise ConfigError(
-            f'rollout.server={config.rollout.server!r}: launch.local starts servers of this project, vLLM, SGLang or '
-            f'JetStream; use rollout.server={name_launched()}, or start the trainer alone with '
-            'python -m areal_jax.main_train'
+            f'rollout.server={config.rollout.server!r} has no servers that launch.local starts; use rollout.server='
+            f'{name_launched()}, or start the trainer alone with python -m areal_jax.main_train'
         )
     return kind.launch
 

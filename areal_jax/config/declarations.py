@@ -29,7 +29,7 @@ from areal_jax.config.fields import (
     Value,
 )
 from areal_jax.config.friction_fields import FRICTION_FIELDS
-from areal_jax.config.kinds import CHANNELS, SERVERS
+from areal_jax.config.kinds import CHANNELS, SERVERS, describe_addresses, describe_channels
 from areal_jax.config.loss_fields import LOSS_FIELDS
 from areal_jax.config.model_fields import MODEL_FIELDS
 from areal_jax.config.ranges import (
@@ -158,7 +158,7 @@ SECTIONS: Mapping[str, Section] = {
         server=ChoiceOrOwn(
             'in_process', tuple(SERVERS), 'where answers come from: this process, or servers, see docs/serving.md'
         ),
-        urls=Texts((), "external: 'sglang+http://host:port' or 'vllm+http://host:port' of each server"),
+        urls=Texts((), f'external: {describe_addresses()} of each server'),
         max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
         max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
         workflow=ChoiceOrOwn(
@@ -278,12 +278,7 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'publication': Section(
         'How weights get to the engines',
-        channel=ChoiceOrOwn(
-            'device',
-            tuple(CHANNELS),
-            "'device': in this process, 'files': safetensors directories, 'shm': shared memory of a host, 'stream': "
-            'sockets',
-        ),
+        channel=ChoiceOrOwn('device', tuple(CHANNELS), describe_channels()),
         directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
         delta=Flag(

@@ -72,6 +72,7 @@ class ChannelKind:
     name: str
     build: Reference  # (app.parts.channels.ChannelParts) -> protocols.Channel
     reaches_processes: bool  # servers can load its versions
+    note: str = ''  # where its versions are, for the list of fields
     has_deltas: bool = False  # publication.delta
     shares_copy: bool = False  # engines on the device that holds a version decode with the channel's copy
     sends_records: bool = False  # versions are records (publication/record.py), from one learner process
@@ -169,12 +170,25 @@ SGLANG = ServerKind(
 )
 EXTERNAL = ServerKind('external', (SGLANG_CLIENT, VLLM_CLIENT), takes_urls=True, gives_routes=True)
 
-DEVICE = ChannelKind('device', 'areal_jax.app.parts.channels:build_device', reaches_processes=False, shares_copy=True)
-FILES = ChannelKind('files', 'areal_jax.app.parts.channels:build_files', reaches_processes=True, has_deltas=True)
+DEVICE = ChannelKind(
+    'device',
+    'areal_jax.app.parts.channels:build_device',
+    reaches_processes=False,
+    note='in this process',
+    shares_copy=True,
+)
+FILES = ChannelKind(
+    'files',
+    'areal_jax.app.parts.channels:build_files',
+    reaches_processes=True,
+    note='safetensors directories',
+    has_deltas=True,
+)
 SHM = ChannelKind(
     'shm',
     'areal_jax.app.parts.record_channels:build_shm',
     reaches_processes=True,
+    note='shared memory of a host',
     has_deltas=True,
     sends_records=True,
 )
@@ -182,6 +196,7 @@ STREAM = ChannelKind(
     'stream',
     'areal_jax.app.parts.record_channels:build_stream',
     reaches_processes=True,
+    note='sockets',
     has_deltas=True,
     sends_records=True,
 )
@@ -212,6 +227,16 @@ def name_launched() -> str:
     """ "'own', 'vllm', 'sglang' or 'jetstream'": the kinds that launchers start, for errors."""
     *names, last = [repr(kind.name) for kind in SERVERS.values() if kind.launch]
     return f'{", ".join(names)} or {last}'
+
+
+def describe_channels() -> str:
+    """ "'device': in this process, ...": for the list of fields."""
+    return ', '.join(f'{kind.name!r}: {kind.note}' for kind in CHANNELS.values())
+
+
+def describe_addresses() -> str:
+    """ "'sglang+http://host:port' or ...": what may stand in rollout.urls."""
+    return ' or '.join(f"'{client.name}+http://host:port'" for client in EXTERNAL.clients)
 
 
 def _find(field: str, name: str, table: Mapping[str, Kind], expected: type[Kind]) -> Kind:

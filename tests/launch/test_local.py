@@ -323,7 +323,7 @@ def test_two_launchers_of_a_workdir_are_refused(tmp_path):
         ('--config.publication.channel=device', "use publication.channel='files'"),
         (
             '--config.rollout.server=in_process',
-            'launch.local starts servers of this project, vLLM, SGLang or JetStream',
+            'has no servers that launch.local starts',
         ),
         ('--config.rollout.server=vllm', 'needs an interpreter that has vLLM'),
         ('--config.rollout.server=sglang', 'needs an interpreter that has SGLang'),
