@@ -212,12 +212,8 @@ class Pool(Generator, Protocol):
         """(engine, draw, sample) of every open request of training, in the order in which engines serve them."""
         ...
 
-
-class Sparing(Protocol):
-    """What a pool has decided about classes of engines that it leaves out (rollout/spare_engines.py)."""
-
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """What is known and decided of engines that a resumed run has too; JSON-able."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

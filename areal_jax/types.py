@@ -337,6 +337,7 @@ class EngineStatus:
     tokens_per_s: float  # decoded tokens per clock second of decoding since the start; 0 before the first
     devices: tuple[str, ...]  # names of the devices that it decodes on
     hardware: str = ''  # number and kind of these devices, '2 x H100': the class of the engine; '' = not told
+    decoded_s: float = 0.0  # clock seconds of decoding, of which tokens_per_s is the mean; 0 = not told
 
 
 @dataclasses.dataclass(frozen=True)

@@ -386,7 +386,7 @@ class ToyRun:
             save_checkpoint=lambda *state: self.save_checkpoint(*state),
             on_published=self._note_published,
             group_filter=GroupFilter(equal_rewards(), max_filtered) if max_filtered else None,
-            reallocation=self.reallocation, sparing=pool.sparing if hardware else None,
+            reallocation=self.reallocation,
         )  # fmt: skip
         self.newest, self.resumed, self.unscored = newest, state, unscored
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None

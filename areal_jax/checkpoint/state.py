@@ -18,7 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
-FORMAT = 9
+FORMAT = 10
 _NUMBER = (int, float)
 
 # what a run state must have besides 'format'; further keys are carried as they are
@@ -35,6 +35,7 @@ SCHEMA: Mapping[str, type | tuple[type, ...]] = {
     'dropped': dict,  # counts by reason
     'admission': dict,  # seconds in which it was closed since the last update, by bound
     'observer': dict,  # what the metrics of the next update need from before the save
+    'pool': dict,  # what is known and decided of engines
     'reallocation': (dict, type(None)),  # the split of the devices, and what moves them next; None: it is fixed
     'generated_update': (int, type(None)),  # lock-step schedules: whose batch the engines generate
 }

@@ -29,7 +29,7 @@ from areal_jax.control.reallocation import Reallocation, ReallocationState
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Sparing, Verifier, Workflow
+from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
 from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
 
 
@@ -83,7 +83,7 @@ class HostState(TypedDict):
     idle_slots: HeldState
     observer: dict[str, Any]
     reallocation: ReallocationState | None
-    sparing: dict[str, Any] | None  # Sparing.state
+    pool: dict[str, Any]  # Pool.state
 
 
 # step, arrays of the learner, weights of earlier versions (lock-step schedules), state of the host; on the lane `disk`
@@ -117,14 +117,13 @@ class Controller:
         group_filter: GroupFilter | None = None,
         disturbances: Disturbances | None = None,
         reallocation: Reallocation | None = None,
-        sparing: Sparing | None = None,
     ):
         self._settings, self._clock, self._log, self._supervisor = settings, clock, log, supervisor
         self._stream, self._pool, self._learner, self._gate = stream, pool, learner, gate
         self._update_tokens, self._on_step, self._save_checkpoint = update_tokens, on_step, save_checkpoint
         self._observer_state = observer_state  # of the listener to the steps: saved at the instant of a snapshot
         self._buffer, self._filter, self._disturbances = TrajectoryBuffer(), group_filter, disturbances
-        self._on_published, self._reallocation, self._sparing = on_published, reallocation, sparing
+        self._on_published, self._reallocation = on_published, reallocation
         self._dropped: collections.Counter[str] = collections.Counter()
         self._trained_version = 0  # of the learner's weights; publication follows
         self._failures = FailureCount(settings.max_failed_groups, 'groups')
@@ -368,7 +367,7 @@ class Controller:
             'idle_slots': self._admission.idle.state(self._clock.now()),
             'observer': dict(self._observer_state()),
             'reallocation': self._reallocation.state() if self._reallocation else None,
-            'sparing': self._sparing.state() if self._sparing else None,
+            'pool': self._pool.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -388,6 +387,5 @@ class Controller:
         self._admission.idle.restore(state['idle_slots'])
         if self._reallocation:
             self._reallocation.restore(state['reallocation'])
-        if self._sparing and state.get('sparing'):
-            self._sparing.restore(state['sparing'])
+        self._pool.restore(state['pool'])
         self._log.write('restore', update=self._trained_version)

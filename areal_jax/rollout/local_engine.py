@@ -160,7 +160,9 @@ class LocalEngine:
         table, totals, version = self._stream.table, self._stream.totals, self._weights.version
         rate = totals.decoded_tokens / totals.decoded_s if totals.decoded_s else 0.0
         devices = self._backend.devices
-        return EngineStatus(self.name, version, table.taken, table.waiting, rate, devices, self._hardware)
+        return EngineStatus(
+            self.name, version, table.taken, table.waiting, rate, devices, self._hardware, totals.decoded_s
+        )
 
     def open_requests(self) -> list[GenerationRequest]:
         """Requests in slots by slot, then waiting ones in their order; then those that are pinned, likewise."""

@@ -6,8 +6,8 @@ request here, which goes on elsewhere when its engine leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -54,6 +54,7 @@ class Pool:
         self._open: dict[_Key, PooledGeneration] = {}  # in the order of arrival
         self._waiting: dict[_Key, PooledGeneration] = {}  # those that no engine has
         self._slow_versions = slow_versions
+        self._before: dict[str, tuple[float, float]] = {}  # what engines had decoded before a resume, see _decoded
         self._target: PublishedWeights | None = None  # what engines were given last
         self._pinned: dict[int, PublishedWeights] = {}  # versions that engines keep or are fetching
         hardware = {engine.name: engine.status().hardware for engine in engines}
@@ -196,9 +197,18 @@ class Pool:
 
     def _find_fast(self) -> list[str]:
         """The engines that are nearly as fast as the fastest; [] where all are, or one is not measured yet."""
-        speeds = {name: engine.status().tokens_per_s for name, engine in self._engines.items()}
+        speeds = {name: tokens / seconds if seconds else 0.0 for name, (tokens, seconds) in self._decoded().items()}
         fast = [name for name, speed in speeds.items() if speed >= SLOW * max(speeds.values())]
         return fast if min(speeds.values()) > 0 and len(fast) < len(speeds) else []
+
+    def _decoded(self) -> dict[str, tuple[float, float]]:
+        """Decoded tokens, and the clock seconds that they took, of each engine since the start of the run."""
+        found = {}
+        for name, engine in self._engines.items():
+            tokens, seconds = self._before.get(name, (0.0, 0.0))
+            status = engine.status()
+            found[name] = tokens + status.tokens_per_s * status.decoded_s, seconds + status.decoded_s
+        return found
 
     async def _send_long(
         self, engine: RolloutEngine, version: int, fast: Sequence[str], versions: int, reason: str
@@ -256,6 +266,15 @@ class Pool:
         waiting = [('', one.request) for one in self._waiting.values()]
         found = [*placed, *waiting]
         return [(name, request.draw, request.sample) for name, request in found if request.version is None]
+
+    def state(self) -> dict[str, Any]:
+        decoded = {name: list(pair) for name, pair in self._decoded().items()} if self._slow_versions else {}
+        return {'sparing': self.sparing.state() if self.sparing else None, 'decoded': decoded}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._before = {name: (tokens, seconds) for name, (tokens, seconds) in state.get('decoded', {}).items()}
+        if self.sparing and (spared := state.get('sparing')):
+            self.sparing.restore(spared)
 
     async def _on_every_engine(
         self, action: str, act: Callable[[RolloutEngine], Coroutine[object, object, Result]]

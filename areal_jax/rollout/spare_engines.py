@@ -178,7 +178,7 @@ def _mean_open(interval: Interval) -> float:
 
 
 class SpareEngines:
-    """Applies the rule to the ledger of a pool. Implements protocols.Sparing.
+    """Applies the rule to the ledger of a pool.
 
     Args:
       hardware: by engine; two classes or more.

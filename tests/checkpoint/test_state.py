@@ -190,6 +190,7 @@ def _state():
         'admission': {'seconds': {'eta': 0.5}, 'bound': 'checkpoint', 'since_s': 12.5},
         'observer': {'generated': 7},
         'generated_update': None,
+        'pool': {'sparing': None, 'decoded': {'engine/0': [120.0, 0.5]}},
         'reallocation': None,
     }
 

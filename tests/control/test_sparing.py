@@ -56,7 +56,7 @@ def test_every_checkpoint_goes_on_as_the_whole_run(whole, at):
     later = [event for event in decisions(whole.log.events) if event['seq'] >= state['next_seq']]
     plain = lambda events: [{**event, 'seq': 0} for event in events]
     assert plain(decisions(resumed.log.events)) == plain(later)
-    assert resumed.checkpoints[-1]['run_state']['sparing'] == whole.checkpoints[-1]['run_state']['sparing']
+    assert resumed.checkpoints[-1]['run_state']['pool'] == whole.checkpoints[-1]['run_state']['pool']
 
 
 def test_it_stays_where_generation_is_the_bottleneck():

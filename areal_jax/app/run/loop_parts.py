@@ -306,7 +306,6 @@ def _build_controller(
         on_published=note_published,
         save_checkpoint=save_checkpoint,
         reallocation=reallocation,
-        sparing=generation.pool.sparing if isinstance(generation.pool, LocalPool) else None,
     )
 
 

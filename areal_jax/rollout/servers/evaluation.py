@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -94,6 +95,12 @@ class EvaluatedPool:
 
     def order(self) -> list[tuple[str, int, int]]:
         return self.training.order()
+
+    def state(self) -> dict[str, Any]:
+        return self.training.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.training.restore(state)
 
     def statuses(self) -> list[EngineStatus]:
         return [*self.training.statuses(), *self.evaluation.statuses()]
