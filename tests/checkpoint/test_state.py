@@ -150,7 +150,7 @@ def test_a_missing_key_of_a_part_is_named():
 
 def test_another_format_and_a_wrong_type_are_refused():
     record = encode_run_state(_state())
-    with pytest.raises(RunStateError, match='format 2, this version reads 9: resume with the one that saved'):
+    with pytest.raises(RunStateError, match='format 2, this version reads 10: resume with the one that saved'):
         decode_run_state({**record, 'format': 2})
     with pytest.raises(RunStateError, match="'gate' is 3, not of type dict"):
         decode_run_state({**record, 'gate': 3})
