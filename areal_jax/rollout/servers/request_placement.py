@@ -6,6 +6,7 @@ server_pool.py says which engines serve. The unit that waits, moves and is retri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
@@ -114,6 +115,13 @@ class Placement:
     def open_requests(self) -> int:
         """Those that an engine has, and those that wait for one."""
         return len(self._open)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: a resumed run measures its servers anew, which may be others."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
 
     def order(self) -> list[tuple[str, int, int]]:
         """Engine by engine, first come first; then those that wait for an engine, under ''."""

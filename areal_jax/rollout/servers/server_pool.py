@@ -7,8 +7,8 @@ run. moving_request.py is a request here, member.py an engine, keeper.py brings 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
@@ -65,6 +65,7 @@ class ServerPool:
         )  # fmt: skip
         self.ledger = self._placement.ledger  # which request is open on which engine
         self.cancel, self.open_requests, self.order = placement.cancel, placement.open_requests, placement.order
+        self.state, self.restore = placement.state, placement.restore
         self._is_paused = False
         self._resumed = clock.event('pool: resumed')
         self._settled = clock.event('pool: an engine has settled a version')
@@ -73,13 +74,6 @@ class ServerPool:
 
     def start(self) -> None:
         self._supervisor.start('pool: watch for an engine', self._watch_for_engine())
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: a resumed run measures its servers anew, which may be others."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        pass
 
     # Engines: registry_watch.py calls these.
 
