@@ -6,9 +6,7 @@ import pytest
 
 from areal_jax import main_check_log
 from areal_jax.errors import ExitCode
-from areal_jax.telemetry.metrics import read_metrics
-from tests.app.simulate.test_simulated_run import CLUSTER, read_events, simulate
-from tests.app.simulate.test_unequal_engines import call_after
+from tests.app.simulate.test_simulated_run import CLUSTER, kill_and_resume, read_events, simulate
 
 MIXED = {
     'simulation__engine_chips': '2 x H800, 2 x H800/3', 'cluster__engines': '4 x tensor=1', 'run__steps': 8,
@@ -47,21 +45,6 @@ def test_the_cluster_of_the_other_tests_has_equal_engines(tmp_path):
 @pytest.mark.parametrize('step', [4, 6])
 def test_a_run_that_is_killed_moves_the_answers_of_the_whole_one(tmp_path, step):
     """A resumed run knows how fast its engines are."""
-    fields = MIXED | {'rollout__slow_versions': 1, 'checkpoint__every': 1}
-    simulate(tmp_path / 'whole', **fields).train()
-    killed = simulate(tmp_path / 'killed', **fields)
-
-    def die():
-        raise KeyboardInterrupt
-
-    call_after(killed, step, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    simulate(tmp_path / 'killed', resume=True, **fields).train()
-    moved = [
-        [{**event, 'seq': 0} for event in read_events(tmp_path / name) if event['kind'] == 'move']
-        for name in ('whole', 'killed')
-    ]
+    found = kill_and_resume(tmp_path, step, rollout__slow_versions=1, checkpoint__every=1, **MIXED)
+    moved = [[event for event in events if event['kind'] == 'move'] for events in found]
     assert moved[0] == moved[1] != []
-    whole, again = (read_metrics(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'killed'))
-    assert whole == again

@@ -13,9 +13,8 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.errors import ExitCode
 from areal_jax.report.rules.log_rules import Limits, find_violation
-from areal_jax.telemetry.metrics import read_metrics
-from tests.app.simulate.test_simulated_run import CLUSTER, read_events, simulate
-from tests.app.small import call_after, small_config
+from tests.app.simulate.test_simulated_run import CLUSTER, kill_and_resume, read_events, simulate
+from tests.app.small import small_config
 
 UNEQUAL = {'cluster__engines': '1 x tensor=2 + 2 x tensor=1', 'learner__filter_equal_rewards': False}
 WAITING = {  # the learner is the bottleneck: answers of a second, updates of five
@@ -114,20 +113,6 @@ def test_it_stays_where_generation_is_the_bottleneck(tmp_path):
 
 @pytest.mark.parametrize('step', [3, 6])
 def test_a_run_that_is_killed_leaves_the_class_out_as_the_whole_one(tmp_path, step):
-    simulate(tmp_path / 'whole', **SPARE).train()
-    killed = simulate(tmp_path / 'killed', **SPARE)
-
-    def die():
-        raise KeyboardInterrupt
-
-    call_after(killed, step, die)
-    with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    simulate(tmp_path / 'killed', resume=True, **SPARE).train()
-    whole, again = (read_metrics(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'killed'))
-    assert whole == again
-    decided = [
-        [{**event, 'seq': 0} for event in read_events(tmp_path / name) if event['kind'] == 'spare']
-        for name in ('whole', 'killed')
-    ]
+    found = kill_and_resume(tmp_path, step, **SPARE)
+    decided = [[event for event in events if event['kind'] == 'spare'] for events in found]
     assert decided[0] == decided[1] != []

@@ -25,10 +25,6 @@ def depends(one: Surrogate, other: Surrogate) -> bool:
     return not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_config_and_learner_have_the_same_surrogates():
-    assert list(KINDS) == list(SURROGATES)
-
-
 @pytest.mark.parametrize('name', KINDS)
 def test_a_kind_says_whether_its_rule_reads_the_ratio(name):
     assert depends(compute(name, _LOG_RATIO), compute(name, 0.5 * _LOG_RATIO)) == KINDS[name].reads_ratio
