@@ -32,6 +32,7 @@ if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', '')
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(pathlib.Path(__file__).parents[1] / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')  # else tests compile the same again
+os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')  # lines of code in programs: 3% of the time
 
 
 # A shell has what it starts in the background ignore SIGINT, and the runs that the tests interrupt would inherit that.
@@ -47,6 +48,8 @@ def pytest_configure(config):
     quick = config.option.markexpr.startswith('not slow')
     if quick and 'xla_backend_optimization_level' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+        # small programs cut into parts take longer than whole
+        os.environ['XLA_FLAGS'] += ' --xla_cpu_parallel_codegen_split_count=1'
     # a GPU adds up in any order otherwise; and kernels that are not searched for compile sooner
     if config.option.markexpr == 'gpu' and 'xla_gpu_deterministic_ops' not in os.environ['XLA_FLAGS']:
         os.environ['XLA_FLAGS'] += ' --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false'

@@ -97,7 +97,7 @@ class Decoder:
             raise ConfigError(
                 "learner.layers='stacked' needs layers with the same MLP, and some have experts: use 'list'"
             )
-        self._layer_graphs = {has_experts: self._make_graph(has_experts) for has_experts in have_experts}
+        self._layer_graphs = {has: _layer_graph(config, lora, tokens, has) for has in have_experts}
 
     def __eq__(self, other: object) -> bool:
         """Equal decoders compute the same."""
@@ -109,11 +109,6 @@ class Decoder:
     @property
     def _form_of_all(self) -> tuple[ModelConfig, str, str, Lora | None, str]:
         return self.config, self.layers, self._remat, self.lora, self.tokens
-
-    def _make_graph(self, has_experts: bool) -> nnx.GraphDef:
-        layer = next(layer for layer, (_, has) in enumerate(self._kinds) if has == has_experts)
-        specs = nest((spec.path_in_layer, spec) for spec in self._table.values() if layer in spec.layers)
-        return nnx.split(nnx.eval_shape(lambda: Layer(self.config, specs, self.lora, self._form)))[0]
 
     def without_adapters(self) -> Decoder:
         """The decoder of weights that have none, of the same shape and form."""
@@ -364,3 +359,11 @@ def _runs(kinds: Sequence[_Kind]) -> Iterator[tuple[int, int, _Kind]]:
         end = first + len(list(run))
         yield first, end, kind
         first = end
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_graph(config: ModelConfig, lora: Lora | None, tokens: str, has_experts: bool) -> nnx.GraphDef:
+    """The static part of a layer; immutable, so equal decoders of a process share it."""
+    layer = next(layer for layer in range(config.n_layers) if config.has_experts(layer) == has_experts)
+    specs = nest((spec.path_in_layer, spec) for spec in weight_table(config, lora).values() if layer in spec.layers)
+    return nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, _TOKENS[tokens])))[0]

@@ -16,6 +16,7 @@ import numpy as np
 from areal_jax.models.attention.backends import (
     BACKENDS,
     AttentionError,
+    Backend,
     choose_implementation,
     local_device,
 )
@@ -101,6 +102,8 @@ def choose_checked(
 ) -> tuple[str, tuple[str, ...]]:
     """(the backend to use on this device, why 'auto' rejected faster ones); see choose_implementation.
 
+    A process checks a backend once for each dtype, head size and kind of mask: further learners take the result.
+
     Raises AttentionError where a backend that was asked for by name fails its self-check.
     """
     platform, capability = local_device()
@@ -111,12 +114,29 @@ def choose_checked(
             window=window, slices=slices, excluded=excluded,
         )  # fmt: skip
         try:
-            self_check(name, dtype=dtype, head_dim=head_dim, window=window, slices=slices)
+            _check_once(
+                name, BACKENDS[name], (platform, capability), repr(sorted(jax.config.values.items())),
+                jnp.dtype(dtype).name, head_dim, window is not None, slices,
+            )  # fmt: skip
             return name, tuple(excluded.values())
         except AttentionError as error:
             if impl != 'auto':
                 raise
             excluded[name] = str(error)
+
+
+@functools.lru_cache(maxsize=64)  # a check that fails raises, and is not kept
+def _check_once(
+    impl: str,
+    backend: Backend,
+    device: tuple[str, tuple[int, int] | None],
+    settings: str,  # of jax
+    dtype: str,
+    head_dim: int,
+    has_window: bool,
+    slices: bool,
+) -> None:
+    self_check(impl, dtype=dtype, head_dim=head_dim, window=_WINDOW if has_window else None, slices=slices)
 
 
 _GRADIENTS = ('gradient of q', 'gradient of k', 'gradient of v')

@@ -96,8 +96,12 @@ def open_files():
 
 
 def held():
-    """What this process holds now, each with a name; what tests before left to the collector is freed first."""
+    """What this process holds now, each with a name; what tests before left to the collector is freed first.
+
+    What outlives a collection is not searched again: that would take longer than most tests here.
+    """
     gc.collect()
+    gc.freeze()
     before = open_files()
     time.sleep(0.01)  # a thread of a library may read a file just now: not held
     return {

@@ -47,6 +47,7 @@ def test_copies_that_live_at_once_are_apart_and_the_memory_of_dead_ones_is_used_
 )
 def test_the_memory_of_a_part_that_lives_is_not_used_again(part):
     """jax may copy the part, or read it where it is."""
+    gc.freeze()  # what other tests hold is not searched
     copies = HostCopies()
     copy = copies.copy({'a': WEIGHTS['a']})
     before, kept = places(copy), part(copy['a'])
