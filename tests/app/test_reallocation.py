@@ -81,7 +81,9 @@ def test_four_moves_change_no_token_and_no_weight_beyond_rounding(tmp_path, movi
             assert one.draw == other.draw
             for mine, its in zip(one.trajectories, other.trajectories, strict=True):
                 assert mine.tokens.tolist() == its.tokens.tolist()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), moved.final, stayed.final)
+    # rounding of one update on another mesh is below 1e-6 (tests/learning/test_moving_learner.py); it adds up
+    atol = 1e-6 * len(moved.batches)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), moved.final, stayed.final)
 
 
 @pytest.mark.parametrize('step', ['prepare', 'stop_engine', 'move_learner', 'build_engine', 'start_engine'])
