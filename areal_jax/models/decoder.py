@@ -18,7 +18,7 @@ from flax import nnx
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models import initial, native_layers
-from areal_jax.models.activations import ACTIVATIONS
+from areal_jax.models.activations import ACTIVATIONS, Activations
 from areal_jax.models.block import Layer, Rotation, rms_norm
 from areal_jax.models.experts import Routed, Routing, follow_choice
 from areal_jax.models.layers import FORMS, stack_layers
@@ -97,7 +97,7 @@ class Decoder:
             raise ConfigError(
                 "learner.layers='stacked' needs layers with the same MLP, and some have experts: use 'list'"
             )
-        self._layer_graphs = {has: _layer_graph(config, lora, tokens, has) for has in have_experts}
+        self._layer_graphs = {has: _layer_graph(config, lora, self._form, has) for has in have_experts}
 
     def __eq__(self, other: object) -> bool:
         """Equal decoders compute the same."""
@@ -362,8 +362,8 @@ def _runs(kinds: Sequence[_Kind]) -> Iterator[tuple[int, int, _Kind]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer_graph(config: ModelConfig, lora: Lora | None, tokens: str, has_experts: bool) -> nnx.GraphDef:
+def _layer_graph(config: ModelConfig, lora: Lora | None, form: Activations, has_experts: bool) -> nnx.GraphDef:
     """The static part of a layer; immutable, so equal decoders of a process share it."""
     layer = next(layer for layer in range(config.n_layers) if config.has_experts(layer) == has_experts)
     specs = nest((spec.path_in_layer, spec) for spec in weight_table(config, lora).values() if layer in spec.layers)
-    return nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, _TOKENS[tokens])))[0]
+    return nnx.split(nnx.eval_shape(lambda: Layer(config, specs, lora, form)))[0]
