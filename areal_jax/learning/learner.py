@@ -273,7 +273,9 @@ class SpmdLearner:
 
         In interchange form, one leaf per layer, whatever form and mesh this learner has: numpy arrays, or, on a mesh
         that spans processes, HostShards of what this one has to write. In a single process, the copy made by the last
-        `publish` is reused if it holds every weight (no adapters, float32) and no update has run since.
+        `publish` is reused if it holds every weight (no adapters, float32) and no update has run since. On a CPU the
+        optimizer state is not copied: the writer lets go of it before the next update ends, and an update that comes
+        first computes in other memory.
 
         Raises NonFiniteError for weights or optimizer state with NaN or infinity: no checkpoint may hold them.
         """

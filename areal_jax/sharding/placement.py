@@ -129,13 +129,25 @@ def copy_shards(leaf: Leaf) -> np.ndarray | HostShards:
 
     On the host, in memory that no update writes to. No collective.
     """
+    return _take_shards(leaf, _copy)
+
+
+def view_shards(leaf: Leaf) -> np.ndarray | HostShards:
+    """As `copy_shards`, but where an array of jax lies in the host's memory already, it is not copied.
+
+    While such a view lives, a program that the array is donated to computes in other memory.
+    """
+    return _take_shards(leaf, lambda leaf: jax.device_get(leaf) if isinstance(leaf, jax.Array) else _copy(leaf))
+
+
+def _take_shards(leaf: Leaf, take: Callable[[Leaf], np.ndarray]) -> np.ndarray | HostShards:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return _copy(leaf)
+        return take(leaf)
     own = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     for shard in own:
         shard.data.copy_to_host_async()
     starts = [tuple(s.start for s in _region(shard.index, leaf.shape)) for shard in own]
-    parts = tuple(zip(starts, [_copy(shard.data) for shard in own], strict=True))
+    parts = tuple(zip(starts, [take(shard.data) for shard in own], strict=True))
     return HostShards(leaf.shape, np.dtype(leaf.dtype), parts)
 
 

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import weakref
 
 import jax
 import pytest
 
 from areal_jax.app.training import build_run
+from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config.ranges import ConfigError
 from tests.app.run.test_supervised import final, metrics, run, sft_config
@@ -42,6 +44,21 @@ def test_a_finished_run_has_a_checkpoint_of_its_last_weights(finished):
     assert equal(jax.tree.map(lambda stored: stored.__array__(), params), finished.final)
     kinds = [(e['kind'], e.get('update'), e.get('phase')) for e in finished.events if e['kind'] in ('save', 'evaluate')]
     assert kinds.index(('save', 2, None)) < kinds.index(('evaluate', None, 'after'))
+
+
+def test_moments_are_let_go_when_they_are_written(tmp_path, monkeypatch):
+    """The next update then has their memory, or donates them, before the checkpoint is whole."""
+    alive = []
+
+    def write(directory, leaves):
+        moments = [weakref.ref(leaf) for name, leaf in leaves.items() if name.startswith('optimizer')]
+        index = write_shards(directory, leaves)
+        alive.append((len(moments) > 0, sum(moment() is not None for moment in moments)))
+        return index
+
+    monkeypatch.setattr('areal_jax.checkpoint.store.write_shards', write)
+    SmallRun(tmp_path, **FIELDS, checkpoint__every=1).train()
+    assert alive == [(True, 0)] * 2
 
 
 def test_a_finished_run_that_is_resumed_gives_its_report_and_nothing_else(finished, tmp_path):

@@ -339,7 +339,8 @@ def test_restored_learner_goes_on_as_the_saved_one():
     first.update(_GROUPS[:3], version=2)
     saved = first.save()
     kept = jax.tree.map(np.array, saved)
-    assert all(leaf.flags.owndata for leaf in jax.tree.leaves(saved))  # a view would keep updates from donating
+    moments = jax.tree.leaves(saved['optimizer'])
+    assert not any(leaf.flags.owndata for leaf in moments if leaf.ndim)  # nothing is copied before an update needs it
     second.restore(saved)
     for learner in (first, second):
         learner.update(_GROUPS[3:], version=3)

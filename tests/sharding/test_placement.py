@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.placement import compile_move, gather, move_to, place
+from areal_jax.sharding.placement import compile_move, copy_shards, gather, move_to, place, view_shards
 from tests.host_reads import record_reads
 
 
@@ -23,6 +23,26 @@ def test_what_is_placed_comes_back():
     placed = place(tree, sharding)
     assert placed['a'].addressable_shards[3].data.tolist() == [[6, 7]]
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(gather(x), y), placed, tree)
+
+
+@pytest.mark.parametrize('axes', [None, (), ('fsdp',)], ids=['one device', 'on all', 'cut'])
+def test_a_view_keeps_its_values_when_its_array_is_donated(axes):
+    sharding = jax.devices()[0] if axes is None else NamedSharding(make_mesh(fsdp=8), PartitionSpec(*axes))
+    leaf = jax.jit(lambda x: x + 1, out_shardings=None if axes is None else sharding)(
+        jax.device_put(np.arange(4096.0, dtype=np.float32), sharding)
+    )
+    copied, viewed = copy_shards(leaf), view_shards(leaf)
+    assert copied.flags.owndata
+    assert viewed.flags.owndata == (axes == ('fsdp',))  # the parts of an array that is cut are put together
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    jax.block_until_ready(double(double(leaf)))
+    np.testing.assert_array_equal(viewed, np.arange(1.0, 4097.0))
+    np.testing.assert_array_equal(copied, viewed)
+
+
+def test_an_array_that_jax_does_not_hold_is_copied():
+    given = np.zeros(3)
+    assert not np.may_share_memory(view_shards(given), given)
 
 
 def test_what_is_gathered_is_a_copy_of_its_own():

@@ -273,10 +273,11 @@ def _build_controller(
     if frictions:
         announce(frictions)
 
-    def save_checkpoint(step: int, arrays: Tree, earlier: Mapping[int, Tree], snapshot: State) -> None:
+    def save_checkpoint(step: int, arrays: dict[str, Tree], earlier: Mapping[int, Tree], snapshot: State) -> None:
         host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
         metrics.sync()
         whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
+        arrays.clear()  # the writer lets go of each array that it has written
         context.save(step, whole, encode_run_state(snapshot), learner.followers)
 
     def note_published(published: PublishedWeights) -> None:

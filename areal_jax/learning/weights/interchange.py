@@ -17,7 +17,7 @@ from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import unstack_layers
 from areal_jax.models.lora import merge_adapters
-from areal_jax.sharding.placement import Region, copy_shards, place_regions
+from areal_jax.sharding.placement import Region, place_regions, view_shards
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
 
@@ -34,12 +34,13 @@ def take_snapshot(decoder: Decoder, params: Tree, state: Tree) -> dict[str, Tree
     """{'params': nested dict, 'optimizer': {path: leaf}}, layers as a list, on the host.
 
     Leaves are numpy arrays, or HostShards of what this process saves if the mesh spans several. Arrays are copied to
-    the host first and split into per-layer views there. Slicing on the device would need a second copy of all weights.
+    the host first, where they are not there already, and split into per-layer views there. Slicing on the device would
+    need a second copy of all weights.
     """
-    listed = _listed(decoder, jax.tree.map(copy_shards, state))
+    listed = _listed(decoder, jax.tree.map(view_shards, state))
     leaves = jax.tree_util.tree_leaves_with_path(listed)
     return {
-        'params': _listed(decoder, jax.tree.map(copy_shards, params)),
+        'params': _listed(decoder, jax.tree.map(view_shards, params)),
         'optimizer': {path_name(path): leaf for path, leaf in leaves},
     }
 
