@@ -28,6 +28,8 @@ class Activations(Protocol):
 
     features: int  # axis of the features
 
+    def __hash__(self) -> int: ...
+
     def stored(self, matrix: jax.Array) -> Tree:
         """A matrix [..., in, out] as `multiply` takes it."""
         ...
