@@ -272,10 +272,8 @@ class SpmdLearner:
         """{'params': nested dict, 'optimizer': {path: leaf}} on the host, in memory that no later update touches.
 
         In interchange form, one leaf per layer, whatever form and mesh this learner has: numpy arrays, or, on a mesh
-        that spans processes, HostShards of what this one has to write. In a single process, the copy made by the last
-        `publish` is reused if it holds every weight (no adapters, float32) and no update has run since. On a CPU the
-        optimizer state is not copied: the writer lets go of it before the next update ends, and an update that comes
-        first computes in other memory.
+        that spans processes, HostShards of what this one has to write. Arrays on a CPU are views, see `view_shards`;
+        weights are the copy of the last `publish` if it has all (one process, no adapters, float32) and is the newest.
 
         Raises NonFiniteError for weights or optimizer state with NaN or infinity: no checkpoint may hold them.
         """
