@@ -11,6 +11,7 @@ from typing import ClassVar, TypeVar
 import jax
 
 from areal_jax.learning.train_step import Programs
+from areal_jax.models.attention import jax_settings
 from areal_jax.types import Tree
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -73,7 +74,7 @@ class CompiledPrograms:
         return self._once(self._programs, key, compile_traced)
 
     def _kept_key(self, key: _Key) -> _KeptKey:
-        return self.definitions, key, repr(sorted(jax.config.values.items()))
+        return self.definitions, key, jax_settings()
 
     def _keep(self, key: _Key, program: jax.stages.Compiled) -> None:
         self.kept[self._kept_key(key)] = program

@@ -6,6 +6,7 @@ from areal_jax.models.attention.backends import (
     AttentionError,
     Backend,
     choose_implementation,
+    jax_settings,
     local_device,
     shares_prompts,
 )
@@ -20,6 +21,7 @@ __all__ = [
     'Backend',
     'choose_checked',
     'choose_implementation',
+    'jax_settings',
     'local_device',
     'packed_attention',
     'packed_rows_attention',

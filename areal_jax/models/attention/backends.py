@@ -143,6 +143,11 @@ def local_device() -> tuple[str, tuple[int, int] | None]:
     return jax.default_backend(), (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
+def jax_settings() -> str:
+    """All settings of jax: what was compiled or checked under others may compute something else."""
+    return repr(sorted(jax.config.values.items()))
+
+
 def able(missing: Callable[[str], str | None]) -> str:
     """The backends that lack nothing, for an error message."""
     return ' or '.join(repr(name) for name in BACKENDS if not missing(name)) or 'none: no backend can'

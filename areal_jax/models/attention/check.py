@@ -18,6 +18,7 @@ from areal_jax.models.attention.backends import (
     AttentionError,
     Backend,
     choose_implementation,
+    jax_settings,
     local_device,
 )
 from areal_jax.models.attention.packed import packed_attention
@@ -115,7 +116,7 @@ def choose_checked(
         )  # fmt: skip
         try:
             _check_once(
-                name, BACKENDS[name], (platform, capability), repr(sorted(jax.config.values.items())),
+                name, BACKENDS[name], (platform, capability), jax_settings(),
                 jnp.dtype(dtype).name, head_dim, window is not None, slices,
             )  # fmt: skip
             return name, tuple(excluded.values())
@@ -130,7 +131,7 @@ def _check_once(
     impl: str,
     backend: Backend,
     device: tuple[str, tuple[int, int] | None],
-    settings: str,  # of jax
+    settings: str,
     dtype: str,
     head_dim: int,
     has_window: bool,
