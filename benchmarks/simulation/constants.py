@@ -59,7 +59,12 @@ class Change:
     digest: str  # of all constants, after it
 
 
-CHANGES: tuple[Change, ...] = ()
+CHANGES: tuple[Change, ...] = (
+    Change(
+        '2026-11-28', 'Snowball shape', 'none: the nine wall times of marin were not simulated', 'an assumption',
+        'a published row without an error says nothing', 'no other row uses it', 'df33c0275d57',
+    ),
+)  # fmt: skip
 
 # What engines and trainers reach.
 
@@ -147,6 +152,16 @@ SNOWBALL_LENGTHS = Constant(
     'Snowball lengths', 'lognormal(1185.05, 0.93)', 'tokens, before the cap', 'marin, issue 8936: 14.6% longer than '
     '2,048 and 3.6% longer than 4,096; median 769',
 )  # fmt: skip
+SNOWBALL_SHAPE = Constant(
+    'Snowball shape', '40 layers of width 2048, 6 of 351 experts of width 768', 'a decoder of Qwen3-MoE\'s form',
+    'assumption: the shape is not published; these counts give the 67 billion parameters and the 2 billion active ones '
+    'that are, without a vocabulary',
+)  # fmt: skip
+SNOWBALL_FIELDS: dict[str, str | int] = {  # of the section model
+    'model.family': 'qwen3_moe', 'model.n_layers': 40, 'model.d_model': 2048, 'model.n_heads': 32,
+    'model.n_kv_heads': 4, 'model.head_dim': 128, 'model.experts': 351, 'model.experts_per_token': 6,
+    'model.d_expert': 768,
+}  # fmt: skip
 GRPO_GROUP = Constant(
     'group of Qwen3-8B GRPO', 8, 'answers', 'assumption: not published; sigma is the one whose tail is the printed one'
 )
@@ -176,7 +191,8 @@ SEEDS = Constant('seeds', 3, 'runs a row', 'assumption')
 ALL: tuple[Constant[int] | Constant[float] | Constant[str], ...] = (
     *(BANDWIDTH, PREFILL, MFU, BATCH_ONE_SHARE, PASSES, OPTIMIZER, UPDATE_S, WEIGHTS, LOAD_S, SWITCH_S, NIC),
     *(MEMORY, MOST_SLOTS, WEIGHTS_SHARE, DECODE_STEPS, PREFILL_TOKENS, ADMISSION, PROMPT, R1_LENGTHS, R1_LENGTHS_8K),
-    *(SNOWBALL_LENGTHS, GRPO_GROUP, GROUP_SHARE, MATH_REWARD, CODE_REWARD, SCALE, WARM_UP, UPDATES, SEEDS),
+    *(SNOWBALL_LENGTHS, SNOWBALL_SHAPE, GRPO_GROUP, GROUP_SHARE, MATH_REWARD, CODE_REWARD),
+    *(SCALE, WARM_UP, UPDATES, SEEDS),
 )
 
 

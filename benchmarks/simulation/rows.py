@@ -26,11 +26,13 @@ from benchmarks.simulation.eta_rows import compare_figure_5c, compare_table_7
 from benchmarks.simulation.interruption_rows import compare_interruption
 from benchmarks.simulation.other_rows import compare_others
 from benchmarks.simulation.simulated import Simulations
+from benchmarks.simulation.snowball_rows import compare_snowball
 from benchmarks.simulation.table_1_rows import compare_table_1
 
 PARTS: Mapping[str, Callable[[Simulations, int], Result]] = {
     'figure_5c': compare_figure_5c, 'table_1': compare_table_1, 'table_7': compare_table_7,
-    'interruption': compare_interruption, 'devices': compare_devices, 'others': compare_others,
+    'interruption': compare_interruption, 'devices': compare_devices, 'snowball': compare_snowball,
+    'others': compare_others,
 }  # fmt: skip
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from ml_collections import config_dict
 
 from areal_jax import config as schema
+from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.simulation.chips import H800, Chip
 from areal_jax.simulation.group_moments import GroupMoments, group_moments
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import find_shape
+from areal_jax.simulation.shapes import ModelShape, find_shape, shape_of
 from benchmarks.simulation import constants
 from benchmarks.simulation.published_rows import GENERATING, PROMPT_CAP, TABLE_1_BATCH, Batch
 
+SNOWBALL = 'Snowball'  # a model whose shape is assumed: constants.SNOWBALL_FIELDS
 REACHED = Reached(constants.BANDWIDTH.value, constants.PREFILL.value, constants.MFU.value)
 _BUFFER = 8192  # groups: never the bound
 _WORKERS = 1024  # of the verifier: all answers are rewarded in parallel
@@ -38,11 +41,16 @@ class Setting:
     kv_policy: str = 'recompute'
     updates: int = constants.UPDATES.value  # measured
     chip: Chip = H800
+    even_steps: bool = False  # a decode step takes as long with few rows as with all slots full
+
+    @property
+    def shape(self) -> ModelShape:
+        return snowball_shape() if self.model == SNOWBALL else find_shape(self.model)
 
     @property
     def tensor(self) -> int:
         """Devices of an engine: the least power of two whose weights take WEIGHTS_SHARE of its memory at most."""
-        weights = constants.WEIGHTS.value * find_shape(self.model).parameters
+        weights = constants.WEIGHTS.value * self.shape.parameters
         needed = weights / (constants.WEIGHTS_SHARE.value * self.chip.memory_bytes)
         return 1 << max(0, math.ceil(math.log2(needed)))
 
@@ -67,9 +75,8 @@ class Setting:
 
     @property
     def engine(self) -> Roofline:
-        shape = find_shape(self.model)
-        overhead_s = max(0.0, step_overhead_s(self.chip, shape, REACHED))
-        return Roofline(self.chip, shape, REACHED, self.tensor, overhead_s)
+        overhead_s = max(0.0, step_overhead_s(self.chip, self.shape, REACHED))
+        return Roofline(self.chip, self.shape, REACHED, self.tensor, overhead_s)
 
     @property
     def context(self) -> float:
@@ -100,7 +107,7 @@ class Setting:
             'learner': self.learner, 'in_turns': self.in_turns, 'groups': self.groups,
             'group_size': self.batch.group_size, 'cap': self.batch.cap, 'answers': self.answers,
             'reward': self.reward, 'eta': self.eta if math.isfinite(self.eta) else 'inf',
-            'kv_policy': self.kv_policy, 'warm_up': self.warm_up, 'updates': self.updates,
+            'kv_policy': self.kv_policy, 'even_steps': self.even_steps, 'warm_up': self.warm_up, 'updates': self.updates,
         }  # fmt: skip
 
 
@@ -110,7 +117,7 @@ def build_config(setting: Setting, seed: int) -> config_dict.ConfigDict:
     answers = setting.groups * setting.batch.group_size
     behind = 1 + math.ceil(setting.engines * (setting.slots + 4 * setting.batch.group_size) / answers)
     ahead = math.ceil(setting.eta) if math.isfinite(setting.eta) else setting.warm_up + setting.updates
-    fields = {
+    fields: dict[str, object] = {
         'run.seed': seed, 'run.steps': setting.warm_up + setting.updates + 8 * behind + ahead,
         'simulation.prices': 'roofline', 'simulation.chip': setting.chip.name, 'simulation.model': setting.model,
         'simulation.answers': setting.answers, 'simulation.prompts': constants.PROMPT.value,
@@ -133,8 +140,30 @@ def build_config(setting: Setting, seed: int) -> config_dict.ConfigDict:
         'staleness.eta': float(setting.eta), 'buffer.capacity': _BUFFER, 'checkpoint.every': 0,
         'telemetry.plots': False, 'telemetry.progress': False, 'telemetry.tensorboard': False,
     }  # fmt: skip
+    if setting.model == SNOWBALL:
+        fields |= {'simulation.model': '', **constants.SNOWBALL_FIELDS}
+    if setting.even_steps:
+        fields |= even_prices(setting)
     config.update_from_flattened_dict(fields)
     return config
+
+
+@functools.cache
+def snowball_shape() -> ModelShape:
+    config = schema.default_config()
+    config.update_from_flattened_dict(constants.SNOWBALL_FIELDS)
+    return shape_of(SNOWBALL, describe_text_model(schema.TrackedConfig(config)).shape)
+
+
+def even_prices(setting: Setting) -> dict[str, object]:
+    """Fields for work that costs the same a step or token whatever is beside it; training and publication are free."""
+    context = int(setting.context)
+    return {
+        'simulation.prices': 'virtual',
+        'virtual.decode_step_s': setting.step_s,
+        'virtual.prefill_token_s': setting.engine.prefill_s(context, context**2 / 2) / context,
+        **dict.fromkeys(('virtual.train_token_s', 'virtual.publish_s', 'virtual.reward_s', 'virtual.save_s'), 0.0),
+    }
 
 
 def in_milliseconds(seconds: str) -> str:

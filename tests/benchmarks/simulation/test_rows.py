@@ -13,8 +13,9 @@ from benchmarks.simulation import simulated
 from benchmarks.simulation.comparison import Comparison, Result
 from benchmarks.simulation.interruption_rows import Point, closed_form, place, setting_of
 from benchmarks.simulation.other_rows import compare_others
-from benchmarks.simulation.setting import Setting, build_config, in_milliseconds
+from benchmarks.simulation.setting import Setting, build_config, in_milliseconds, snowball_shape
 from benchmarks.simulation.simulated import Measured, Simulations
+from benchmarks.simulation.snowball_rows import setting_of as snowball_setting
 from benchmarks.simulation.table_1_rows import asynchronous, synchronous
 
 FOUND = Measured(10.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
@@ -58,6 +59,22 @@ def test_misses_come_first_and_what_is_not_simulated_last():
     assert ordered == ['missed by more', 'missed', 'met', 'shown', 'unknown']
 
 
+def test_the_assumed_shape_has_the_sizes_that_are_published():
+    shape = snowball_shape()
+    assert (shape.parameters, shape.active_parameters) == (pytest.approx(67e9, rel=0.01), pytest.approx(2e9, rel=0.05))
+    setting = snowball_setting(32, 8, 4096, 1, 25)
+    # 134 GB of weights in a quarter of 80 GB each: eight devices are one engine
+    assert (setting.engines, setting.tensor, setting.learner, setting.batch.answers) == (1, 8, 32, 128)
+    assert build_config(setting, 0).model.experts == 351
+
+
+def test_even_steps_cost_what_a_full_engine_takes():
+    even = dataclasses.replace(setting_of('R1-distill-Qwen-1.5B', 16, 'wait'), even_steps=True)
+    config = build_config(even, 0)
+    assert (config.simulation.prices, config.virtual.decode_step_s) == ('virtual', even.step_s)
+    assert build_config(dataclasses.replace(even, even_steps=False), 0).simulation.prices == 'roofline'
+
+
 def test_a_gain_lies_between_two_points_of_a_curve():
     curve = [Point(1.0, 0.5), Point(2.0, 0.3), Point(4.0, 0.1)]
     assert place(0.2, curve) == 'at an update every 3.0 mean answers'
@@ -73,10 +90,13 @@ def test_an_engine_that_drains_loses_less_where_its_steps_get_faster():
     assert form.gain == pytest.approx((form.batch_s + form.drain_s) / (form.batch_s + form.rebuild_s) - 1)
 
 
-def test_every_row_that_is_not_simulated_says_why():
+def test_every_row_that_is_not_simulated_says_why_and_has_an_error():
     result = compare_others(Simulations((0,), 0.0), 8)
     assert all(row.note for row in result.rows)
-    assert max(abs(row.error) for row in result.rows if row.error is not None) < 0.12
+    *others, seeds = [abs(row.error or math.inf) for row in result.rows if row.error != 0]
+    assert max(others) < 0.12
+    # SD 12.0 of five pairs: (2.776 + 0.941) * 12.0 / sqrt(5) points, where 15 were taken
+    assert seeds == pytest.approx((2.776 + 0.941) * 12.0 / math.sqrt(5) / 15 - 1, abs=0.005)
 
 
 def test_runs_that_were_kept_are_not_made_again(tmp_path, monkeypatch):
