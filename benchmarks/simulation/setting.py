@@ -107,7 +107,8 @@ class Setting:
             'learner': self.learner, 'in_turns': self.in_turns, 'groups': self.groups,
             'group_size': self.batch.group_size, 'cap': self.batch.cap, 'answers': self.answers,
             'reward': self.reward, 'eta': self.eta if math.isfinite(self.eta) else 'inf',
-            'kv_policy': self.kv_policy, 'even_steps': self.even_steps, 'warm_up': self.warm_up, 'updates': self.updates,
+            'kv_policy': self.kv_policy, 'even_steps': self.even_steps,
+            'warm_up': self.warm_up, 'updates': self.updates,
         }  # fmt: skip
 
 
