@@ -16,7 +16,18 @@ from areal_jax import lanes
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.split_choice import Choice, DecodeSums, LaneSeconds, full_seconds, mean_seconds, needed_seconds
+from areal_jax.control.split_choice import (
+    Choice,
+    DecodeSums,
+    LaneSeconds,
+    fit_step,
+    full_rows,
+    full_seconds,
+    mean_seconds,
+    needed_seconds,
+    open_rows,
+    waits,
+)
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.events.schema import Event, RunDoneEvent
 from areal_jax.protocols import ChangingPool, Clock
@@ -37,6 +48,7 @@ class ReallocationState(TypedDict):
     measured: list[list[float]]
     busy: dict[str, float]  # since the last boundary
     decoded: list[float]  # likewise, DecodeSums
+    open_rows: float
     taken: int  # likewise, answers
     ended: int  # likewise
     finished: dict[str, int]  # answers that no update has taken, by draw
@@ -78,6 +90,7 @@ class Reallocation:
         self._measured: list[LaneSeconds] = []  # updates with this split
         self._busy = {'learner': 0.0, 'engines': 0.0}  # since the last boundary
         self._decoded = DecodeSums()  # likewise
+        self._open_rows = 0.0  # split_choice.open_rows
         self._ended = self._taken = 0  # likewise: answers that ended, and that were trained or dropped
         self._finished: collections.Counter[int] = collections.Counter()  # other answers that have ended, by draw
         self._dispatch_s: dict[str, float] = {}  # of the dispatch whose event is next, by engine
@@ -112,6 +125,7 @@ class Reallocation:
             'measured': [list(seconds) for seconds in self._measured],
             'busy': dict(self._busy),
             'decoded': list(self._decoded),
+            'open_rows': self._open_rows,
             'taken': self._taken,
             'ended': self._ended,
             'finished': {str(draw): answers for draw, answers in self._finished.items()},
@@ -125,6 +139,7 @@ class Reallocation:
         self._choice.restore(state['choice'])
         self._measured = [LaneSeconds(*seconds) for seconds in state['measured']]
         self._busy, self._decoded = dict(state['busy']), DecodeSums(*state['decoded'])
+        self._open_rows = state['open_rows']
         self._taken, self._ended, self._begun_s = state['taken'], state['ended'], state['begun_s']
         self._finished = collections.Counter({int(draw): answers for draw, answers in state['finished'].items()})
 
@@ -162,12 +177,17 @@ class Reallocation:
         now, engines = self._clock.now(), self._pool.serving_engines()
         if self._begun_s is not None:
             learner, busy, decoded = self._busy['learner'], self._busy['engines'], self._decoded
-            full = busy - decoded.seconds + full_seconds(decoded, self._slots, self._cache_tokens)
+            full, cost = full_rows(decoded, self._slots, self._cache_tokens), fit_step(decoded)
             period = now - self._begun_s
-            needed = needed_seconds(
-                period, learner, full / max(engines, 1), taken=self._taken, ended=self._ended
+            if decoded.steps and waits(period, learner):
+                self._open_rows = open_rows(self._open_rows, decoded.rows / decoded.steps, full, engines)
+            reached = min(full, self._open_rows / max(engines, 1)) if self._open_rows else full
+            needs = busy - decoded.seconds + full_seconds(decoded, cost, reached)
+            needed = needed_seconds(period, learner, needs / max(engines, 1), taken=self._taken, ended=self._ended)
+            seconds = LaneSeconds(
+                period, learner, busy / max(engines, 1), needed, *cost,
+                full_share=1 / full if full else 0.0, open_share=1 / self._open_rows if self._open_rows else 0.0,
             )  # fmt: skip
-            seconds = LaneSeconds(period, learner, busy / max(engines, 1), needed)
             self._measured = [*self._measured[-_MOST_KEPT:], seconds]
         self._begun_s, self._busy = now, {'learner': 0.0, 'engines': 0.0}
         self._decoded, self._taken, self._ended = DecodeSums(), 0, 0

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from areal_jax.config.cluster import DeviceSplit
 
 _WAITS = 0.1  # share of an update from which on the learner is short of data
+_FULL = 0.9  # of the rows of an engine from which on it is taken to be full
 _MOST_DOUBLINGS = 6  # of the updates before the next move back
 
 
@@ -22,6 +23,19 @@ class LaneSeconds(NamedTuple):
     learner: float  # of its lane
     engines: float  # of the lane of one engine, the mean over all
     needed: float  # what one engine needs for what the update took, see needed_seconds
+    step_s: float = 0.0  # of a decode step, whatever its rows
+    row_s: float = 1.0  # and of each row
+    full_share: float = 0.0  # of a step that a row takes where an engine is full: 1 / rows
+    open_share: float = 0.0  # likewise, where one engine has all the rows that decode at a time
+
+    def needed_of(self, here: int, there: int) -> float:
+        """`needed` with `there` engines in place of `here`.
+
+        Rows are shared among the engines, so more engines run steps of fewer rows: a row costs
+        row_s + step_s * max(full_share, engines * open_share).
+        """
+        cost, later = (self.row_s + self.step_s * max(self.full_share, n * self.open_share) for n in (here, there))
+        return self.needed * here / there * (later / cost if cost else 1.0)
 
 
 class DecodeSums(NamedTuple):
@@ -104,12 +118,11 @@ class Planned:
 class Automatic:
     """Moves devices to the split with the shortest update when that is predicted to pay, and keeps them otherwise.
 
-    Learner and engines work at the same time, so an update takes as long as the busier of both, and the seconds of
-    each go with the number of its devices (no losses): from n to m devices, seconds times n / m; those of engines are
-    `needed_seconds`. That bound must fall by the factor 1 + gain, and it must have done so in each of the last
-    `updates` updates. A move in the direction opposite to the one before waits twice as long, the next such one four
-    times, so that noise and a prediction that does not come true move devices ever more rarely; a move that goes on
-    in the same direction starts afresh.
+    Learner and engines work at the same time, so an update takes as long as the busier of both. From n to m devices the
+    learner's seconds go with n / m (no losses), and those of engines are `LaneSeconds.needed_of`. That bound must fall
+    by the factor 1 + gain, and it must have done so in each of the last `updates` updates. A move in the direction
+    opposite to the one before waits twice as long, the next such one four times, so that noise and a prediction that
+    does not come true move devices ever more rarely; a move that goes on in the same direction starts afresh.
 
     Args:
       rungs: the smallest learner first.
@@ -151,12 +164,18 @@ class Automatic:
 def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
     """By which share of its later length an update is longer now: 0.25 where 5 s become 4 s.
 
-    The length of an update is that of its busier side, max(learner, needed of engines), each in inverse proportion to
-    its devices.
+    The length of an update is that of its busier side: of the learner in inverse proportion to its devices, or what
+    engines need (`LaneSeconds.needed_of`).
     """
     now = max(seconds.learner, seconds.needed)
-    later = max(seconds.learner * here.learner / there.learner, seconds.needed * here.engines / there.engines)
+    generation = seconds.needed_of(here.engines, there.engines)
+    later = max(seconds.learner * here.learner / there.learner, generation)
     return now / later - 1.0 if later > 0 else 0.0
+
+
+def waits(period: float, learner: float) -> bool:
+    """Whether the learner is short of data in an update: it waits for a tenth of it or more."""
+    return learner <= (1 - _WAITS) * period
 
 
 def needed_seconds(period: float, learner: float, full: float, *, taken: int, ended: int) -> float:
@@ -172,32 +191,61 @@ def needed_seconds(period: float, learner: float, full: float, *, taken: int, en
       ended: answers in the same time; while a pipeline fills they are more. Tokens would not do: those of answers that
         end later are more where answers grow.
     """
-    needed = full if learner > (1 - _WAITS) * period else period
+    needed = period if waits(period, learner) else full
     return needed * taken / ended if ended else needed
 
 
-def full_seconds(sums: DecodeSums, slots: int, cache_tokens: int) -> float:
-    """Seconds in which engines with full slots decode what took `sums.seconds`, at most that.
+class StepCost(NamedTuple):
+    """A decode step of n rows takes step_s + row_s * n."""
 
-    An engine whose slots are half full is as busy as a full one, and could do more. A step is taken to cost
-    a + b * rows, fitted to the steps by least squares with a and b at least 0. Full are the slots, or as many rows as
-    the KV cache holds at the positions that a row saw on average; positions that rows share count for each.
-    """
+    step_s: float
+    row_s: float
+
+
+def fit_step(sums: DecodeSums) -> StepCost:
+    """By least squares over the steps, both at least 0; steps alike in their rows are all base."""
     if not sums.rows:
-        return sums.seconds
-    mean_rows = sums.rows / sums.steps
-    full_rows = min(slots, cache_tokens * sums.rows / max(sums.positions, 1.0))
-    if mean_rows >= full_rows:
-        return sums.seconds
+        return StepCost(0.0, 0.0)
     spread = sums.steps * sums.squared_rows - sums.rows**2
-    per_row = (sums.steps * sums.row_seconds - sums.rows * sums.seconds) / spread if spread > 0 else 0.0
-    per_row = min(max(per_row, 0.0), sums.seconds / sums.rows)
-    per_step = (sums.seconds - per_row * sums.rows) / sums.steps
-    return sums.rows / full_rows * (per_step + per_row * full_rows)
+    row_s = (sums.steps * sums.row_seconds - sums.rows * sums.seconds) / spread if spread > 0 else 0.0
+    row_s = min(max(row_s, 0.0), sums.seconds / sums.rows)
+    return StepCost((sums.seconds - row_s * sums.rows) / sums.steps, row_s)
+
+
+def full_rows(sums: DecodeSums, slots: int, cache_tokens: int) -> float:
+    """Rows of a full engine: its slots, or as many as the KV cache holds at the positions that a row saw on average.
+
+    Positions that rows share count for each.
+    """
+    return min(slots, cache_tokens * sums.rows / max(sums.positions, 1.0))
+
+
+def full_seconds(sums: DecodeSums, cost: StepCost, rows: float) -> float:
+    """Seconds in which engines with so many rows decode what took `sums.seconds`, at most that.
+
+    An engine whose slots are half full is as busy as a full one, and could do more.
+    """
+    if not sums.rows or sums.rows / sums.steps >= rows:
+        return sums.seconds
+    return sums.rows / rows * (cost.step_s + cost.row_s * rows)
+
+
+def open_rows(before: float, rows: float, full: float, engines: int) -> float:
+    """Rows that decode at a time in all engines if they are the bound; 0 = not known.
+
+    The staleness bound limits the open answers, and of a group that waits for its longest answer few decode: fewer
+    engines have more rows each.
+
+    Args:
+      before: what was known before this update, in which the learner waited.
+      rows: of a step, the mean; a full engine (`full`) says only that there are at least as many.
+    """
+    seen = rows * engines
+    return seen if rows < _FULL * full else max(before, seen) if before else 0.0
 
 
 def mean_seconds(measured: Sequence[LaneSeconds]) -> LaneSeconds:
     """Over these updates; zeros where there are none."""
     if not measured:
-        return LaneSeconds(0.0, 0.0, 0.0, 0.0)
+        return LaneSeconds(0.0, 0.0, 0.0, 0.0, row_s=0.0)
     return LaneSeconds(*(sum(values) / len(measured) for values in zip(*measured, strict=True)))

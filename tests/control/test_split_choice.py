@@ -12,9 +12,13 @@ from areal_jax.control.split_choice import (
     LaneSeconds,
     Planned,
     Rung,
+    StepCost,
+    fit_step,
+    full_rows,
     full_seconds,
     mean_seconds,
     needed_seconds,
+    open_rows,
     predict_gain,
 )
 
@@ -85,26 +89,61 @@ def sums_of(dispatches):
     return sums
 
 
+def seconds_if_full(sums, slots, cache_tokens):
+    return full_seconds(sums, fit_step(sums), full_rows(sums, slots, cache_tokens))
+
+
 def test_seconds_with_full_slots_are_those_of_the_fitted_step():
     step_s = lambda rows: 0.02 + 0.001 * rows  # 8 rows: 28 ms
     sums = sums_of((100, rows, 100 * step_s(rows), 0) for rows in (1, 2, 3, 6))
+    assert fit_step(sums) == pytest.approx(StepCost(0.02, 0.001))
     # 1,200 row-steps are 150 steps of 8 rows
-    assert full_seconds(sums, 8, 1000) == pytest.approx(150 * step_s(8))
+    assert seconds_if_full(sums, 8, 1000) == pytest.approx(150 * step_s(8))
     # a cache of 1,200 tokens holds 4 rows of 300 positions each
     sums = sums_of((100, rows, 100 * step_s(rows), 100 * rows * 300) for rows in (1, 2, 3, 6))
-    assert full_seconds(sums, 8, 1200) == pytest.approx(300 * step_s(4))
+    assert seconds_if_full(sums, 8, 1200) == pytest.approx(300 * step_s(4))
     # it holds 3, as many as there were on average: nothing is to be had
-    assert full_seconds(sums, 8, 900) == sums.seconds
+    assert seconds_if_full(sums, 8, 900) == sums.seconds
 
 
 def test_a_step_whose_rows_are_free_costs_the_less_the_fuller_it_is_and_one_without_a_base_never():
     free = sums_of((10, rows, 1.0, 0) for rows in (2, 4))
-    assert full_seconds(free, 6, 1000) == pytest.approx(1.0)  # 60 row-steps
+    assert seconds_if_full(free, 6, 1000) == pytest.approx(1.0)  # 60 row-steps
     dear = sums_of((10, rows, float(rows), 0) for rows in (2, 4))
-    assert full_seconds(dear, 6, 1000) == pytest.approx(dear.seconds)
+    assert seconds_if_full(dear, 6, 1000) == pytest.approx(dear.seconds)
     alike = sums_of([(10, 3, 1.0, 0)] * 2)  # one point has no slope
-    assert full_seconds(alike, 6, 1000) == pytest.approx(1.0)
-    assert full_seconds(DecodeSums(), 6, 1000) == 0.0
+    assert seconds_if_full(alike, 6, 1000) == pytest.approx(1.0)
+    assert seconds_if_full(DecodeSums(), 6, 1000) == 0.0
+
+
+def test_engines_share_the_open_rows():
+    """Steps of 20 ms and 1 ms a row; 48 rows decode at a time, and an engine holds 16."""
+    here = LaneSeconds(9.0, 1.0, 9.0, 9.0, step_s=0.020, row_s=0.001, full_share=1 / 16, open_share=1 / 48)
+    # 6 engines have 8 rows each: a row takes 20 / 8 + 1 = 3.5 ms; 4 have 12: 20 / 12 + 1 = 2.67 ms
+    assert here.needed_of(6, 4) == pytest.approx(9.0 * 6 / 4 * (20 / 12 + 1) / 3.5)
+    # 2 are full with 16, not 24: 20 / 16 + 1 = 2.25 ms
+    assert here.needed_of(6, 2) == pytest.approx(9.0 * 6 / 2 * 2.25 / 3.5)
+    # where it is not known how many decode, engines are as full as before
+    assert here._replace(open_share=0.0).needed_of(6, 4) == pytest.approx(9.0 * 6 / 4)
+    assert here.needed_of(6, 6) == 9.0
+    # rows that cost nothing: more engines do not help
+    assert here._replace(row_s=0.0).needed_of(4, 6) == pytest.approx(9.0)
+
+
+def test_devices_do_not_go_to_engines_that_would_share_the_same_rows():
+    measured = LaneSeconds(14.0, 3.0, 14.0, 14.0, step_s=0.02, row_s=0.0, full_share=1 / 16, open_share=1 / 48)
+    assert predict_gain(measured, RUNGS[1], RUNGS[0]) == pytest.approx(0.0)
+    assert automatic().choose(9, SPLITS[1], [measured] * 3) == SPLITS[1]
+    assert automatic().choose(9, SPLITS[1], [seconds(3.0, 14.0)] * 3) == SPLITS[0]
+
+
+def test_open_rows_are_those_of_engines_that_are_the_bound():
+    assert open_rows(0.0, 10.0, 16.0, engines=4) == 40.0
+    assert open_rows(60.0, 10.0, 16.0, engines=4) == 40.0  # the later measurement counts
+    # full engines say that there are at least as many
+    assert open_rows(40.0, 15.0, 16.0, engines=4) == 60.0
+    assert open_rows(90.0, 15.0, 16.0, engines=4) == 90.0
+    assert open_rows(0.0, 15.0, 16.0, engines=4) == 0.0
 
 
 def test_joined_dispatches_count_like_the_single_ones():
@@ -172,4 +211,4 @@ def test_a_plan_holds_each_split_from_its_update_on():
 def test_the_mean_of_what_was_measured():
     found = mean_seconds([LaneSeconds(2.0, 1.0, 2.0, 2.0), LaneSeconds(4.0, 3.0, 1.0, 0.5)])
     assert found == LaneSeconds(3.0, 2.0, 1.5, 1.25)
-    assert mean_seconds([]) == LaneSeconds(0.0, 0.0, 0.0, 0.0)
+    assert mean_seconds([]) == LaneSeconds(0.0, 0.0, 0.0, 0.0, row_s=0.0)
