@@ -27,7 +27,8 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
     'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
     'answers': Text(
         'lognormal(1000, 0.75)',
-        'tokens of an answer before the limit: lognormal(mean, sigma), constant(n), ..., or log(RUN): those of a run',
+        'tokens of an answer before the limit: lognormal(mean, sigma), constant(n), ...; A -> B drifts over the run, '
+        "'A; B' has equal phases; log(RUN): those of a run",
     ),
     'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
     'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),

@@ -6,12 +6,17 @@ Pure functions of what was measured; reallocation.py measures, and moves.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
 
 from areal_jax.config.cluster import DeviceSplit
 
 _WAITS = 0.1  # share of an update from which on the learner is short of data
+_SAME = 1e-9  # of singular values, below which steps are alike
+_PARTS = ([0], [0, 1], [0, 2], [1], [2], [1, 2], [0, 1, 2])  # of a step's cost: base, rows, positions
 _FULL = 0.9  # of the rows of an engine from which on it is taken to be full
 _MOST_DOUBLINGS = 6  # of the updates before the next move back
 
@@ -39,18 +44,25 @@ class LaneSeconds(NamedTuple):
 
 
 class DecodeSums(NamedTuple):
-    """The decode steps of one update, over all engines: sums, so that joined dispatches count like the single ones."""
+    """The decode steps of one update, over all engines: sums over steps, each as the mean of its dispatch."""
 
     steps: float = 0.0
     seconds: float = 0.0
     rows: float = 0.0  # of each step
+    positions: float = 0.0  # that the rows of each step saw
     squared_rows: float = 0.0
-    row_seconds: float = 0.0  # rows of each step times its seconds
-    positions: float = 0.0  # that the rows saw
+    squared_positions: float = 0.0
+    rows_positions: float = 0.0
+    rows_seconds: float = 0.0
+    positions_seconds: float = 0.0
 
     def add(self, steps: int, rows: int, seconds: float, positions: int) -> DecodeSums:
-        """With a further dispatch."""
-        further = steps, seconds, steps * rows, steps * rows * rows, rows * seconds, positions
+        """With a further dispatch, which took `seconds` and whose rows saw `positions` in all its steps."""
+        seen = positions / steps
+        further = (
+            *(steps, seconds, steps * rows, positions, steps * rows * rows, seen * positions, rows * positions),
+            *(rows * seconds, seen * seconds),
+        )
         return DecodeSums(*map(sum, zip(self, further, strict=True)))
 
 
@@ -203,13 +215,33 @@ class StepCost(NamedTuple):
 
 
 def fit_step(sums: DecodeSums) -> StepCost:
-    """By least squares over the steps, both at least 0; steps alike in their rows are all base."""
+    """Least squares of step_s + a * rows + b * positions, none below 0; row_s is of a row that sees the mean positions.
+
+    Rows of long answers are few and dear: without the positions they would look free. Steps that are all alike are all
+    base.
+    """
     if not sums.rows:
         return StepCost(0.0, 0.0)
-    spread = sums.steps * sums.squared_rows - sums.rows**2
-    row_s = (sums.steps * sums.row_seconds - sums.rows * sums.seconds) / spread if spread > 0 else 0.0
-    row_s = min(max(row_s, 0.0), sums.seconds / sums.rows)
-    return StepCost((sums.seconds - row_s * sums.rows) / sums.steps, row_s)
+    products = np.array(
+        [
+            [sums.steps, sums.rows, sums.positions],
+            [sums.rows, sums.squared_rows, sums.rows_positions],
+            [sums.positions, sums.rows_positions, sums.squared_positions],
+        ]
+    )
+    against = np.array([sums.seconds, sums.rows_seconds, sums.positions_seconds])
+    unit = np.sqrt(np.diag(products)) + (np.diag(products) == 0)  # positions are a million times the steps
+    products, against = products / np.outer(unit, unit), against / unit
+    better = _SAME * sums.seconds**2 / sums.steps  # of two fits as good, the one that comes first
+    best, least = np.zeros(3), math.inf
+    for parts in _PARTS:
+        found = np.zeros(3)
+        found[parts] = np.linalg.lstsq(products[np.ix_(parts, parts)], against[parts], rcond=_SAME)[0]
+        error = found @ products @ found - 2 * found @ against
+        if found.min() >= 0 and error < least - better:
+            best, least = found / unit, error
+    step_s, row_s, position_s = map(float, best)
+    return StepCost(step_s, row_s + position_s * sums.positions / sums.rows)
 
 
 def full_rows(sums: DecodeSums, slots: int, cache_tokens: int) -> float:

@@ -24,6 +24,7 @@ class Lengths:
     start: Distribution
     cap: int
     end: Distribution | None = None  # that of the last draw of the run, of the same form; None = it does not drift
+    phases: tuple[Distribution, ...] = ()  # of equal parts of the run, the first of them `start`; () = there is one
     draws: int = 0  # prompts of the run, after which lengths stay as they are
     group_share: float = 0.0  # c
 
@@ -45,6 +46,8 @@ class Lengths:
 
     def at(self, draw: int) -> Distribution:
         """The distribution of a draw, before lengths are cut off."""
+        if self.phases:
+            return self.phases[min(draw * len(self.phases) // self.draws, len(self.phases) - 1)]
         return self.start if self.end is None else move(self.start, self.end, min(1.0, draw / self.draws))
 
     def cut(self, length: float) -> int:
@@ -55,10 +58,12 @@ class Lengths:
 def parse_lengths(
     text: str, cap: int, *, group_share: float = 0.0, draws_of_run: int = 0, field: str = 'lengths'
 ) -> Lengths:
-    """Lengths that are written as a distribution (`distributions.FORMS`), or as two of one form with '->' between.
+    """Lengths that are written as a distribution (`distributions.FORMS`), as two of one form with '->' between, or as
+    several with ';' between.
 
     'lognormal(2000, 0.75) -> lognormal(16000, 0.75)' drifts from the first prompt of the run to the last: the logarithm
-    of the mean in equal steps.
+    of the mean in equal steps. 'constant(2000); constant(4000)' has one in the first half of the prompts and the other
+    in the second.
 
     Args:
       cap: most tokens of an answer; longer ones are cut off.
@@ -66,10 +71,15 @@ def parse_lengths(
       draws_of_run: prompts of the run, over which lengths drift.
       field: of the config, for errors.
 
-    Raises ConfigError for a text that is no distribution, two forms, or a drift over a run without an end.
+    Raises ConfigError for a text that is no distribution, a drift between two forms, and a drift or phases of a run
+    without an end.
     """
     COUNT.require(f'{field}: cap', cap)
     SHARE.require(f'{field}: group_share', group_share)
+    if ';' in text:
+        phases = tuple(parse_distribution(part, field) for part in text.split(';'))
+        _require_end(draws_of_run, f'{field}={text!r} has phases')
+        return Lengths(phases[0], cap, phases=phases, draws=draws_of_run, group_share=group_share)
     first, arrow, last = text.partition('->')
     start = parse_distribution(first, field)
     if not arrow:
@@ -77,6 +87,10 @@ def parse_lengths(
     end = parse_distribution(last, field)
     if not same_form(start, end):
         raise ConfigError(f'{field}={text!r} drifts from one form to another: use the same one on both sides')
+    _require_end(draws_of_run, f'{field}={text!r} drifts')
+    return Lengths(start, cap, end, draws=draws_of_run, group_share=group_share)
+
+
+def _require_end(draws_of_run: int, what: str) -> None:
     if draws_of_run < 1:
-        raise ConfigError(f'{field}={text!r} drifts over the prompts of the run, and the run has no last one: bound it')
-    return Lengths(start, cap, end, draws_of_run, group_share)
+        raise ConfigError(f'{what} over the prompts of the run, and the run has no last one: bound it')

@@ -113,8 +113,8 @@ def compare_even(simulations: Simulations, model: str, groups: int) -> Compariso
     form = closed_form(settings[0])
     return Comparison(
         f'even steps, {model}, an update every {interrupted.update_s / form.answer_s:.2f} mean answers: '
-        'updates over waiting, closed form 3.9', 'times', 1 + form.gain, waiting.update_s / interrupted.update_s, WITHIN,
-        '', '', min(map(simulations.seeds_of, settings)),
+        'updates over waiting, closed form 3.9', 'times', 1 + form.gain, waiting.update_s / interrupted.update_s,
+        WITHIN, '', '', min(map(simulations.seeds_of, settings)),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Devices that follow growing answers, against every split that stays: configs/simulate/moving.py, 32 devices.
+"""Devices that follow growing answers, against splits that stay: configs/simulate/moving.py, 32 devices.
 
     python -m benchmarks.simulation.moving --json=benchmarks/results/simulation/moving.json
 
@@ -10,6 +10,7 @@ with the split that is best there, and should not leave it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import pathlib
 import tempfile
@@ -20,17 +21,21 @@ from typing import Any
 from areal_jax.app.command_line import load_config
 from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.events.schema import Event
 from areal_jax.files import write_json
-from areal_jax.report.event_log import load_events
 from areal_jax.telemetry import names
-from areal_jax.telemetry.metrics import read_metrics
+from areal_jax.telemetry.values import Line
 
 CONFIG = 'configs/simulate/moving.py'
-MEASURED = 60  # updates, until answers have 16,000 tokens; those behind them keep the engines supplied
-FIRST, LAST = 5, 15  # updates between which the start is measured: the pipeline is full by then
+MEASURED = 120  # updates, of which each quarter has its lengths; the run has more, so that engines stay supplied
+FIRST, LAST = 10, 30  # updates between which the start is measured: the pipeline is full by then
 STAYS = {'cluster.reallocate': 'off'}
 PARTS = ('growing', 'constant')
 CONSTANT = {'simulation.answers': 'lognormal(5657, 0.75)'}  # the middle of 2,000 and 16,000 on a logarithmic scale
+
+
+class _Measured(Exception):
+    """Ends a run whose measured updates are over."""
 
 
 def split_fields(engines: int) -> dict[str, str]:
@@ -46,10 +51,23 @@ def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
     quiet = {'telemetry.progress': False, 'telemetry.tensorboard': False}
     with config.unlocked():
         config.update_from_flattened_dict({'run.seed': seed, **quiet, **fields})
-    with tempfile.TemporaryDirectory() as directory:
-        workdir = pathlib.Path(directory) / 'run'
-        build_simulation(config, workdir).train()
-        rows, events = read_metrics(workdir / 'metrics.jsonl')[:MEASURED], load_events(workdir / 'events.jsonl')
+    rows: list[Line] = []
+    moves: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        if event['kind'] == 'reallocate':
+            moves.append(event)
+
+    def on_row(step: int, row: Line) -> None:
+        rows.append(row)
+        if len(rows) == MEASURED:
+            raise _Measured
+
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(_Measured):
+        run = build_simulation(config, pathlib.Path(directory) / 'run')
+        run.program.parts.host.log.listeners.append(on_event)
+        run.program.parts.metrics.listeners.append(on_row)
+        run.train()
     tokens = list(itertools.accumulate(float(row[names.UPDATE_TOKENS]) for row in rows))
     first_s = float(rows[LAST - 1]['time']) - float(rows[FIRST - 1]['time'])
     return {
@@ -59,9 +77,8 @@ def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
         'times': [round(float(row['time']), 1) for row in rows],
         'token_age': sum(float(row[names.TOKEN_AGE_MEAN]) for row in rows) / len(rows),
         'moves': [
-            {key: event[key] for key in ('update', 'learner', 'engines', 'moved', 'seconds')}
-            for event in events
-            if event['kind'] == 'reallocate' and event['update'] <= MEASURED
+            {key: value for key, value in move.items() if key in ('update', 'learner', 'engines', 'moved', 'seconds')}
+            for move in moves
         ],
         'cpu_s': time.process_time() - began_s,
     }
@@ -104,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--json', type=pathlib.Path, help='where the results go')
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--engines', default='8,10,12,14,16,18,20,22,24', help='the splits that stay')
+    parser.add_argument('--engines', default='12,13,14,16,18,19,20,22', help='the splits that stay')
     parser.add_argument('--eta', type=float, help='in place of staleness.eta of the config')
     parser.add_argument('--parts', default=','.join(PARTS), help='which lengths: growing, constant')
     options = parser.parse_args()

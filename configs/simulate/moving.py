@@ -1,8 +1,9 @@
-"""32 H800 and a model of 7 billion parameters, simulated, while answers grow from 2,000 to 16,000 tokens.
+"""32 H800 and a model of 7 billion parameters, simulated; answers grow from 2,000 to 16,000 tokens in four phases.
 
     areal-simulate --config=configs/simulate/moving.py --workdir=runs/moving
 
-`cluster.reallocate='auto'` moves devices between generation and training; with 'off' they stay.
+`cluster.reallocate='auto'` moves devices between generation and training; with 'off' they stay. An update trains 2,048
+answers, so that the open answers are a small part of the run: a deep buffer does what moves would.
 """
 
 from ml_collections import config_dict
@@ -12,12 +13,14 @@ from areal_jax import config as schema
 
 def get_config() -> config_dict.ConfigDict:
     config = schema.default_config()
-    config.run.steps = 72
+    config.run.steps = 150
     config.simulation.prices = 'roofline'
     config.simulation.chip = 'H800'
     config.simulation.model = 'R1-distill-Qwen-7B'
-    config.simulation.answers = 'lognormal(2000, 0.75) -> lognormal(24300, 0.75)'  # 16,000 at update 60
+    means = 2000, 4000, 8000, 16000, 16000  # each for 30 updates
+    config.simulation.answers = '; '.join(f'lognormal({mean}, 0.75)' for mean in means)
     config.simulation.prompts = 'constant(512)'
+    config.simulation.passes = 5.0  # activations are computed again, and proximal log-probs
     config.cluster.learner = 'data=16'
     config.cluster.engines = '16 x tensor=1'
     config.cluster.reallocate = 'auto'
@@ -32,12 +35,12 @@ def get_config() -> config_dict.ConfigDict:
     config.rollout.prefill_buckets = (2048, 16384)
     config.rollout.kv_policy = 'keep'  # short answers see several versions, and would be computed again under each
     config.rollout.decode_steps = 128
-    config.learner.groups_per_update = 64
-    config.learner.rows_per_microbatch = 720720  # every number of devices up to 16 divides it
+    config.learner.groups_per_update = 128
+    config.learner.rows_per_microbatch = 232792560  # every number of devices up to 20 divides it
     config.learner.row_tokens = 50176
     config.learner.row_loss_tokens = 50176
     config.learner.filter_equal_rewards = False
-    config.staleness.eta = 8  # a group waits for its longest answer: fewer would leave slots empty
+    config.staleness.eta = 4  # a group waits for its longest answer: fewer would leave slots empty
     config.buffer.capacity = 2048
     config.checkpoint.every = 0
     config.telemetry.plots = False

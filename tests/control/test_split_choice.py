@@ -146,10 +146,40 @@ def test_open_rows_are_those_of_engines_that_are_the_bound():
     assert open_rows(0.0, 15.0, 16.0, engines=4) == 0.0
 
 
-def test_joined_dispatches_count_like_the_single_ones():
-    single = [(4, 3, 0.25, 300 + 12 * n) for n in range(5)]
-    joined = (20, 3, 1.25, sum(positions for *_, positions in single))
-    assert sums_of(single) == pytest.approx(sums_of([joined]))
+def test_a_row_costs_by_the_positions_that_it_sees():
+    """Engines with few rows have the long ones: 20 ms, 0.1 ms a row and 1 us a position."""
+    step_s = lambda rows, seen: 0.02 + 1e-4 * rows + 1e-6 * rows * seen
+    shapes = [(60, 500), (40, 900), (20, 2000), (10, 5000)]
+    sums = sums_of((64, rows, 64 * step_s(rows, seen), 64 * rows * seen) for rows, seen in shapes)
+    mean = sum(rows * seen for rows, seen in shapes) / sum(rows for rows, _ in shapes)
+    assert fit_step(sums) == pytest.approx(StepCost(0.02, 1e-4 + 1e-6 * mean))
+
+
+def test_no_part_of_a_step_is_negative():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        dispatches = [(8, int(random.integers(1, 9)), random.random(), int(random.integers(8, 999))) for _ in range(9)]
+        assert min(fit_step(sums_of(dispatches))) >= 0
+
+
+def test_joined_dispatches_say_the_same_of_a_step():
+    """A jump is one dispatch of many steps, in which each row sees a position more at every step."""
+    step_s = lambda rows, seen: 0.01 + 1e-6 * rows * seen
+    single = [
+        (4, rows, 4 * step_s(rows, seen), 4 * rows * seen)
+        for rows, first in ((3, 100.0), (6, 40.0), (9, 70.0))
+        for seen in first + 4.0 * np.arange(5)
+    ]
+    joined = [
+        (
+            20,
+            rows,
+            sum(seconds for _, n, seconds, _ in single if n == rows),
+            sum(p for _, n, _, p in single if n == rows),
+        )
+        for rows in (3, 6, 9)
+    ]
+    assert fit_step(sums_of(single)) == pytest.approx(fit_step(sums_of(joined)))
 
 
 def test_the_gain_must_be_above_the_threshold():

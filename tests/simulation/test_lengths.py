@@ -47,6 +47,13 @@ def test_means_drift_in_equal_ratios_from_the_first_prompt_to_the_last_and_stay(
     assert [lengths.draw(0, draw, 0) for draw in (0, 100, 200, 300, 900)] == [2000, 4000, 8000, 16000, 16000]
 
 
+def test_phases_are_equal_parts_of_the_run_and_the_last_one_stays():
+    lengths = parse_lengths('constant(20); exponential(9); constant(40)', 10**6, draws_of_run=300)
+    assert {lengths.draw(0, draw, 0) for draw in range(100)} == {20}
+    assert len({lengths.draw(0, draw, 0) for draw in range(100, 200)}) > 10
+    assert {lengths.draw(0, draw, 0) for draw in (200, 299, 300, 900)} == {40}
+
+
 def test_a_drift_of_the_mean_keeps_the_numbers_of_each_answer():
     still = parse_lengths('lognormal(2000, 0.75)', 10**9)
     drifting = parse_lengths('lognormal(2000, 0.75) -> lognormal(8000, 0.75)', 10**9, draws_of_run=100)
@@ -72,7 +79,9 @@ def test_several_lengths_of_one_answer_differ():
     ('text', 'settings', 'complaint'),
     [
         ('constant(1) -> exponential(1)', {'draws_of_run': 5}, 'from one form to another'),
-        ('constant(1) -> constant(2)', {}, 'the run has no last one'),
+        ('constant(1) -> constant(2)', {}, 'drifts over the prompts of the run, and the run has no last one'),
+        ('constant(1); constant(2)', {}, 'has phases over the prompts of the run, and the run has no last one'),
+        ('constant(1); ', {'draws_of_run': 5}, 'is not'),
         ('constant(1) ->', {'draws_of_run': 5}, 'is not known'),
         ('constant(1)', {'group_share': 1.5}, r'rollout\.x: group_share=1\.5 must lie in \[0, 1\]'),
         ('constant(1)', {'cap': 0}, r'rollout\.x: cap=0 must be at least 1'),

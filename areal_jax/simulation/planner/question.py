@@ -44,11 +44,11 @@ def describe_lengths(text: str, count: int, group_size: int, limit: int = 0, pro
     Args:
       limit: rollout.max_new_tokens; 0 = LIMIT_MEANS mean lengths.
 
-    Raises ConfigError for a text that is none, or one that drifts.
+    Raises ConfigError for a text that is none, one that drifts, or one of several phases.
     """
     require_batch(count, group_size)
-    if '->' in text:
-        raise ConfigError(f'--lengths={text!r} drifts: plan for its start and for its end, each by itself')
+    if '->' in text or ';' in text:
+        raise ConfigError(f'--lengths={text!r} changes in a run: plan for its start and for its end, each by itself')
     if not limit:
         free = group_moments(parse_lengths(text, 1 << 30, field='--lengths'), group_size)
         limit = _round_up(LIMIT_MEANS * free.mean)

@@ -85,7 +85,8 @@ def test_a_plan_that_does_not_fit_says_both_numbers():
         (('lognormal(9000, 0.75)', 100, 16), 'no multiple of --group_size=16: use 96 or 112'),
         (('lognormal(9000, 0.75)', 8, 16), 'one group at least'),
         (('normal(3)', 16, 16), 'is not known'),
-        (('constant(3) -> constant(5)', 16, 16), 'drifts'),
+        (('constant(3) -> constant(5)', 16, 16), 'changes in a run'),
+        (('constant(3); constant(5)', 16, 16), 'changes in a run'),
     ],
 )
 def test_batches_and_lengths_that_are_refused(arguments, message):
