@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 
 import pytest
 
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.reallocation import Reallocation
-from areal_jax.control.split_choice import Automatic, Planned, Rung
+from areal_jax.control.split_choice import Automatic, LaneSeconds, Planned, Rung
 from areal_jax.lanes import PREPARE, engine_lane, publish_lane, short_name
 from areal_jax.report.rules.log_rules import find_violation
 from areal_jax.rollout.local_engine import LocalEngine
@@ -202,6 +203,24 @@ def test_a_stop_between_two_updates_leaves_the_next_move_to_the_resumed_run():
     resumed = toy_run(resume=checkpoint).run()
     assert_exact(log_of(run)[: checkpoint['run_state']['next_seq']] + log_of(resumed), resumed)
     assert [move['update'] for move in of_kind(resumed, 'reallocate')] == [5, 6]
+
+
+def test_updates_in_which_the_learner_waits_say_how_many_rows_decode_at_a_time():
+    """Two engines of four slots, steps of 0.1 s, training for nothing: the engines are the bound."""
+    run = toy_run({}, begin=2, prices=PRICED | {'train': 0.0}, checkpoint_every=1).run()
+    found = [
+        LaneSeconds(*checkpoint['run_state']['reallocation']['measured'][-1]) for checkpoint in run.checkpoints[2:]
+    ]
+    decodes = of_kind(run, 'decode')
+    rows = sum(e['steps'] * sum(slot is not None for slot in e['slots']) for e in decodes)
+    mean = rows / sum(event['steps'] for event in decodes)
+    assert all(1 <= 1 / seconds.open_share <= 8 for seconds in found)
+    assert statistics.fmean(1 / seconds.open_share for seconds in found) == pytest.approx(2 * mean, rel=0.3)
+    # and the learner as the bound says nothing of it
+    run = toy_run({}, begin=2, prices=PRICED | {'train': 9.0}, checkpoint_every=1).run()
+    busy = [LaneSeconds(*one) for one in run.checkpoints[-1]['run_state']['reallocation']['measured'][2:]]
+    assert busy
+    assert all(seconds.open_share in (0.0, busy[0].open_share) for seconds in busy)
 
 
 def test_auto_moves_devices_to_the_busier_side_once_they_are_prepared_and_not_back():
