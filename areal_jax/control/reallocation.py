@@ -7,10 +7,9 @@ elsewhere with all that was generated, the learner keeps its bits, and a checkpo
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from areal_jax import lanes
 from areal_jax.config.cluster import DeviceSplit
@@ -49,10 +48,25 @@ class ReallocationState(TypedDict):
     busy: dict[str, float]  # since the last boundary
     decoded: list[float]  # likewise, DecodeSums
     open_rows: float
-    taken: int  # likewise, answers
-    ended: int  # likewise
-    finished: dict[str, int]  # answers that no update has taken, by draw
+    taken: list[int]  # likewise, Answered
+    ended: list[int]  # likewise
+    finished: dict[str, list[int]]  # what no update has taken, Answered by draw
     begun_s: float | None
+
+
+class Answered(NamedTuple):
+    """Answers, and the tokens of all of them."""
+
+    answers: int = 0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an answer; 0 where there is none."""
+        return self.tokens / self.answers if self.answers else 0.0
+
+    def plus(self, other: Answered) -> Answered:
+        return Answered(self.answers + other.answers, self.tokens + other.tokens)
 
 
 class Reallocation:
@@ -91,8 +105,8 @@ class Reallocation:
         self._busy = {'learner': 0.0, 'engines': 0.0}  # since the last boundary
         self._decoded = DecodeSums()  # likewise
         self._open_rows = 0.0  # split_choice.open_rows
-        self._ended = self._taken = 0  # likewise: answers that ended, and that were trained or dropped
-        self._finished: collections.Counter[int] = collections.Counter()  # other answers that have ended, by draw
+        self._ended = self._taken = Answered()  # likewise: what ended, and what was trained or dropped
+        self._finished: dict[int, Answered] = {}  # what else has ended, by draw
         self._dispatch_s: dict[str, float] = {}  # of the dispatch whose event is next, by engine
         self._begun_s: float | None = None  # when that was; None: before the first, or after a move
         self._moved = 0  # requests that went on elsewhere in this move
@@ -126,9 +140,9 @@ class Reallocation:
             'busy': dict(self._busy),
             'decoded': list(self._decoded),
             'open_rows': self._open_rows,
-            'taken': self._taken,
-            'ended': self._ended,
-            'finished': {str(draw): answers for draw, answers in self._finished.items()},
+            'taken': list(self._taken),
+            'ended': list(self._ended),
+            'finished': {str(draw): list(answered) for draw, answered in self._finished.items()},
             'begun_s': self._begun_s,
         }
 
@@ -140,8 +154,8 @@ class Reallocation:
         self._measured = [LaneSeconds(*seconds) for seconds in state['measured']]
         self._busy, self._decoded = dict(state['busy']), DecodeSums(*state['decoded'])
         self._open_rows = state['open_rows']
-        self._taken, self._ended, self._begun_s = state['taken'], state['ended'], state['begun_s']
-        self._finished = collections.Counter({int(draw): answers for draw, answers in state['finished'].items()})
+        self._taken, self._ended, self._begun_s = Answered(*state['taken']), Answered(*state['ended']), state['begun_s']
+        self._finished = {int(draw): Answered(*answered) for draw, answered in state['finished'].items()}
 
     # What lanes are busy with.
 
@@ -152,16 +166,21 @@ class Reallocation:
             seconds = self._dispatch_s.pop(event['engine'])  # run_done comes before it
             self._decoded = self._decoded.add(event['steps'], rows, seconds, event['positions'])
         elif event['kind'] == 'finish':
-            self._finished[event['draw']] += 1
-            self._ended += 1
+            answer, draw = Answered(1, event['tokens']), event['draw']
+            self._finished[draw] = self._finished.get(draw, Answered()).plus(answer)
+            self._ended = self._ended.plus(answer)
         elif event['kind'] == 'consume':
-            self._taken += sum(self._finished.pop(draw, 0) for draw in event['draws'])
+            self._take(*event['draws'])
         elif event['kind'] == 'evaluate':  # of the weights that training begins or ends with
             self._finished.clear()
         elif event['kind'] == 'drop':
-            self._taken += self._finished.pop(event['draw'], 0)
+            self._take(event['draw'])
         elif event['kind'] == 'run_done' and event['lane'] is not None:
             self._note_work(event)
+
+    def _take(self, *draws: int) -> None:
+        for draw in draws:
+            self._taken = self._taken.plus(self._finished.pop(draw, Answered()))
 
     def _note_work(self, event: RunDoneEvent) -> None:
         assert event['lane'] is not None
@@ -178,19 +197,20 @@ class Reallocation:
         if self._begun_s is not None:
             learner, busy, decoded = self._busy['learner'], self._busy['engines'], self._decoded
             full, cost = full_rows(decoded, self._slots, self._cache_tokens), fit_step(decoded)
-            period = now - self._begun_s
+            period, taken, ended = now - self._begun_s, self._taken, self._ended
             if decoded.steps and waits(period, learner):
                 self._open_rows = open_rows(self._open_rows, decoded.rows / decoded.steps, full, engines)
             reached = min(full, self._open_rows / max(engines, 1)) if self._open_rows else full
             needs = busy - decoded.seconds + full_seconds(decoded, cost, reached)
-            needed = needed_seconds(period, learner, needs / max(engines, 1), taken=self._taken, ended=self._ended)
+            needed = needed_seconds(period, learner, needs / max(engines, 1), taken=taken.answers, ended=ended.answers)
             seconds = LaneSeconds(
                 period, learner, busy / max(engines, 1), needed, *cost,
                 full_share=1 / full if full else 0.0, open_share=1 / self._open_rows if self._open_rows else 0.0,
+                growth=ended.mean / taken.mean if taken.mean and ended.mean else 1.0,
             )  # fmt: skip
             self._measured = [*self._measured[-_MOST_KEPT:], seconds]
         self._begun_s, self._busy = now, {'learner': 0.0, 'engines': 0.0}
-        self._decoded, self._taken, self._ended = DecodeSums(), 0, 0
+        self._decoded, self._taken, self._ended = DecodeSums(), Answered(), Answered()
 
     # The move.
 

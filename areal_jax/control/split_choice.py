@@ -32,6 +32,12 @@ class LaneSeconds(NamedTuple):
     row_s: float = 1.0  # and of each row
     full_share: float = 0.0  # of a step that a row takes where an engine is full: 1 / rows
     open_share: float = 0.0  # likewise, where one engine has all the rows that decode at a time
+    growth: float = 1.0  # mean tokens of the answers that ended over those of the answers that the update took
+
+    @property
+    def training(self) -> float:
+        """What the learner would need for answers as long as those that end now, which it trains later."""
+        return self.learner * self.growth
 
     def needed_of(self, here: int, there: int) -> float:
         """`needed` with `there` engines in place of `here`.
@@ -177,11 +183,11 @@ def predict_gain(seconds: LaneSeconds, here: Rung, there: Rung) -> float:
     """By which share of its later length an update is longer now: 0.25 where 5 s become 4 s.
 
     The length of an update is that of its busier side: of the learner in inverse proportion to its devices, or what
-    engines need (`LaneSeconds.needed_of`).
+    engines need (`LaneSeconds.needed_of`), both for answers as long as those that end now.
     """
-    now = max(seconds.learner, seconds.needed)
+    now = max(seconds.training, seconds.needed)
     generation = seconds.needed_of(here.engines, there.engines)
-    later = max(seconds.learner * here.learner / there.learner, generation)
+    later = max(seconds.training * here.learner / there.learner, generation)
     return now / later - 1.0 if later > 0 else 0.0
 
 

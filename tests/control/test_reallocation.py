@@ -223,6 +223,19 @@ def test_updates_in_which_the_learner_waits_say_how_many_rows_decode_at_a_time()
     assert all(seconds.open_share in (0.0, busy[0].open_share) for seconds in busy)
 
 
+def test_answers_that_end_are_compared_with_those_that_the_update_took():
+    run = toy_run({}, begin=2, prices=PRICED | {'train': 0.5}, checkpoint_every=1).run()
+    ends, takes = of_kind(run, 'finish'), of_kind(run, 'consume')
+    mean = lambda events: statistics.fmean(event['tokens'] for event in events)
+    measured = [LaneSeconds(*one) for one in run.checkpoints[-1]['run_state']['reallocation']['measured']]
+    bounds = [0, *(take['seq'] for take in takes[1:])]  # the first update begins with the run
+    for update in (1, 2, 3, 4):  # behind them nothing ends
+        ended = [end for end in ends if bounds[update - 1] < end['seq'] < bounds[update]]
+        taken = [end for end in ends if end['draw'] in takes[update - 1]['draws']]
+        assert measured[update - 1].growth == pytest.approx(mean(ended) / mean(taken))
+    assert measured[4].growth == 1.0
+
+
 def test_auto_moves_devices_to_the_busier_side_once_they_are_prepared_and_not_back():
     rungs = [Rung(split(engines), DEVICES - engines, engines) for engines in (4, 3, 2, 1)]
     automatic = lambda: Automatic(rungs, gain=0.2, updates=2)

@@ -137,6 +137,16 @@ def test_devices_do_not_go_to_engines_that_would_share_the_same_rows():
     assert automatic().choose(9, SPLITS[1], [seconds(3.0, 14.0)] * 3) == SPLITS[0]
 
 
+def test_both_sides_count_for_answers_as_long_as_those_that_end_now():
+    """Answers just became twice as long: engines feel it, the learner still trains the short ones."""
+    measured = seconds(10.0, 12.0)._replace(growth=2.0)
+    assert measured.training == 20.0
+    # 20 s on 2 devices are 10 on 4, 12 s on 6 engines are 18 on 4
+    assert predict_gain(measured, RUNGS[1], RUNGS[2]) == pytest.approx(20 / 18 - 1)
+    assert automatic().choose(9, SPLITS[1], [measured] * 3) == SPLITS[2]
+    assert automatic().choose(9, SPLITS[1], [measured._replace(growth=1.0)] * 3) == SPLITS[1]
+
+
 def test_open_rows_are_those_of_engines_that_are_the_bound():
     assert open_rows(0.0, 10.0, 16.0, engines=4) == 40.0
     assert open_rows(60.0, 10.0, 16.0, engines=4) == 40.0  # the later measurement counts
