@@ -28,7 +28,7 @@ from areal_jax.telemetry.values import Line
 
 CONFIG = 'configs/simulate/moving.py'
 MEASURED = 120  # updates, of which each quarter has its lengths; the run has more, so that engines stay supplied
-FIRST, LAST = 10, 30  # updates between which the start is measured: the pipeline is full by then
+FIRST, LAST = 10, 20  # updates between which the start is measured: the pipeline is full by then
 STAYS = {'cluster.reallocate': 'off'}
 PARTS = ('growing', 'constant')
 CONSTANT = {'simulation.answers': 'lognormal(5657, 0.75)'}  # the middle of 2,000 and 16,000 on a logarithmic scale
@@ -45,7 +45,7 @@ def split_fields(engines: int) -> dict[str, str]:
     return {'cluster.learner': f'data={total - engines}', 'cluster.engines': f'{engines} x tensor=1'}
 
 
-def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def simulate(fields: Mapping[str, Any], seed: int, updates: int = MEASURED) -> dict[str, Any]:
     """Trained tokens a second, of the whole run and of its first updates, and the moves."""
     config, began_s = load_config(CONFIG), time.process_time()
     quiet = {'telemetry.progress': False, 'telemetry.tensorboard': False}
@@ -60,7 +60,7 @@ def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
     def on_row(step: int, row: Line) -> None:
         rows.append(row)
-        if len(rows) == MEASURED:
+        if len(rows) == updates:
             raise _Measured
 
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(_Measured):
@@ -97,7 +97,11 @@ def compare(found: Mapping[int, Mapping[str, Any]], moving: Mapping[str, Any]) -
 
 
 def measure(
-    engines: Sequence[int], seed: int, fields: Mapping[str, Any] | None = None, parts: Sequence[str] = PARTS
+    engines: Sequence[int],
+    seed: int,
+    fields: Mapping[str, Any] | None = None,
+    parts: Sequence[str] = PARTS,
+    updates: int = MEASURED,
 ) -> dict[str, Any]:
     """Every split, then `auto`, with growing answers; and with constant ones, from the split that is best there."""
     results: dict[str, Any] = {}
@@ -106,11 +110,11 @@ def measure(
         lengths = CONSTANT if name == 'constant' else {}
         stays = {}
         for number in engines:
-            stays[number] = simulate({**more, **lengths, **split_fields(number), **STAYS}, seed)
+            stays[number] = simulate({**more, **lengths, **split_fields(number), **STAYS}, seed, updates)
             print(seed, name, number, stays[number], flush=True)
         best = max(stays, key=lambda number: stays[number]['tokens_s'])
         begin = split_fields(best) if lengths else {}
-        moving = simulate({**more, **lengths, **begin}, seed)
+        moving = simulate({**more, **lengths, **begin}, seed, updates)
         print(seed, name, 'auto', moving, flush=True)
         results[name] = {'stays': stays, 'auto': moving, **compare(stays, moving)}
         print({key: value for key, value in results[name].items() if key not in ('stays', 'auto')}, flush=True)
@@ -124,12 +128,17 @@ def main() -> None:
     parser.add_argument('--engines', default='12,13,14,16,18,19,20,22', help='the splits that stay')
     parser.add_argument('--eta', type=float, help='in place of staleness.eta of the config')
     parser.add_argument('--parts', default=','.join(PARTS), help='which lengths: growing, constant')
+    parser.add_argument('--updates', type=int, default=MEASURED, help='that are measured')
     options = parser.parse_args()
     if unknown := sorted(set(options.parts.split(',')) - set(PARTS)):
         parser.error(f'--parts={options.parts}: {", ".join(unknown)} is none of {", ".join(PARTS)}')
     fields = {} if options.eta is None else {'staleness.eta': options.eta}
     results = measure(
-        [int(number) for number in options.engines.split(',')], options.seed, fields, options.parts.split(',')
+        [int(number) for number in options.engines.split(',')],
+        options.seed,
+        fields,
+        options.parts.split(','),
+        options.updates,
     )
     if options.json:
         write_json(options.json, {'seed': options.seed, **results})
