@@ -132,6 +132,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := sorted(set(options.parts.split(',')) - set(PARTS)):
         parser.error(f'--parts={options.parts}: {", ".join(unknown)} is none of {", ".join(PARTS)}')
+    if options.updates < LAST:
+        parser.error(f'--updates={options.updates}: the start is measured up to update {LAST}')
     fields = {} if options.eta is None else {'staleness.eta': options.eta}
     results = measure(
         [int(number) for number in options.engines.split(',')],
