@@ -265,7 +265,7 @@ def full_seconds(sums: DecodeSums, cost: StepCost, rows: float) -> float:
     """
     if not sums.rows or sums.rows / sums.steps >= rows:
         return sums.seconds
-    return sums.rows / rows * (cost.step_s + cost.row_s * rows)
+    return min(sums.seconds, sums.rows / rows * (cost.step_s + cost.row_s * rows))
 
 
 def open_rows(before: float, rows: float, full: float, engines: int) -> float:
