@@ -184,7 +184,7 @@ class Dialogue:
             self._results.remove(recorded)
         else:
             detail = {'draw': self._prompt.draw, 'sample': self._episode.sample, 'tool': name}
-            work = Work('tool', 1.0, detail, recorded=True)
+            work = Work('tool', 1.0, detail, size={'call': len(self._episode.results)}, recorded=True)
             most = self._budgets.tool_bytes if most_bytes is None else most_bytes
             run = lambda: _describe_result(tool, self._budgets.tool_deadline_s, most)
             told = await self._clock.call(self._lane, run, work, 2 * self._budgets.tool_deadline_s)

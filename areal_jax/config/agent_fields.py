@@ -55,7 +55,7 @@ def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
                 yield (
                     f'agent.{name}={agent[name]!r} needs rollout.workflow={PROGRAM!r}, and it is {c.rollout.workflow!r}'
                 )
-        if deadline_s and ':' not in c.rollout.workflow:
+        if deadline_s and ':' not in c.rollout.workflow and not c.simulation.prices:
             yield f'rollout.episode_deadline_s={deadline_s} is for agents, and rollout.workflow={c.rollout.workflow!r}'
         return
     if is_environment(c.task.name):
@@ -67,7 +67,7 @@ def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.workflow={PROGRAM!r} needs agent.command or agent.function, one of them; they are '
             f'{agent.command!r} and {agent.function!r}'
         )
-    if c.run.clock != 'real':
+    if c.run.clock != 'real' and not c.simulation.prices:
         yield f"rollout.workflow={PROGRAM!r} needs run.clock='real': programs take time of their own"
     if not 0 < deadline_s < c.run.stall_timeout_s:
         yield (

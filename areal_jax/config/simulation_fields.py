@@ -27,10 +27,13 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
     'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
     'answers': Text(
         'lognormal(1000, 0.75)',
-        'tokens of an answer before the limit: lognormal(mean, sigma), constant(n), ...; A -> B drifts over the run, '
-        "'A; B' has equal phases; log(RUN): those of a run",
+        'tokens of an answer, or of a turn, before the limit: lognormal(mean, sigma), constant(n), ...; A -> B drifts '
+        "over the run, 'A; B' has equal phases; log(RUN): those of a run",
     ),
     'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
+    'turns': Text('', "turns of an agent's episode, likewise; '' = answers are no agents'; log(RUN) brings its own"),
+    'results': Text('constant(200)', 'tokens that the tool gives between two turns, likewise'),
+    'tool': Text('constant(1000)', 'milliseconds of a call of the tool, likewise; prices virtual: virtual.tool_s'),
     'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
     'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
     'verifier': Text('constant(10)', 'milliseconds of the verifier for an answer, likewise'),
@@ -64,8 +67,17 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"{setting} is unknown; use '{ROOFLINE}', '{VIRTUAL}' or FILE.json"
     if not find_objective(c.loss.objective).generates:
         yield f'{setting} and loss.objective={c.loss.objective!r}: a simulation is of runs that generate'
-    if c.rollout.workflow != 'single_turn':
-        yield f'{setting} and rollout.workflow={c.rollout.workflow!r}: only single_turn is simulated'
+    is_logged = c.simulation.answers.strip().startswith('log(')
+    if c.rollout.workflow != 'single_turn' and not c.simulation.turns and not is_logged:
+        yield (
+            f'{setting} and rollout.workflow={c.rollout.workflow!r}: its code is not run; say how many turns an '
+            "episode has, simulation.turns='uniform(2, 8)', or take them from a run, simulation.answers='log(RUN)'"
+        )
+    if c.simulation.turns and is_logged:
+        yield (
+            f'simulation.turns={c.simulation.turns!r} and simulation.answers={c.simulation.answers!r}: the run brings '
+            "its own turns; set simulation.turns=''"
+        )
     if c.friction.actor_share or c.friction.reward_share or c.friction.unrewarded_share:
         yield f'{setting} and the section friction: answers without tokens meet none; set its shares to 0'
     if c.rollout.record_routes:

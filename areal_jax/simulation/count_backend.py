@@ -8,13 +8,14 @@ from typing import cast
 
 import numpy as np
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import repeat
 
 LOGPROB = -1.0  # of every token
-AnswerLength = Callable[[int, int], int]  # (draw, sample) -> tokens after which the answer stops by itself
-_FIRST = 1024  # token of draw 0: no end of an answer
+AnswerLength = Callable[[int, int, int], int]  # (draw, sample, turn) -> tokens after which it stops by itself
+FIRST = 1024  # token of draw 0: no end of an answer; smaller ones are those of results of tools
 _NO_COUNTS = np.zeros(0, np.int64)
 
 
@@ -75,6 +76,8 @@ class CountBackend:
 
     Args:
       answer_length: of an answer that no limit cuts.
+      distinct: answers to a prompt differ in their tokens, so that a later turn finds its own conversation in the KV
+        cache. Without it all tokens are equal, and take no memory.
       buckets: ascending tokens of a dispatch of prefill; a longer sequence goes in pieces of the last.
       devices: names of the devices of the engine.
       cache_bytes: of its KV cache.
@@ -96,8 +99,10 @@ class CountBackend:
         devices: Sequence[str],
         cache_bytes: int = 0,
         jumps: bool = True,
+        distinct: bool = False,
     ):
         self._answer_length, self._buckets, self._jumps = answer_length, tuple(buckets), jumps
+        self._distinct = distinct
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks, self.devices, self.state_bytes = cache_blocks, tuple(devices), cache_bytes
 
@@ -125,7 +130,7 @@ class CountBackend:
     def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:
         ends = [self._find_ends(row) for row in rows]
         jump = Jump(
-            tokens=np.array([row.token for row in rows], np.int32),
+            tokens=np.array([self._find_token(row) for row in rows], np.int32),
             left=np.array([left for left, _ in ends], np.int64),
             stops=np.array([stops for _, stops in ends]),
             positions=np.array([row.position for row in rows], np.int64) + 1,
@@ -137,9 +142,13 @@ class CountBackend:
         """(tokens until the answer ends, whether it then ends by itself)."""
         request = row.request
         begin = row.limit - request.sampling.max_new_tokens
-        length = self._answer_length(request.draw, request.sample)
+        last = int(request.prompt_tokens[-1])
+        length = self._answer_length(request.draw, request.sample, last if last < FIRST else 0)
         left = min(begin + length, row.limit) - row.position - 1
         return left, begin + length <= row.limit
+
+    def _find_token(self, row: DecodeRow) -> int:
+        return _token(row.request.draw, 1 + row.request.sample) if self._distinct else row.token
 
     def read_context(self, state: int, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
         return {}
@@ -150,4 +159,20 @@ class CountBackend:
 
 def prompt_tokens(draw: int, count: int) -> np.ndarray:
     """int32 [count]: a prompt that no other draw has."""
-    return repeat(_FIRST + draw % (2**31 - 1 - _FIRST), count, np.int32)
+    return repeat(_token(draw), count, np.int32)
+
+
+def result_tokens(call: int, count: int) -> np.ndarray:
+    """int32 [count]: what a tool gives after turn `call`; the next turn is known by it.
+
+    Raises ConfigError for more turns than there are such tokens.
+    """
+    if call + 1 >= FIRST:
+        raise ConfigError(
+            f'simulation.turns: an episode has more than {FIRST - 1} turns; bound it with agent.max_turns'
+        )
+    return repeat(call + 1, count, np.int32)
+
+
+def _token(draw: int, further: int = 0) -> int:
+    return FIRST + (draw + further) % (2**31 - 1 - FIRST)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 from areal_jax.config.ranges import ConfigError
+from areal_jax.events.episode_events import FinishEvent
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
+from areal_jax.report.lane_intervals import lane_intervals
 from areal_jax.simulation import draws
 from areal_jax.simulation.lengths import Lengths
+from areal_jax.types import NOT_GENERATED
 
 _MILLISECONDS = 1000
 _LONGER = 1 << 40  # than any limit: an answer that reached the limit of its run would have gone on
@@ -21,17 +26,34 @@ class DrawnAnswers:
     """Lengths, rewards and seconds of a verifier are independent of each other.
 
     Args:
-      answers: tokens; `verifier`: milliseconds.
+      answers: tokens of a turn; `results`: tokens that a tool gives; `verifier`, `tool`: milliseconds.
       success: share of the answers with the reward 1; the others have 0.
+      episode: turns; None: answers are no agents'.
     """
 
     seed: int
     answers: Lengths
     verifier: Lengths
     success: float
+    results: Lengths
+    tool: Lengths
+    episode: Lengths | None = None
 
-    def length(self, draw: int, sample: int) -> int:
-        return self.answers.draw(self.seed, draw, sample)
+    @property
+    def of_agents(self) -> bool:
+        return self.episode is not None
+
+    def turns(self, draw: int, sample: int) -> int:
+        return 1 if self.episode is None else self.episode.draw(self.seed, draw, sample, 'turns')
+
+    def length(self, draw: int, sample: int, turn: int = 0) -> int:
+        return self.answers.draw(self.seed, draw, sample, index=turn)
+
+    def result(self, draw: int, sample: int, call: int) -> int:
+        return self.results.draw(self.seed, draw, sample, 'result', call)
+
+    def tool_s(self, draw: int, sample: int, call: int) -> float:
+        return self.tool.draw(self.seed, draw, sample, 'tool', call) / _MILLISECONDS
 
     def reward(self, draw: int, sample: int) -> float:
         return float(draws.uniform(self.seed, draw, sample, 'reward') < self.success)
@@ -40,53 +62,91 @@ class DrawnAnswers:
         return self.verifier.draw(self.seed, draw, sample, 'verifier') / _MILLISECONDS
 
 
+class LoggedAnswer(NamedTuple):
+    """An answer of a run; of an agent, its whole episode."""
+
+    turns: tuple[int, ...]  # tokens of each
+    reward: float
+    results: tuple[int, ...] = ()  # tokens of what stands between two turns
+    tools_s: float | None = None  # seconds of all calls of tools; None: the log has none
+
+    @property
+    def length(self) -> int:
+        """Tokens of the last turn."""
+        return self.turns[-1]
+
+
+Groups = tuple[tuple[LoggedAnswer, ...], ...]  # by draw, then by sample
+
+
 @dataclasses.dataclass(frozen=True)
 class LoggedAnswers:
     """Those of a run: by draw, then by sample. A later draw has the answers of an earlier one, in turns.
 
     Args:
-      groups: (length, reward) of the samples 0, 1, ... of every draw whose samples have all ended.
-      verifier: as of DrawnAnswers.
+      groups: of the samples 0, 1, ... of every draw whose samples have all ended.
+      verifier, tool: as of DrawnAnswers; `tool` for episodes whose calls the log does not have.
     """
 
-    groups: tuple[tuple[tuple[int, float], ...], ...]
+    groups: Groups
     seed: int
     verifier: Lengths
+    tool: Lengths
 
-    def length(self, draw: int, sample: int) -> int:
-        return self._find(draw, sample)[0]
+    @property
+    def of_agents(self) -> bool:
+        return any(len(answer.turns) > 1 for group in self.groups for answer in group)
+
+    def turns(self, draw: int, sample: int) -> int:
+        return len(self._find(draw, sample).turns)
+
+    def length(self, draw: int, sample: int, turn: int = 0) -> int:
+        turns = self._find(draw, sample).turns
+        return turns[min(turn, len(turns) - 1)]
+
+    def result(self, draw: int, sample: int, call: int) -> int:
+        results = self._find(draw, sample).results
+        return results[min(call, len(results) - 1)]
 
     def reward(self, draw: int, sample: int) -> float:
-        return self._find(draw, sample)[1]
+        return self._find(draw, sample).reward
 
     def verifier_s(self, draw: int, sample: int) -> float:
         return self.verifier.draw(self.seed, draw, sample, 'verifier') / _MILLISECONDS
 
-    def _find(self, draw: int, sample: int) -> tuple[int, float]:
+    def tool_s(self, draw: int, sample: int, call: int) -> float:
+        """An equal part of the seconds of the episode's calls, of which there may be several a turn."""
+        found = self._find(draw, sample)
+        if found.tools_s is None:
+            return self.tool.draw(self.seed, draw, sample, 'tool', call) / _MILLISECONDS
+        return found.tools_s / (len(found.turns) - 1)
+
+    def _find(self, draw: int, sample: int) -> LoggedAnswer:
         group = self.groups[draw % len(self.groups)]
         return group[sample % len(group)]
 
 
-def read_groups(
-    events: Iterable[Event], workdir: pathlib.Path, groups_per_update: int
-) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """LoggedAnswers.groups of a log, by draw.
+def read_groups(events: Sequence[Event], workdir: pathlib.Path, groups_per_update: int) -> Groups:
+    """LoggedAnswers.groups of a log.
 
-    Raises ConfigError for a log with fewer whole groups than a batch has, or one that does not say lengths.
+    Raises ConfigError for a log with fewer whole groups than a batch has, or with episodes of several rows.
     """
-    lengths: dict[int, dict[int, int]] = {}
+    ends: dict[int, dict[int, FinishEvent]] = {}
     rewards: dict[int, dict[int, float]] = {}
     for event in events:
-        if event['kind'] == 'finish' and event['reason'] in ('stop', 'length'):
-            is_cut = event['reason'] == 'length'
-            lengths.setdefault(event['draw'], {})[event['sample']] = _LONGER if is_cut else event['tokens']
+        if event['kind'] == 'finish' and event['reason'] in ('stop', 'length', 'turns'):
+            ends.setdefault(event['draw'], {})[event['sample']] = event
         elif event['kind'] == 'reward':
             rewards.setdefault(event['draw'], {})[event['sample']] = event['value']
-    widest = max(map(len, rewards.values()), default=0)
+    tools_s, widest = _sum_tools(events), max(map(len, rewards.values()), default=0)
+
+    def read(draw: int, sample: int) -> LoggedAnswer:
+        return _read_answer(ends[draw][sample], rewards[draw][sample], tools_s.get((draw, sample)), workdir)
+
     groups = tuple(
-        tuple((lengths[draw][sample], rewards[draw][sample]) for sample in sorted(rewards[draw]))
+        tuple(read(draw, sample) for sample in sorted(rewards[draw]))
         for draw in sorted(rewards)
-        if len(rewards[draw]) == widest and rewards[draw].keys() <= lengths.get(draw, {}).keys()
+        if len(rewards[draw]) == widest and rewards[draw].keys() <= ends.get(draw, {}).keys()
     )
     if len(groups) < groups_per_update:
         raise ConfigError(
@@ -94,3 +154,34 @@ def read_groups(
             f'learner.groups_per_update={groups_per_update}; name a longer run'
         )
     return groups
+
+
+def _read_answer(end: FinishEvent, reward: float, tools_s: float | None, workdir: pathlib.Path) -> LoggedAnswer:
+    """Turns are what stands between two segments that no policy generated."""
+    if 'rows' in end:
+        raise ConfigError(
+            f'simulation.answers: {workdir / EVENTS} has episodes of several rows, whose further prompts it does not '
+            'say: name a run whose agents go on with one conversation'
+        )
+    turns, results = [0], list[int]()
+    for version, tokens in zip(end['versions'], end.get('lengths', (end['tokens'],)), strict=False):
+        if version == NOT_GENERATED:
+            results.append(tokens)
+            turns.append(0)
+        else:
+            turns[-1] += tokens
+    if end['reason'] == 'length':
+        turns[-1] = _LONGER
+    elif end['reason'] == 'turns':  # one more was asked for, which agent.max_turns refused
+        turns, results = [*turns, 1], [*results, 1]
+    return LoggedAnswer(tuple(turns), reward, tuple(results), tools_s)
+
+
+def _sum_tools(events: Sequence[Event]) -> dict[tuple[int, int], float]:
+    """Seconds of the calls of tools by (draw, sample)."""
+    found = collections.defaultdict[tuple[int, int], float](float)
+    for interval in lane_intervals(events):
+        if interval.work == 'tool':
+            draw, sample = cast(int, interval.detail['draw']), cast(int, interval.detail['sample'])
+            found[draw, sample] += interval.end - interval.start
+    return found

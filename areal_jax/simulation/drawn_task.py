@@ -27,8 +27,23 @@ _MOST_KEPT = 1 << 17  # lengths of answers under way, which every dispatch asks 
 class Answers(Protocol):
     """The answers of a simulation."""
 
-    def length(self, draw: int, sample: int) -> int:
-        """Tokens after which the answer stops by itself; a limit may come first."""
+    @property
+    def of_agents(self) -> bool:
+        """Whether an answer is an episode of turns, between which a tool is called."""
+        ...
+
+    def turns(self, draw: int, sample: int) -> int: ...
+
+    def length(self, draw: int, sample: int, turn: int = 0) -> int:
+        """Tokens after which the turn stops by itself; a limit may come first."""
+        ...
+
+    def result(self, draw: int, sample: int, call: int) -> int:
+        """Tokens of what the tool gives, after turn `call`."""
+        ...
+
+    def tool_s(self, draw: int, sample: int, call: int) -> float:
+        """Seconds of the tool."""
         ...
 
     def reward(self, draw: int, sample: int) -> float: ...
@@ -69,12 +84,34 @@ class CountedPrompts:
         return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
 
 
-class DrawnVerifier:
-    """Implements protocols.Verifier: workers of the lane `reward`, whose seconds and rewards are drawn."""
+class Places:
+    """So many at once; others wait in the order in which they came."""
 
-    def __init__(self, clock: Clock, answers: Answers, workers: int):
-        self._clock, self._answers, self._free = clock, answers, workers
-        self._queue: collections.deque[Event] = collections.deque()  # of answers that wait for a worker
+    def __init__(self, clock: Clock, count: int, name: str):
+        self._clock, self._free, self._name = clock, count, name
+        self._queue: collections.deque[Event] = collections.deque()
+
+    async def take(self) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = self._clock.event(self._name)
+        self._queue.append(turn)
+        await self._clock.wait(turn)
+
+    def leave(self) -> None:
+        if self._queue:
+            self._queue.popleft().set()
+        else:
+            self._free += 1
+
+
+class DrawnVerifier:
+    """Implements protocols.Verifier: workers of a lane, whose seconds and rewards are drawn."""
+
+    def __init__(self, clock: Clock, answers: Answers, workers: int, lane: str = REWARD):
+        self._clock, self._answers, self._lane = clock, answers, lane
+        self._places = Places(clock, workers, 'a free verifier worker')
 
     def launch(self) -> None:
         """There is no process."""
@@ -95,26 +132,18 @@ class DrawnVerifier:
         draw, sample = prompt.draw, self._find_sample(describe_episode)
         seconds = self._answers.verifier_s(draw, sample)
         work = Work('reward', detail={'draw': draw, 'attempt': 1}, size={'seconds': seconds})
-        if self._free:
-            self._free -= 1
-        else:
-            turn = self._clock.event('a free verifier worker')
-            self._queue.append(turn)
-            await self._clock.wait(turn)
+        await self._places.take()
         try:
-            return await self._clock.run(REWARD, lambda: Verdict(self._answers.reward(draw, sample)), work)
+            return await self._clock.run(self._lane, lambda: Verdict(self._answers.reward(draw, sample)), work)
         finally:
-            if self._queue:
-                self._queue.popleft().set()
-            else:
-                self._free += 1
+            self._places.leave()
 
     def _find_sample(self, describe_episode: Callable[[], dict[str, Any]] | None) -> int:
         assert describe_episode is not None  # the loop gives it with every answer
         return int(describe_episode()['sample'])
 
 
-def keep_lengths(answers: Answers) -> Callable[[int, int], int]:
+def keep_lengths(answers: Answers) -> Callable[[int, int, int], int]:
     """`answers.length` with what was drawn last."""
     return functools.lru_cache(_MOST_KEPT)(answers.length)
 

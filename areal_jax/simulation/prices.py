@@ -14,6 +14,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.simulation.chips import Chip, find_chip
+from areal_jax.simulation.drawn_task import Answers
 from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
 from areal_jax.simulation.shapes import ModelShape
 from areal_jax.types import Work
@@ -144,6 +145,15 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: Learne
         'decode': of_engine, 'prefill': of_engine, 'train': train, 'load': fetch, 'reshard': reshard,
         'reward': price_verifier, 'snapshot': 0.0, 'publish': 0.0, 'save': 0.0, 'compile': 0.0,
     }  # fmt: skip
+
+
+def price_tool(answers: Answers) -> Price:
+    """What was drawn for the call."""
+
+    def price(lane: str, work: Work) -> float:
+        return answers.tool_s(work.detail['draw'], work.detail['sample'], int(work.size['call']))
+
+    return price
 
 
 def price_verifier(lane: str, work: Work) -> float:

@@ -131,7 +131,7 @@ def _make_workflow(
     config: TrackedConfig, agent: Agent, chat_format: TokenizerFormat, told: _Told, clock: Clock, pool: Generator,
     sampling: SamplingParams, seed: int,
 ) -> Workflow:  # fmt: skip
-    budgets = _read_budgets(config)
+    budgets = read_budgets(config)
 
     def make_dialogue(prompt: Prompt, episode: Episode) -> Dialogue:
         return Dialogue(
@@ -184,7 +184,7 @@ def _load_tools(config: TrackedConfig, spec: str, named: Sequence[str]) -> dict[
     return {PYTHON: PythonTool(resolve_tool_sandbox(config.task), limits, settings.tool_deadline_s)}
 
 
-def _read_budgets(config: TrackedConfig) -> Budgets:
+def read_budgets(config: TrackedConfig) -> Budgets:
     agent = config.agent
     return Budgets(
         max_turns=agent.max_turns,

@@ -59,8 +59,9 @@ class Outside:
     make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
     start_worker: StartWorker = WorkerProcess
     try_sandbox: TrySandbox = try_sandbox
-    # of a simulation: in place of the task and of its verifier
+    # of a simulation: in place of the task, its workflow and its verifier
     build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
+    load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
     build_verifier: Callable[[LoopClock, Task], LoopVerifier] | None = None
 
 
@@ -167,7 +168,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     model = site.load_model()
     context.start.begin(f'preparing task {config.task.name}')
     task = (outside.build_task or build_task)(config, model.tokenizer)
-    workflow_of = load_workflow(config, model.tokenizer)
+    workflow_of = (outside.load_workflow or load_workflow)(config, model.tokenizer)
     origin = _find_origin(context)
     scores = Scores(context.workdir, resume=context.resume, step=origin.version)
     if context.finished is not None:

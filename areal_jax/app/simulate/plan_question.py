@@ -49,7 +49,10 @@ def read_answers(lengths: str, count: int, group_size: int | None, limit: int, p
             f'--lengths={run} has {len(groups)} whole groups of {size} answers, and --answers={count} needs '
             f'{count // size}: name a longer run or a smaller batch'
         )
-    return describe_log(f'log({run})', groups, count, limit or _read_limit(run), prompt)
+    if any(len(answer.turns) > 1 for group in groups for answer in group):
+        raise ConfigError(f'--lengths={run} is a run of agents, which are not planned: simulate it, docs/simulation.md')
+    answers = [[(answer.length, answer.reward) for answer in group] for group in groups]
+    return describe_log(f'log({run})', answers, count, limit or _read_limit(run), prompt)
 
 
 def _read_limit(run: pathlib.Path) -> int:

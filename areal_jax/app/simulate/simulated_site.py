@@ -23,11 +23,11 @@ from areal_jax.app.run.run_context import Checkpoint, RunContext
 from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
 from areal_jax.app.simulate.simulated_moves import SimulatedMoves, place_engines
 from areal_jax.app.simulate.simulation_settings import (
-    Prices,
     as_simulated,
     build_answers,
     build_prices,
     build_prompts,
+    build_workflow,
     cache_blocks,
     describe_hardware,
     note_not_simulated,
@@ -44,7 +44,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import LEARNER, engine_lane, short_name
+from areal_jax.lanes import LEARNER, TOOL, engine_lane, short_name
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.simulation.count_backend import CountBackend
@@ -79,14 +79,15 @@ class SimulatedSite:
         self._context, self._config = context, context.config
         self.engine_site: EngineSite | None = self
         self.compilations: Compilations = NoCompilations()
-        self._prices = build_prices(context.config)
         self._answers = build_answers(context.config)
+        self._prices = build_prices(context.config, self._answers)
         note_not_simulated(context.config)
 
     def outside(self) -> Outside:
         """What takes the place of the world outside: clock, prompts, verifier."""
         return Outside(
-            make_clock=functools.partial(_build_clock, self._prices),
+            make_clock=self._build_clock,
+            load_workflow=lambda config, tokenizer: functools.partial(build_workflow, config, self._answers),
             build_task=lambda config, tokenizer: DrawnTask(lambda: build_prompts(config)),
             build_verifier=lambda clock, task: DrawnVerifier(clock, self._answers, self._config.task.verifier_workers),
         )
@@ -150,6 +151,15 @@ class SimulatedSite:
         assert self._prices.learner is not None
         self._prices.learner.number = parse_split(split)[0].devices
 
+    def _build_clock(
+        self, config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool
+    ) -> VirtualClock:
+        prices = self._prices
+        widths = lane_widths(config) | ({TOOL: config.agent.tool_calls} if self._answers.of_agents else {})
+        if config.simulation.prices == VIRTUAL:
+            return VirtualClock(widths, log, prices.by_kind, start_s)
+        return SimulatedClock(widths, log, prices.by_kind, start_s, host=prices.host, contention=prices.contention)
+
     def _build_engine(
         self, name: str, devices: Sequence[int], published: PublishedWeights, *, clock: LoopClock, log: EventLog
     ) -> LocalEngine:
@@ -163,6 +173,7 @@ class SimulatedSite:
             buckets=tuple(rollout.prefill_buckets),
             devices=[str(device) for device in devices],
             jumps=isinstance(clock, SimulatedClock) and self._config.simulation.join,
+            distinct=self._answers.of_agents,
         )
         return LocalEngine(
             index, backend, clock, log,
@@ -198,7 +209,8 @@ class SimulatedSite:
             named = ', '.join(f'{len(list(group))} engines on {kind}' for kind, group in kinds)
             learner = cluster.learner
             what = f'{learner.shape.name}, learner on {learner.devices} x {learner.chip.name}, {named}'
-        return f'{what}; answers {ours.answers}, prompts {ours.prompts}'
+        agents = f', turns {ours.turns}, results of tools {ours.results}' if ours.turns else ''
+        return f'{what}; answers {ours.answers}, prompts {ours.prompts}{agents}'
 
     def _list_devices(self) -> dict[str, list[int]]:
         """Numbers of the devices of each engine, behind those of the learner where they do not share them."""
@@ -230,12 +242,3 @@ class SimulatedSite:
 
     def close_learner(self) -> None:
         """Nothing is open."""
-
-
-def _build_clock(
-    prices: Prices, config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool
-) -> VirtualClock:
-    widths = lane_widths(config)
-    if config.simulation.prices == VIRTUAL:
-        return VirtualClock(widths, log, prices.by_kind, start_s)
-    return SimulatedClock(widths, log, prices.by_kind, start_s, host=prices.host, contention=prices.contention)

@@ -10,10 +10,13 @@ from typing import NamedTuple
 from ml_collections import config_dict
 
 from areal_jax.app.model.text_model import describe_text_model
+from areal_jax.app.parts.agent_builder import read_budgets
 from areal_jax.app.parts.clock import unit_prices
 from areal_jax.app.parts.part_settings import count_cache_blocks, find_splits
 from areal_jax.app.parts.task_builder import build_stream, build_task
+from areal_jax.app.parts.workflow_builder import WorkflowFactory
 from areal_jax.config import TrackedConfig
+from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import EnginesLayout, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.simulation_fields import ROOFLINE, TASK, VIRTUAL
@@ -23,11 +26,13 @@ from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
 from areal_jax.learning.update_price import UpdatePrice
-from areal_jax.protocols import PromptStream
+from areal_jax.protocols import Clock, PromptStream
 from areal_jax.report.event_log import load_events
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.simulation.calibration import read_table
 from areal_jax.simulation.chips import find_chip
 from areal_jax.simulation.count_learner import UpdateShape
+from areal_jax.simulation.drawn_agent import DrawnAgents
 from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups
 from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnPrompts
 from areal_jax.simulation.lengths import Lengths, parse_lengths
@@ -39,6 +44,7 @@ from areal_jax.simulation.prices import (
     check_memory,
     parse_chips,
     price_roofline,
+    price_tool,
 )
 from areal_jax.simulation.roofline import Reached
 from areal_jax.simulation.shapes import ModelShape, find_shape, shape_of
@@ -51,7 +57,18 @@ _FIXED: Mapping[str, object] = {
     'evaluation.every': 0, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
     'publication.channel': 'device',
 }  # fmt: skip
-_NOT_SIMULATED = ('model', 'task', 'learner', 'lora', 'loss', 'optimizer', 'cluster', 'publication', 'diagnostics')
+_NOT_SIMULATED = (
+    'agent',
+    'model',
+    'task',
+    'learner',
+    'lora',
+    'loss',
+    'optimizer',
+    'cluster',
+    'publication',
+    'diagnostics',
+)
 
 
 class Prices(NamedTuple):
@@ -94,13 +111,30 @@ def build_answers(config: TrackedConfig) -> Answers:
         text = getattr(simulation, name)
         return parse_lengths(text, most, group_share=group_share, draws_of_run=draws, field=f'simulation.{name}')
 
-    verifier = parse('verifier', _LONGEST)
+    verifier, tool = parse('verifier', _LONGEST), parse('tool', _LONGEST)
     text = simulation.answers.strip()
     if text.startswith('log(') and text.endswith(')'):
         workdir = pathlib.Path(text[4:-1])
         groups = read_groups(_load_events(workdir), workdir, batch)
-        return LoggedAnswers(groups, config.run.seed, verifier)
-    return DrawnAnswers(config.run.seed, parse('answers', _LONGEST, share), verifier, simulation.success)
+        logged = LoggedAnswers(groups, config.run.seed, verifier, tool)
+        if logged.of_agents and config.rollout.workflow == 'single_turn':
+            raise ConfigError(
+                f"simulation.answers={text!r}: answers of {workdir} have several turns, and rollout.workflow="
+                "'single_turn': use the config of that run"
+            )
+        return logged
+    return DrawnAnswers(
+        config.run.seed, parse('answers', _LONGEST, share), verifier, simulation.success,
+        results=parse('results', _LONGEST), tool=tool, episode=parse('turns', _LONGEST) if simulation.turns else None,
+    )  # fmt: skip
+
+
+def build_workflow(config: TrackedConfig, answers: Answers, clock: Clock) -> WorkflowFactory:
+    """One turn, or drawn episodes of agents, of which agent.programs run at once where they are programs."""
+    if not answers.of_agents:
+        return SingleTurn
+    most = config.agent.programs if config.rollout.workflow == PROGRAM else None
+    return DrawnAgents(answers, clock, read_budgets(config), deadline_s=config.rollout.episode_deadline_s, most=most)
 
 
 def build_prompts(config: TrackedConfig) -> PromptStream:
@@ -119,19 +153,21 @@ def _load_events(workdir: pathlib.Path) -> list[Event]:
     return load_events(workdir / EVENTS)
 
 
-def build_prices(config: TrackedConfig) -> Prices:
+def build_prices(config: TrackedConfig, answers: Answers) -> Prices:
     """Raises ConfigError for an unknown chip or model, and for a plan that does not fit the memory."""
     prices = config.simulation.prices
     if prices == VIRTUAL:
         return Prices(unit_prices(config))
     if prices != ROOFLINE:
         table = read_table(pathlib.Path(prices))
-        return Prices(table.by_kind(), contention=table.contention, host=table.host)
+        by_kind = {**table.by_kind(), 'tool': price_tool(answers)}
+        return Prices(by_kind, contention=table.contention, host=table.host)
     learner, engines = parse_learner(config.cluster.learner), _most_engines(config)
     cluster = build_cluster(settings := _read_roofline(config, engines.count), learner, engines)
     check_memory(cluster, config.rollout.cache_tokens, config.rollout.context_tokens)
     devices = LearnerDevices(learner.devices)
-    return Prices(price_roofline(settings, cluster, devices), cluster, learner=devices)
+    by_kind = {**price_roofline(settings, cluster, devices), 'tool': price_tool(answers)}
+    return Prices(by_kind, cluster, learner=devices)
 
 
 def _most_engines(config: TrackedConfig) -> EnginesLayout:

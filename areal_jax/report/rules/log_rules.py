@@ -64,7 +64,7 @@ class Limits:
             group_size=int(rollout['group_size']),
             max_new_tokens=int(rollout['max_new_tokens']),
             keeps_cache=rollout['kv_policy'] == 'keep',
-            single_turn=rollout['workflow'] == 'single_turn',
+            single_turn=rollout['workflow'] == 'single_turn' and not config.get('simulation', {}).get('turns'),
         )
 
 
