@@ -34,6 +34,11 @@ def wake_name(engine: str) -> str:
     return f'{engine}: a request or weights'
 
 
+def pinned_wake_name(engine: str) -> str:
+    """The event that its requests of a pinned version wait for: a request, weights, or their turn."""
+    return f'{engine}: a request pinned to a version, or its turn'
+
+
 def control_lane(index: int) -> str:
     """The lane of calls that control one server, which wait for no load of weights."""
     return f'control/{index}'

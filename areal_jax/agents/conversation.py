@@ -57,25 +57,28 @@ class Conversation:
 
     def __init__(self, episode: Episode, prompt_tokens: np.ndarray, renderer: Renderer):
         self._episode, self._prompt, self._renderer = episode, prompt_tokens, renderer
+        self._hashes: dict[Call, list[bytes]] = {}  # of the messages of calls under way
 
     def begin(self, messages: Messages, tools: Tools = (), wish: str = '') -> Call:
         """Makes a row end where the answer to these messages begins; the row has the wish, and no history has it."""
-        histories, turns = digests(messages, tools), {call.after: call for call in self._answered()}
+        hashes = [_hash(message) for message in messages]
+        histories, turns = _chain(hashes, tools), {call.after: call for call in self._answered()}
         known = [length for length in range(1, len(messages)) if histories[length] in turns]
         found = None
         if known:
             added = _add_wish(messages[known[-1] :], wish)
             found = self._continue(added, tools, turns[histories[known[-1]]])
         if found is None:
-            fork = self._find_reason(messages, histories, known)
+            fork = self._find_reason(messages, hashes, histories, known)
             found = self._fork(self._renderer.render(_add_wish(messages, wish), tools), fork)
         row, began_row = found
-        first, brought = digests(messages[:1], ())[-1], messages[known[-1] if known else 0 :]
+        first, brought = _chain(hashes[:1], ())[-1], messages[known[-1] if known else 0 :]
         call = Call(
             histories[-1], first, row, self._count_segments(row), began_row,
             messages=[_to_json(message) for message in brought], follows=histories[known[-1]] if known else '',
         )  # fmt: skip
         self._episode.calls.append(call)
+        self._hashes[call] = hashes
         return call
 
     def end(
@@ -87,13 +90,16 @@ class Conversation:
           reply: as the program gets it, and as it will send it back.
           closed: the last sampled token ends a turn of the template.
         """
-        call.after, call.after_without_tools = (digests([*messages, reply], of)[-1] for of in (tools, ()))
+        known = self._hashes.pop(call, None)  # a resumed call has none
+        hashes = [*([_hash(message) for message in messages] if known is None else known), _hash(reply)]
+        call.after, call.after_without_tools = (_chain(hashes, of)[-1] for of in (tools, ()))
         call.end, call.closed = len(self.tokens(call.row)), closed
         call.reply, call.finish_reason = dict(reply), finish_reason
 
     def undo(self, call: Call) -> None:
         """Takes the newest call of a row out again, with its answer: it leaves nothing but the count of its tokens."""
         self._episode.calls.remove(call)
+        self._hashes.pop(call, None)
         row, is_newest = self._episode.rows[call.row], call.row == len(self._episode.rows) - 1
         self._episode.discard(row.segments[call.start :])
         if not call.began_row:
@@ -142,7 +148,9 @@ class Conversation:
             rows.append(Row(own, fork))
         return len(rows) - 1, True
 
-    def _find_reason(self, messages: Messages, histories: Sequence[str], known: Sequence[int]) -> Fork | None:
+    def _find_reason(
+        self, messages: Messages, hashes: Sequence[bytes], histories: Sequence[str], known: Sequence[int]
+    ) -> Fork | None:
         """Why these messages begin a row; None for the first call of the episode."""
         calls = self._episode.calls
         if not calls:
@@ -151,17 +159,25 @@ class Conversation:
             return 'template' if can_extend(messages[known[-1] :]) else 'tail'
         if histories[-1] in {call.asked for call in calls}:
             return 'resampled'
-        if {call.after_without_tools for call in self._answered()}.intersection(digests(messages, ())[1:-1]):
+        if {call.after_without_tools for call in self._answered()}.intersection(_chain(hashes, ())[1:-1]):
             return 'tools'
-        return 'history' if digests(messages[:1], ())[-1] in {call.first for call in calls} else 'conversation'
+        return 'history' if _chain(hashes[:1], ())[-1] in {call.first for call in calls} else 'conversation'
 
 
 def digests(messages: Messages, tools: Tools) -> list[str]:
     """Of the first 0, 1, ... messages together with the tools: equal digests are equal histories."""
+    return _chain([_hash(message) for message in messages], tools)
+
+
+def _hash(message: Message) -> bytes:
+    return hashlib.sha256(_encode(_canonical(message))).digest()
+
+
+def _chain(hashes: Sequence[bytes], tools: Tools) -> list[str]:
     digest = hashlib.sha256(_encode(list(tools)))
     found = [digest.hexdigest()]
-    for message in messages:
-        digest.update(hashlib.sha256(_encode(_canonical(message))).digest())
+    for one in hashes:
+        digest.update(one)
         found.append(digest.hexdigest())
     return found
 

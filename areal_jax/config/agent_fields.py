@@ -67,7 +67,9 @@ def find_agent_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'rollout.workflow={PROGRAM!r} needs agent.command or agent.function, one of them; they are '
             f'{agent.command!r} and {agent.function!r}'
         )
-    if c.run.clock != 'real' and not c.simulation.prices:
+    if c.simulation.prices:
+        return  # no program runs
+    if c.run.clock != 'real':
         yield f"rollout.workflow={PROGRAM!r} needs run.clock='real': programs take time of their own"
     if not 0 < deadline_s < c.run.stall_timeout_s:
         yield (

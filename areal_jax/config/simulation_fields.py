@@ -78,8 +78,11 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'simulation.turns={c.simulation.turns!r} and simulation.answers={c.simulation.answers!r}: the run brings '
             "its own turns; set simulation.turns=''"
         )
-    if c.friction.actor_share or c.friction.reward_share or c.friction.unrewarded_share:
-        yield f'{setting} and the section friction: answers without tokens meet none; set its shares to 0'
+    if c.friction.actor_share:
+        yield (
+            f'{setting} and friction.actor_share={c.friction.actor_share}: an answer has no tokens to change; set it '
+            'to 0'
+        )
     if c.rollout.record_routes:
         yield f'{setting} and rollout.record_routes=True: there are no experts without weights; set it to False'
     if prices != ROOFLINE and c.cluster.reallocate != 'off':

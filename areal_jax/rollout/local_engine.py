@@ -17,7 +17,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane, wake_name
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
-from areal_jax.rollout.pinned import PinnedRequests
+from areal_jax.rollout.pinned import PinnedRequests, alone
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep
 from areal_jax.rollout.stop_strings import DecodeText
@@ -264,7 +264,7 @@ class LocalEngine:
 
     async def _run(self, step: PrefillStep | DecodeStep) -> None:
         try:
-            await self._stream.run(step, self._weights)
+            await self._stream.run(alone(step) if self._serves_pinned() else step, self._weights)
         except Exception as error:
             self._failed += 1
             if self._on_failed_dispatch is None or self._failed == MOST_FAILED:
@@ -273,6 +273,9 @@ class LocalEngine:
             self._stream.recover(error)
         else:
             self._failed = 0 if isinstance(step, DecodeStep) else self._failed
+
+    def _serves_pinned(self) -> bool:
+        return self._pinned is not None and self._pinned.serves
 
     def _note_dispatch(self) -> None:
         if self._pinned is not None:

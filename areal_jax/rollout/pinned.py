@@ -7,12 +7,15 @@ of training shares a dispatch with one of an evaluation; new weights of training
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.lanes import pinned_wake_name
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.running_request import RunningRequest
+from areal_jax.rollout.scheduler import DecodeStep, PrefillStep
 from areal_jax.rollout.stop_strings import DecodeText
 from areal_jax.rollout.stream import EVALUATION, DecodeStream, EngineWeights
 from areal_jax.types import GenerationRequest
@@ -53,7 +56,7 @@ class PinnedRequests:
         self._weights: dict[int, EngineWeights] = {}
         self._dispatches_of_training = 0  # since the last dispatch here
         self._pausing = False
-        self._changed = clock.event(f'{engine}: a request pinned to a version, or its turn')
+        self._changed = clock.event(pinned_wake_name(engine))
         self._parked = clock.event(f'{engine}: pinned requests paused')
         self._resumed = clock.event(f'{engine}: pinned requests resumed')
 
@@ -69,8 +72,14 @@ class PinnedRequests:
 
     # Weights and requests.
 
+    @property
+    def serves(self) -> bool:
+        """Whether a version is pinned: its requests come or are here."""
+        return bool(self._weights)
+
     def pin(self, weights: EngineWeights) -> None:
         self._weights[weights.version] = weights
+        self._changed.set()
 
     def unpin(self, version: int) -> None:
         """Raises RuntimeError where a request of the version is open."""
@@ -123,7 +132,7 @@ class PinnedRequests:
                 assert version is not None
                 assert step is not None
                 self._dispatches_of_training = 0
-                await stream.run(step, self._weights[version])
+                await stream.run(alone(step), self._weights[version])
 
     # Pauses, as for training.
 
@@ -146,3 +155,8 @@ class PinnedRequests:
         self._parked.set()
         await self._clock.wait(self._resumed)
         self._parked.clear()
+
+
+def alone(step: PrefillStep | DecodeStep) -> PrefillStep | DecodeStep:
+    """The dispatch, after which another one may have its turn."""
+    return dataclasses.replace(step, quiet=1) if isinstance(step, DecodeStep) else step

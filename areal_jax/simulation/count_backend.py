@@ -169,7 +169,7 @@ def result_tokens(call: int, count: int) -> np.ndarray:
     """
     if call + 1 >= FIRST:
         raise ConfigError(
-            f'simulation.turns: an episode has more than {FIRST - 1} turns; bound it with agent.max_turns'
+            f'simulation.turns: an episode has more than {FIRST} turns; bound it with agent.max_turns'
         )
     return repeat(call + 1, count, np.int32)
 

@@ -163,8 +163,8 @@ def _read_answer(end: FinishEvent, reward: float, tools_s: float | None, workdir
             f'simulation.answers: {workdir / EVENTS} has episodes of several rows, whose further prompts it does not '
             'say: name a run whose agents go on with one conversation'
         )
-    turns, results = [0], list[int]()
-    for version, tokens in zip(end['versions'], end.get('lengths', (end['tokens'],)), strict=False):
+    turns, results = [0 if 'lengths' in end else end['tokens']], list[int]()
+    for version, tokens in zip(end['versions'], end['lengths'], strict=True) if 'lengths' in end else ():
         if version == NOT_GENERATED:
             results.append(tokens)
             turns.append(0)

@@ -80,8 +80,12 @@ class CountedPrompts:
         self.state, self.restore = stream.state, stream.restore
 
     def draw(self) -> Prompt:
-        prompt = self._stream.draw()
-        return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
+        return count_prompt(self._stream.draw())
+
+
+def count_prompt(prompt: Prompt) -> Prompt:
+    """The prompt with the length of its tokens alone."""
+    return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
 
 
 class Places:
@@ -149,12 +153,17 @@ def keep_lengths(answers: Answers) -> Callable[[int, int, int], int]:
 
 
 class DrawnTask:
-    """Implements tasks.task.Task for training alone: no answer has a text."""
+    """Implements tasks.task.Task without problems.
+
+    Args:
+      make_prompts, make_held_out: the stream of training, and as many held-out prompts; the answers to them are
+        drawn as those of training with the same draw number.
+    """
 
     name, scorer = NAME, ''
 
-    def __init__(self, make_prompts: Callable[[], PromptStream]):
-        self._make_prompts = make_prompts
+    def __init__(self, make_prompts: Callable[[], PromptStream], make_held_out: Callable[[int], list[Prompt]]):
+        self._make_prompts, self._make_held_out = make_prompts, make_held_out
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> DrawnTask:
         return self
@@ -166,7 +175,7 @@ class DrawnTask:
         return self._make_prompts()
 
     def held_out(self, n: int, seed: int) -> list[Prompt]:
-        return []
+        return self._make_held_out(n)
 
     def score(self, problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
         raise NotImplementedError('answers of a simulation have no text')

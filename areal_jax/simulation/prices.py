@@ -147,6 +147,18 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: Learne
     }  # fmt: skip
 
 
+def price_evaluations(by_kind: Mapping[str, Price]) -> Mapping[str, Price]:
+    """The same with the work of evaluations beside training, which costs what that of training does."""
+    like = {'evaluation_decode': 'decode', 'evaluation_prefill': 'prefill', 'pin': 'load'}
+    return {**by_kind, **{kind: _as(by_kind[other], other) for kind, other in like.items()}}
+
+
+def _as(price: Price, kind: str) -> Price:
+    if not callable(price):
+        return price
+    return lambda lane, work: price(lane, dataclasses.replace(work, kind=kind))
+
+
 def price_tool(answers: Answers) -> Price:
     """What was drawn for the call."""
 

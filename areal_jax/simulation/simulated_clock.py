@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from areal_jax import protocols
-from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.lanes import Interval, Lane
 from areal_jax.control.clocks.loop import Block, Event, Ready
 from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.lanes import LEARNER, is_engine_lane, wake_name
+from areal_jax.lanes import LEARNER, is_engine_lane, pinned_wake_name, wake_name
 from areal_jax.simulation.count_backend import Jump
 from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention, SharedCores
 
@@ -67,8 +67,9 @@ class SimulatedClock(VirtualClock):
         self._joins = not self._host and not contention.shares
         self._plans: dict[Interval, _Plan] = {}
         self._jumps: dict[str, Interval] = {}  # under way, by lane
-        self._by_wake = {wake_name(lane): lane for lane in lanes if is_engine_lane(lane)}
-        self._ranks = {lane: 1 + index for index, lane in enumerate(sorted(self._by_wake.values(), key=_lane_key))}
+        engines = sorted(filter(is_engine_lane, lanes), key=_lane_key)
+        self._by_wake = {wake(lane): lane for wake in (wake_name, pinned_wake_name) for lane in engines}
+        self._ranks = {lane: 1 + index for index, lane in enumerate(engines)}
         self._released: tuple[int, int] = (-1, -1)  # the last key that was released
         self._joined = 1  # dispatches of the completion that is being released
         super().__init__(lanes, log, prices, start_s)
@@ -76,6 +77,9 @@ class SimulatedClock(VirtualClock):
     def event(self, name: str) -> Event:
         lane = self._by_wake.get(name)
         return super().event(name) if lane is None else _WakeEvent(name, lambda: self._cut(lane))
+
+    def _lane_of(self, interval: Interval) -> Lane:
+        return self.lanes[interval.lane]  # evaluation beside training takes time of its engines
 
     def _begin(self, interval: Interval) -> None:
         if interval.is_call:
@@ -150,6 +154,8 @@ class SimulatedClock(VirtualClock):
     # The next completion.
 
     def _release_next(self, block: Block) -> Ready:
+        if self._held is not None:  # the call that was released last
+            return super()._release_next(block)
         while self._heap and _is_outdated(self._plans, *self._heap[0]):
             heapq.heappop(self._heap)
         first = self._next_deadline()

@@ -139,7 +139,7 @@ def build_config(setting: Setting, seed: int) -> config_dict.ConfigDict:
         'learner.rows_per_microbatch': setting.learner, 'learner.row_tokens': 32768,
         'learner.row_loss_tokens': 32768, 'learner.filter_equal_rewards': False,
         'staleness.eta': float(setting.eta), 'buffer.capacity': _BUFFER, 'checkpoint.every': 0,
-        'telemetry.plots': False, 'telemetry.progress': False, 'telemetry.tensorboard': False,
+        'evaluation.problems': 0, 'telemetry.plots': False, 'telemetry.progress': False, 'telemetry.tensorboard': False,
     }  # fmt: skip
     if setting.model == SNOWBALL:
         fields |= {'simulation.model': '', **constants.SNOWBALL_FIELDS}

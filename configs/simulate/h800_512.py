@@ -37,5 +37,6 @@ def get_config() -> config_dict.ConfigDict:
     config.staleness.eta = 4
     config.buffer.capacity = 4096
     config.checkpoint.every = 0
+    config.evaluation.problems = 0
     config.telemetry.plots = False
     return config

@@ -35,5 +35,6 @@ def get_config() -> config_dict.ConfigDict:
     config.staleness.eta = float('inf')
     config.buffer.capacity = 1024
     config.checkpoint.every = 0
+    config.evaluation.problems = 0
     config.telemetry.plots = False
     return config

@@ -43,5 +43,6 @@ def get_config() -> config_dict.ConfigDict:
     config.staleness.eta = 4  # a group waits for its longest answer: of 10,240 open answers some 2,500 decode
     config.buffer.capacity = 2048
     config.checkpoint.every = 0
+    config.evaluation.problems = 0
     config.telemetry.plots = False
     return config

@@ -38,5 +38,6 @@ def get_config() -> config_dict.ConfigDict:
     config.staleness.eta = 8
     config.buffer.capacity = 1024
     config.checkpoint.every = 0
+    config.evaluation.problems = 0
     config.telemetry.plots = False
     return config

@@ -62,7 +62,7 @@ class Outside:
     # of a simulation: in place of the task, its workflow and its verifier
     build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
     load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
-    build_verifier: Callable[[LoopClock, Task], LoopVerifier] | None = None
+    build_verifier: Callable[..., LoopVerifier] | None = None  # of the clock and what task_builder.build_verifier takes
 
 
 class Origin(NamedTuple):
@@ -185,7 +185,7 @@ def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host |
     def launch(**settings: Any) -> LoopVerifier:
         decode, start_worker = model.tokenizer.decode, outside.start_worker
         if outside.build_verifier:
-            verifier = outside.build_verifier(clock, task)
+            verifier = outside.build_verifier(clock, **settings)
         else:
             verifier = build_verifier(
                 config, clock, task, decode, sandbox=sandbox, start_worker=start_worker, **settings

@@ -82,7 +82,7 @@ def build_config(setting: Setting, plan: Plan, updates: int, seed: int, prompts:
         'simulation.bandwidth': reached.bandwidth, 'simulation.prefill': reached.prefill,
         'simulation.mfu': reached.mfu, 'simulation.passes': setting.passes,
         'simulation.load_s': setting.costs.load_s,
-        'learner.filter_equal_rewards': False, 'checkpoint.every': 0,
+        'learner.filter_equal_rewards': False, 'checkpoint.every': 0, 'evaluation.problems': 0,
         'telemetry.plots': False, 'telemetry.progress': False, 'telemetry.tensorboard': False,
     }  # fmt: skip
     with config.unlocked():

@@ -13,6 +13,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.parts.clock import lane_widths
 from areal_jax.app.parts.energy_builder import UsedDevices, group_devices
+from areal_jax.app.parts.part_settings import count_cache_blocks
 from areal_jax.app.parts.pool_builder import build_pool
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.loop_parts import Outside
@@ -25,6 +26,7 @@ from areal_jax.app.simulate.simulated_moves import SimulatedMoves, place_engines
 from areal_jax.app.simulate.simulation_settings import (
     as_simulated,
     build_answers,
+    build_held_out,
     build_prices,
     build_prompts,
     build_workflow,
@@ -44,7 +46,7 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import LEARNER, TOOL, engine_lane, short_name
+from areal_jax.lanes import LEARNER, REWARD, TOOL, engine_lane, short_name
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.simulation.count_backend import CountBackend
@@ -54,6 +56,14 @@ from areal_jax.simulation.simulated_clock import SimulatedClock
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import PublishedWeights, Tree
+
+
+class CountTokenizer(CharacterTokenizer):
+    """Its end of an answer is spelled by none, and the text of an answer is its length."""
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return str(len(tokens))
+
 
 SimulatedRun: TypeAlias = Run['SimulatedSite', Loop]
 
@@ -88,12 +98,14 @@ class SimulatedSite:
         return Outside(
             make_clock=self._build_clock,
             load_workflow=lambda config, tokenizer: functools.partial(build_workflow, config, self._answers),
-            build_task=lambda config, tokenizer: DrawnTask(lambda: build_prompts(config)),
-            build_verifier=lambda clock, task: DrawnVerifier(clock, self._answers, self._config.task.verifier_workers),
+            build_task=lambda config, tokenizer: DrawnTask(
+                lambda: build_prompts(config), functools.partial(build_held_out, config)
+            ),
+            build_verifier=self._build_verifier,
         )
 
     def load_model(self) -> RemoteModel:
-        tokenizer = CharacterTokenizer('0')  # of no use but its end of an answer, which no answer spells
+        tokenizer = CountTokenizer('0')
         return RemoteModel(tokenizer, None, tokenizer.vocab_size)
 
     def build_learner(self, checkpoint: Checkpoint | None) -> CountLearner:
@@ -151,6 +163,11 @@ class SimulatedSite:
         assert self._prices.learner is not None
         self._prices.learner.number = parse_split(split)[0].devices
 
+    def _build_verifier(
+        self, clock: LoopClock, workers: int | None = None, lane: str = REWARD, workdir: pathlib.Path | None = None
+    ) -> DrawnVerifier:
+        return DrawnVerifier(clock, self._answers, workers or self._config.task.verifier_workers, lane)
+
     def _build_clock(
         self, config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool
     ) -> VirtualClock:
@@ -164,21 +181,27 @@ class SimulatedSite:
         self, name: str, devices: Sequence[int], published: PublishedWeights, *, clock: LoopClock, log: EventLog
     ) -> LocalEngine:
         rollout, index = self._config.rollout, int(short_name(name))
-        backend = CountBackend(
+        build_backend = functools.partial(
+            CountBackend,
             keep_lengths(self._answers),
-            slots=rollout.slots,
             context_tokens=rollout.context_tokens,
             block_tokens=rollout.block_tokens,
-            cache_blocks=cache_blocks(self._config, self._prices.cluster, index),
             buckets=tuple(rollout.prefill_buckets),
             devices=[str(device) for device in devices],
             jumps=isinstance(clock, SimulatedClock) and self._config.simulation.join,
             distinct=self._answers.of_agents,
         )
+        blocks = cache_blocks(self._config, self._prices.cluster, index)
+        evaluation = self._config.evaluation
+        beside: CountBackend | None = None
+        if evaluation.every:
+            of_slots = count_cache_blocks(self._config, evaluation.slots, beside=True)
+            beside = build_backend(slots=evaluation.slots, cache_blocks=of_slots)
         return LocalEngine(
-            index, backend, clock, log,
+            index, build_backend(slots=rollout.slots, cache_blocks=blocks), clock, log,
             receive=CountChannel().receive, version=published.version, params=published.version,
             kv_policy=rollout.kv_policy, decode_steps=rollout.decode_steps,
+            evaluation=beside, every_dispatches=evaluation.every_dispatches if beside else 1,
             hardware=describe_hardware(self._prices.cluster, index, len(devices)),
         )  # fmt: skip
 

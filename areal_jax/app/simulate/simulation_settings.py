@@ -34,7 +34,7 @@ from areal_jax.simulation.chips import find_chip
 from areal_jax.simulation.count_learner import UpdateShape
 from areal_jax.simulation.drawn_agent import DrawnAgents
 from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups
-from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnPrompts
+from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnPrompts, count_prompt
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
     Cluster,
@@ -43,18 +43,20 @@ from areal_jax.simulation.prices import (
     build_cluster,
     check_memory,
     parse_chips,
+    price_evaluations,
     price_roofline,
     price_tool,
 )
 from areal_jax.simulation.roofline import Reached
 from areal_jax.simulation.shapes import ModelShape, find_shape, shape_of
 from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention
+from areal_jax.types import Prompt
 
 _LONGEST = 1 << 30  # tokens of an answer before its limit
 # what a simulation does not do, or does otherwise
 _FIXED: Mapping[str, object] = {
-    'run.clock': 'virtual', 'run.export': False, 'rollout.server': 'in_process', 'evaluation.problems': 0,
-    'evaluation.every': 0, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
+    'run.clock': 'virtual', 'run.export': False, 'rollout.server': 'in_process', 'diagnostics.ratio_sample': 0.0,
+     'telemetry.profile_steps': (),
     'publication.channel': 'device',
 }  # fmt: skip
 _NOT_SIMULATED = (
@@ -91,6 +93,11 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
             "simulation.prices='' makes this config none of a simulation: set it to 'roofline', with simulation.chip "
             "and simulation.model, or to 'virtual'"
         )
+    if own := config.evaluation.engines:
+        raise ConfigError(
+            f'evaluation.engines={own}: engines that evaluate alone are not simulated; set it to 0, and '
+            f'cluster.engines to {own} fewer or evaluation.every=0'
+        )
     changed = config.copy_and_resolve_references()
     with changed.unlocked():
         changed.update_from_flattened_dict(_FIXED)
@@ -119,7 +126,7 @@ def build_answers(config: TrackedConfig) -> Answers:
         logged = LoggedAnswers(groups, config.run.seed, verifier, tool)
         if logged.of_agents and config.rollout.workflow == 'single_turn':
             raise ConfigError(
-                f"simulation.answers={text!r}: answers of {workdir} have several turns, and rollout.workflow="
+                f'simulation.answers={text!r}: answers of {workdir} have several turns, and rollout.workflow='
                 "'single_turn': use the config of that run"
             )
         return logged
@@ -147,6 +154,15 @@ def build_prompts(config: TrackedConfig) -> PromptStream:
     return DrawnPrompts(parse_lengths(text, longest, draws_of_run=draws, field='simulation.prompts'), seed)
 
 
+def build_held_out(config: TrackedConfig, count: int) -> list[Prompt]:
+    """Held-out prompts, as the stream's."""
+    if config.simulation.prompts == TASK:
+        task = build_task(config, describe_text_model(config).tokenizer)
+        return [count_prompt(prompt) for prompt in task.held_out(count, config.run.seed)]
+    stream = build_prompts(config)
+    return [stream.draw() for _ in range(count)]
+
+
 def _load_events(workdir: pathlib.Path) -> list[Event]:
     if not (workdir / EVENTS).is_file():
         raise UserError(f'simulation.answers=log({workdir}): there is no {workdir / EVENTS}; name the workdir of a run')
@@ -160,13 +176,13 @@ def build_prices(config: TrackedConfig, answers: Answers) -> Prices:
         return Prices(unit_prices(config))
     if prices != ROOFLINE:
         table = read_table(pathlib.Path(prices))
-        by_kind = {**table.by_kind(), 'tool': price_tool(answers)}
+        by_kind = {**price_evaluations(table.by_kind()), 'tool': price_tool(answers)}
         return Prices(by_kind, contention=table.contention, host=table.host)
     learner, engines = parse_learner(config.cluster.learner), _most_engines(config)
     cluster = build_cluster(settings := _read_roofline(config, engines.count), learner, engines)
     check_memory(cluster, config.rollout.cache_tokens, config.rollout.context_tokens)
     devices = LearnerDevices(learner.devices)
-    by_kind = {**price_roofline(settings, cluster, devices), 'tool': price_tool(answers)}
+    by_kind = {**price_evaluations(price_roofline(settings, cluster, devices)), 'tool': price_tool(answers)}
     return Prices(by_kind, cluster, learner=devices)
 
 

@@ -58,6 +58,9 @@ def describe_state(report: Report) -> tuple[str, Tone]:
 
 
 def _gain(report: Report) -> Tile:
+    if report['simulation']:
+        reading = 'A simulation has no weights, and its rewards are drawn.'
+        return Tile('gain', 'Did it learn?', '-', '', (), reading, 'unknown', 'learning')
     accuracy = report['accuracy']
     details: list[str] = []
     reading, tone = '', cast(Tone, 'unknown')

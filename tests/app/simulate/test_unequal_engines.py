@@ -8,7 +8,7 @@ import json
 import pytest
 
 from areal_jax import main_check_log
-from areal_jax.app.simulate.simulation_settings import build_prices, cache_blocks
+from areal_jax.app.simulate.simulation_settings import build_answers, build_prices, cache_blocks
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.errors import ExitCode
@@ -75,7 +75,7 @@ def test_the_cache_of_an_engine_follows_its_own_memory():
         'rollout__slots': 4096, 'rollout__context_tokens': 1024,
     }  # fmt: skip
     config = TrackedConfig(small_config(**{**CLUSTER, **fields}))
-    cluster = build_prices(config).cluster
+    cluster = build_prices(config, build_answers(config)).cluster
     large, small = (cache_blocks(config, cluster, engine) for engine in (0, 1))
     assert small == cluster.engines[1].cache_tokens() // 16
     assert large == cluster.engines[0].cache_tokens() // 16 > 2 * small  # the weights lie there once
