@@ -163,7 +163,7 @@ def _server_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     if kind.takes_urls and not rollout.urls:
         addresses = ' or '.join(f"'{client.name}+http://host:port'" for client in kind.clients)
         yield f'{setting} needs rollout.urls: {addresses} of each server'
-    if c.run.clock == 'virtual':
+    if c.run.clock == 'virtual' and not c.simulation.prices:
         yield (
             f"run.clock='virtual' with {setting}: servers answer in real time; use run.clock='real', or "
             "rollout.server='in_process'"

@@ -8,6 +8,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.fields import Field, Flag, Real, Text
+from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, ConfigError
 
@@ -34,6 +35,10 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
     'turns': Text('', "turns of an agent's episode, likewise; '' = answers are no agents'; log(RUN) brings its own"),
     'results': Text('constant(200)', 'tokens that the tool gives between two turns, likewise'),
     'tool': Text('constant(1000)', 'milliseconds of a call of the tool, likewise; prices virtual: virtual.tool_s'),
+    'failures': Text(
+        '', "rollout.server other than 'in_process': seconds that a server lives, likewise; '' = none of them dies"
+    ),
+    'restart': Text('constant(120)', 'seconds from the death of a server until another one has started in its place'),
     'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
     'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
     'verifier': Text('constant(10)', 'milliseconds of the verifier for an answer, likewise'),
@@ -77,6 +82,11 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield (
             f'simulation.turns={c.simulation.turns!r} and simulation.answers={c.simulation.answers!r}: the run brings '
             "its own turns; set simulation.turns=''"
+        )
+    if c.simulation.failures and find_server(c.rollout.server).in_process:
+        yield (
+            f'simulation.failures={c.simulation.failures!r} and rollout.server={c.rollout.server!r}: engines in the '
+            "process of the learner end the run with them; use rollout.server='own'"
         )
     if c.friction.actor_share:
         yield (

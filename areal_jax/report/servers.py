@@ -29,8 +29,8 @@ def server_rows(events: Sequence[Event]) -> list[ServerRow]:
         if event['kind'] == 'register':
             row = found.setdefault(event['engine'], _new_row(event['engine']))
             row['url'], row['starts'] = event['url'], row['starts'] + 1
-        elif event['kind'] == 'receive':
-            found[event['engine']]['tokens'] += event['tokens']
+        elif event['kind'] == 'receive' or (event['kind'] == 'decode' and event['engine'] in found):
+            found[event['engine']]['tokens'] += event['tokens']  # `decode` is of a simulation
         elif event['kind'] == 'engine_state' and event['state'] in _OUT:
             row = found[event['engine']]
             row['failures'], row['last_failure'] = row['failures'] + 1, event['reason']

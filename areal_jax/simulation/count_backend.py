@@ -168,9 +168,7 @@ def result_tokens(call: int, count: int) -> np.ndarray:
     Raises ConfigError for more turns than there are such tokens.
     """
     if call + 1 >= FIRST:
-        raise ConfigError(
-            f'simulation.turns: an episode has more than {FIRST} turns; bound it with agent.max_turns'
-        )
+        raise ConfigError(f'simulation.turns: an episode has more than {FIRST} turns; bound it with agent.max_turns')
     return repeat(call + 1, count, np.int32)
 
 

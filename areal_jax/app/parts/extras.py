@@ -61,6 +61,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
     if c.task.name == 'jsonl' and c.task.answer == 'math' and find_objective(c.loss.objective).generates:
         yield 'math_verify', "task.answer='math'", ''
+    if c.simulation.prices:
+        return  # no server, program or tool runs
     if find_objective(c.loss.objective).generates:
         for module in find_server(c.rollout.server).modules:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import LostPeerError
 from areal_jax.protocols import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.mismatch import MismatchWatch
-from areal_jax.rollout.servers.registry_watch import RegistryWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.telemetry.values import Line
 
@@ -31,12 +31,18 @@ class EndedBy:
             raise LostPeerError(f'{self._reason}; start servers, and go on with --resume')
 
 
+class Watch(Protocol):
+    """Tells a pool which servers there are."""
+
+    async def run(self) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ServersBeside:
     """Those for the evaluation beside training."""
 
     pool: EvaluatedPool
-    watch: RegistryWatch
+    watch: Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Servers:
     """Of one run."""
 
     pool: ServerPool
-    watch: RegistryWatch
+    watch: Watch
     mismatches: MismatchWatch
     ended_by: EndedBy
     beside: ServersBeside | None = None

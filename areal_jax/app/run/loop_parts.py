@@ -63,6 +63,7 @@ class Outside:
     build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
     load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
     build_verifier: Callable[..., LoopVerifier] | None = None  # of the clock and what task_builder.build_verifier takes
+    build_servers: Callable[..., Servers] | None = None  # as server_builder.build_servers
 
 
 class Origin(NamedTuple):
@@ -138,7 +139,9 @@ def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopPa
     if host.verifier_beside is not None:
         host.verifier_beside.start()
     rates = site.find_rates()
-    generation = _build_generation(context, site, host, learner, lambda: controller.stop_requested.set())
+    generation = _build_generation(
+        context, site, host, learner, lambda: controller.stop_requested.set(), outside.build_servers
+    )
     metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
     if generation.servers is not None:
         metrics.listeners.append(generation.servers.note_update)
@@ -231,7 +234,12 @@ def _build_progress(host: Host) -> Progress | None:
 
 
 def _build_generation(
-    context: RunContext, site: LoopSite, host: Host, learner: RunLearner, stop: Callable[[], None]
+    context: RunContext,
+    site: LoopSite,
+    host: Host,
+    learner: RunLearner,
+    stop: Callable[[], None],
+    build_servers: Callable[..., Servers] | None,
 ) -> Generation:
     version, checkpoint, snapshot = host.origin
     channel = site.build_channel()
@@ -247,14 +255,18 @@ def _build_generation(
         rollout = local.build_rollout(published, host.clock, host.log, host.supervisor)
         return Generation(channel, ring, newest, rollout.pool, rollout.engines, rollout.moves)
 
-    from areal_jax.app.parts.server_builder import build_servers  # needs aiohttp, which runs without servers do not
-
-    servers = build_servers(
+    servers = (build_servers or _import_server_builder())(
         host.config, host.clock, host.log, host.supervisor,
         workdir=context.workdir, learner=learner, vocab_size=host.model.vocab_size, published=published,
         probe_prompt=host.task.prompts('train', host.config.run.seed).draw().tokens, stop=stop,
     )  # fmt: skip
     return Generation(channel, ring, newest, servers.whole, servers=servers)
+
+
+def _import_server_builder() -> Callable[..., Servers]:
+    from areal_jax.app.parts.server_builder import build_servers  # needs aiohttp, which runs without servers do not
+
+    return build_servers
 
 
 def _build_controller(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,8 +14,9 @@ from ml_collections import config_dict
 
 from areal_jax.app.parts.clock import lane_widths
 from areal_jax.app.parts.energy_builder import UsedDevices, group_devices
-from areal_jax.app.parts.part_settings import count_cache_blocks
+from areal_jax.app.parts.part_settings import count_cache_blocks, uses_servers
 from areal_jax.app.parts.pool_builder import build_pool
+from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.loop_parts import Outside
 from areal_jax.app.run.observer import Compilations
@@ -23,6 +25,7 @@ from areal_jax.app.run.run import Run, RunKind
 from areal_jax.app.run.run_context import Checkpoint, RunContext
 from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
 from areal_jax.app.simulate.simulated_moves import SimulatedMoves, place_engines
+from areal_jax.app.simulate.simulated_pool import build_simulated_servers
 from areal_jax.app.simulate.simulation_settings import (
     as_simulated,
     build_answers,
@@ -46,13 +49,14 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.lanes import LEARNER, REWARD, TOOL, engine_lane, short_name
+from areal_jax.lanes import LEARNER, REWARD, TOOL, engine_lane, publish_lane, short_name
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.simulation.count_backend import CountBackend
 from areal_jax.simulation.count_learner import CountChannel, CountLearner
 from areal_jax.simulation.drawn_task import DrawnTask, DrawnVerifier, keep_lengths
 from areal_jax.simulation.simulated_clock import SimulatedClock
+from areal_jax.simulation.simulated_servers import ServerLog
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import PublishedWeights, Tree
@@ -81,7 +85,7 @@ def build_simulation(config: config_dict.ConfigDict, workdir: pathlib.Path, **se
 class SimulatedSite:
     """See site.LoopSite."""
 
-    awaited_engines = awaited_beside = 0
+    awaited_beside = 0
     learner: CountLearner
     split: DeviceSplit | None = None  # in use; None: devices do not move
 
@@ -92,6 +96,7 @@ class SimulatedSite:
         self._answers = build_answers(context.config)
         self._prices = build_prices(context.config, self._answers)
         note_not_simulated(context.config)
+        self.awaited_engines = len(self._list_devices()) if uses_servers(context.config) else 0
 
     def outside(self) -> Outside:
         """What takes the place of the world outside: clock, prompts, verifier."""
@@ -102,6 +107,7 @@ class SimulatedSite:
                 lambda: build_prompts(config), functools.partial(build_held_out, config)
             ),
             build_verifier=self._build_verifier,
+            build_servers=self._build_servers,
         )
 
     def load_model(self) -> RemoteModel:
@@ -168,11 +174,32 @@ class SimulatedSite:
     ) -> DrawnVerifier:
         return DrawnVerifier(clock, self._answers, workers or self._config.task.verifier_workers, lane)
 
+    def _build_servers(
+        self, config: TrackedConfig, clock: LoopClock, log: EventLog, supervisor: Supervisor,
+        *, published: PublishedWeights, stop: Callable[[], None], **settings: object,
+    ) -> Servers:  # fmt: skip
+        devices = list(self._list_devices().items())
+        without = dataclasses.replace(published, version=-1)
+
+        def build_engine(index: int, is_first: bool) -> LocalEngine:
+            return self._build_engine(
+                *devices[index], published if is_first else without, clock=clock, log=ServerLog(log)
+            )
+
+        return build_simulated_servers(
+            config, clock, log, supervisor, build_engine, count=len(devices), published=published, stop=stop
+        )
+
     def _build_clock(
         self, config: TrackedConfig, log: EventLog, start_s: float, *, waits_for_work: bool
     ) -> VirtualClock:
         prices = self._prices
-        widths = lane_widths(config) | ({TOOL: config.agent.tool_calls} if self._answers.of_agents else {})
+        widths = dict(lane_widths(config))
+        if uses_servers(config):
+            numbers = range(len(self._list_devices()))
+            widths |= {lane(number): 1 for number in numbers for lane in (engine_lane, publish_lane)}
+        if self._answers.of_agents:
+            widths[TOOL] = config.agent.tool_calls
         if config.simulation.prices == VIRTUAL:
             return VirtualClock(widths, log, prices.by_kind, start_s)
         return SimulatedClock(widths, log, prices.by_kind, start_s, host=prices.host, contention=prices.contention)

@@ -18,6 +18,7 @@ from areal_jax.app.parts.workflow_builder import WorkflowFactory
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import EnginesLayout, parse_learner
+from areal_jax.config.kinds import DEVICE, FILES, OWN, find_server
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.simulation_fields import ROOFLINE, TASK, VIRTUAL
 from areal_jax.config.splits import parse_split
@@ -55,10 +56,13 @@ from areal_jax.types import Prompt
 _LONGEST = 1 << 30  # tokens of an answer before its limit
 # what a simulation does not do, or does otherwise
 _FIXED: Mapping[str, object] = {
-    'run.clock': 'virtual', 'run.export': False, 'rollout.server': 'in_process', 'diagnostics.ratio_sample': 0.0,
-     'telemetry.profile_steps': (),
-    'publication.channel': 'device',
+    'run.clock': 'virtual', 'run.export': False, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
 }  # fmt: skip
+# servers of any kind are those of this project, and how versions get there is a price
+_AS_SERVERS: Mapping[str, object] = {
+    'rollout.server': OWN.name, 'rollout.urls': (), 'publication.channel': FILES.name,
+}  # fmt: skip
+_AS_ENGINES: Mapping[str, object] = {'publication.channel': DEVICE.name}
 _NOT_SIMULATED = (
     'agent',
     'model',
@@ -100,13 +104,14 @@ def as_simulated(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
         )
     changed = config.copy_and_resolve_references()
     with changed.unlocked():
-        changed.update_from_flattened_dict(_FIXED)
+        is_alone = find_server(config.rollout.server).in_process
+        changed.update_from_flattened_dict({**_FIXED, **(_AS_ENGINES if is_alone else _AS_SERVERS)})
     return changed.lock()
 
 
 def note_not_simulated(config: TrackedConfig) -> None:
     """Sections of which a simulation reads what it needs: the rest of them is not idle by mistake."""
-    config.note_used((*_NOT_SIMULATED, *_FIXED))
+    config.note_used((*_NOT_SIMULATED, *_FIXED, *_AS_SERVERS, *find_server(config.rollout.server).reads))
 
 
 def build_answers(config: TrackedConfig) -> Answers:
