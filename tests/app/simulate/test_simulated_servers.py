@@ -42,6 +42,16 @@ def drawn_starts(until_s, seed=0):
     return found
 
 
+def drawn_ends(until_s):
+    """(start, seconds since the death before it) of all servers that came back."""
+    down = parse_lengths('uniform(2, 6)', 1 << 30)
+    return [
+        (start_s, down.draw(0, int(engine[-1]), incarnation - 1, 'down'))
+        for engine, incarnation, start_s in drawn_starts(until_s + 100)
+        if incarnation > 1
+    ]
+
+
 def test_servers_that_live_generate_as_engines_do(tmp_path):
     """Their weights are staged and acknowledged one by one, which is all that differs: a few per cent of the time."""
     for server in ('own', 'in_process'):
@@ -69,8 +79,11 @@ def test_servers_die_and_start_when_it_was_drawn(dying):
 def test_an_answer_goes_on_elsewhere_with_all_its_tokens(dying):
     workdir, _ = dying
     events = read_events(workdir)
-    moved = {event['request'] for event in events if event['kind'] == 'move'}
-    assert moved
+    moves = [event for event in events if event['kind'] == 'move']
+    moved = {event['request'] for event in moves}
+    deaths = [start - down for start, down in drawn_ends(max(event['time'] for event in events))]
+    assert moves
+    assert all(min(abs(event['time'] - death) for death in deaths) < 0.5 for event in moves)  # connections end at once
     decoded = sum(event['tokens'] - event.get('discarded', 0) for event in events if event['kind'] == 'decode')
     assert decoded == sum(event['tokens'] for event in events if event['kind'] == 'finish')
     lengths = parse_lengths('lognormal(300, 0.75)', 900)
@@ -101,6 +114,8 @@ def test_a_resumed_simulation_has_the_deaths_of_the_whole_one(tmp_path):
     assert main_check_log.main([str(tmp_path)]) == ExitCode.FINISHED
     assert len(read_metrics(tmp_path / 'metrics.jsonl')) == 10
     again = [event['time'] for event in read_events(tmp_path) if event['kind'] == 'log'][1]
+    at_once = [engine for engine, _, time in starts(tmp_path) if time == again]
+    assert len(at_once) == len(set(at_once))  # none of those that died before
     later = [start for start in starts(tmp_path) if start[2] > again]
     assert later
     assert set(later) <= set(drawn_starts(2 * max(time for *_, time in later)))
