@@ -20,7 +20,7 @@ from areal_jax.simulation.lengths import Lengths
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 ADDRESS = 'simulated'
-DELIVERED_S = 5.0  # a server sends what it has generated; the pool measures its speed by that
+DELIVERED_S = 10.0  # a server sends what it has generated; the pool measures its speed by that
 
 
 class ServerLog(EventLog):
