@@ -36,12 +36,11 @@ class _Load:
 
     number: int  # in the order of joining: of equally loaded engines the first is chosen
     outstanding: int = 0  # tokens
-    speed: float = 1.0  # relative to the other engines
     is_routed: bool = True  # whether new requests may go there
 
     @property
-    def rank(self) -> tuple[float, int]:
-        return self.outstanding / self.speed, self.number
+    def rank(self) -> tuple[int, int]:
+        return self.outstanding, self.number
 
 
 class Ledger:
@@ -53,7 +52,7 @@ class Ledger:
         self.on_change: Callable[[str, int, int], None] = lambda engine, requests, tokens: None
         self._numbers = itertools.count()
         self._loads: dict[str, _Load] = {}
-        self._ranking: list[tuple[float, int, str]] = []  # (outstanding tokens / speed, number, engine), ascending
+        self._ranking: list[tuple[int, int, str]] = []  # (outstanding tokens, number, engine), ascending
         self._entries: dict[str, Entry] = {}  # by request id, in the order of arrival
         self._groups: dict[tuple[int, int], _Group] = {}
         for name in engines:
@@ -88,13 +87,6 @@ class Ledger:
             raise RuntimeError(f'{name} is removed with {self._loads[name].outstanding} outstanding tokens')
         del self._loads[name]
 
-    def set_speed(self, name: str, speed: float) -> None:
-        """`speed` > 0 in any unit that all engines share; each has 1.0 at first."""
-        load = self._loads[name]
-        self._unrank(name, load)
-        load.speed = speed
-        self._rank(name, load)
-
     def entries(self) -> list[Entry]:
         """The open requests, first come first."""
         return list(self._entries.values())
@@ -116,7 +108,7 @@ class Ledger:
         return None if group is None else group.engine
 
     def least_outstanding(self, avoid: str = '') -> str | None:
-        """The engine with the fewest outstanding tokens for its speed, not `avoid`; None where there is no other."""
+        """The engine with the fewest outstanding tokens, not `avoid`; None where there is no other."""
         return next((name for _, _, name in self._ranking if name != avoid), None)
 
     def open(self, request: GenerationRequest, engine: str) -> Entry:

@@ -2,8 +2,8 @@
 
     areal-simulate --config=configs/simulate/agents.py --workdir=runs/agents
 
-An episode has 10 to 50 turns of 250 tokens, mean, and a tool that takes 2 seconds, mean, with a long tail, and gives 350
-tokens. The sizes are those of published runs on software tasks; how turns and tools are distributed is assumed.
+An episode has 10 to 50 turns of 250 tokens, mean. Between two a tool takes 2 seconds, mean, with a long tail, and gives
+350 tokens. The sizes are those of published runs on software tasks; how turns and tools are distributed is assumed.
 """
 
 from ml_collections import config_dict

@@ -14,7 +14,6 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.servers.moving_request import MovingRequest
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RemoteEngine, RemoteError
-from areal_jax.rollout.servers.speed import SpeedMeter
 
 MemberState = Literal[
     'registered', 'syncing', 'probing', 'serving', 'draining', 'unknown', 'quarantined', 'gone'
@@ -40,7 +39,6 @@ class Member:
         self.missed_checks = 0  # of its health, in a row
         self.is_suspect = False  # a request failed since it was found well
         self.requests: dict[str, MovingRequest] = {}  # that it has, by id, first come first
-        self.speed = SpeedMeter()
         self.keeper: asyncio.Task[None] | None = None
         self.news = clock.event(f'{self.name}: news for its keeper')
         self.swapped = clock.event(f'{self.name}: end of a swap')

@@ -53,9 +53,6 @@ class Placement:
     def add_engine(self, member: Member) -> None:
         """Requests may go there."""
         self.ledger.add_engine(member.name)
-        if member.speed.tokens_per_s() is None:  # until it is measured, it is as fast as the fastest
-            measured = [speed for one in self._members.values() if (speed := one.speed.tokens_per_s()) is not None]
-            self.ledger.set_speed(member.name, max(measured, default=1.0))
         self.place_waiting()
 
     def withdraw_engine(self, member: Member) -> None:
@@ -139,7 +136,6 @@ class Placement:
         moving.engine, moving.lowest_version, moving.taken_here = name, member.version, 0
         moving.entry = self.ledger.open(request, name)
         member.requests[request.request_id] = moving
-        member.speed.note_requests(1, self._clock.now())
         self._log.write('route', request=request.request_id, draw=request.draw, sample=request.sample, engine=name)
         pump = self._pump(moving, moving.entry, member, member.engine.generate(request))
         moving.pump = self._supervisor.start(f'{name}: request {request.request_id}', pump)
@@ -160,7 +156,6 @@ class Placement:
                     return
                 moving.take(segment)
                 self.ledger.note_generated(entry, len(segment.tokens))
-                self._measure(member, len(segment.tokens))
         except (RemoteError, TimeoutError) as error:
             self._note_failure(member, str(error))
             if moving.entry is entry:  # it has not moved with all others
@@ -211,11 +206,5 @@ class Placement:
         pump.cancel()
         if (member := self._members.get(moving.engine)) is not None:
             member.requests.pop(moving.request.request_id, None)
-            member.speed.note_requests(-1, self._clock.now())
             if member.is_leaving:
                 member.news.set()
-
-    def _measure(self, member: Member, tokens: int) -> None:
-        member.speed.note_generated(tokens, self._clock.now())
-        if (speed := member.speed.tokens_per_s()) is not None:
-            self.ledger.set_speed(member.name, speed)

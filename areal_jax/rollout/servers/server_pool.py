@@ -29,7 +29,7 @@ _Out = Literal['syncing', 'unknown', 'quarantined', 'gone']
 
 
 class ServerPool:
-    """Routes requests like pool.Pool, among the engines that serve, and weighs what is outstanding by their speed.
+    """Routes requests like pool.Pool, among the engines that serve.
 
     Implements protocols.Pool.
 
