@@ -108,7 +108,7 @@ class LocalEngine:
         self._swapped_s: float | None = None  # when the swap began whose rebuild is not finished
         self._pause_s = 0.0
         self._on_failed_dispatch, self._failed = on_failed_dispatch, 0  # dispatches since one of decoding succeeded
-        self._pausing = self._delivers = False
+        self._pausing = False
         self._pause_mode: PauseMode = 'retract'
         self._wake = clock.event(wake_name(self.name))
         self._loaded = clock.event(f'{self.name}: new weights in use')
@@ -219,11 +219,6 @@ class LocalEngine:
         if self._pinned is not None:
             self._pinned.resume()
 
-    def deliver(self) -> None:
-        """Callers get what was generated, at the end of the dispatch under way."""
-        self._delivers = True
-        self._wake.set()
-
     async def run_beside(
         self, dispatch: Callable[[Weights], Result], work: Work, *, decodes: bool = False
     ) -> tuple[int, Result]:
@@ -251,9 +246,6 @@ class LocalEngine:
     async def _serve(self) -> None:
         stream = self._stream
         while True:
-            if self._delivers:
-                stream.deliver()
-                self._delivers = False
             if self._next_weights is not None and not self._waits_for_answers():
                 self._swap(self._next_weights)
             if self._pausing:

@@ -20,7 +20,6 @@ from areal_jax.simulation.lengths import Lengths
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 ADDRESS = 'simulated'
-DELIVERED_S = 10.0  # a server sends what it has generated; the pool measures its speed by that
 
 
 class ServerLog(EventLog):
@@ -44,14 +43,6 @@ class SimulatedServer:
 
     def start(self, supervisor: Supervisor) -> None:
         self._engine.start(supervisor)
-        supervisor.start(f'{self.name}: streams', self._stream())
-
-    async def _stream(self) -> None:
-        never = self._clock.event(f'{self.name}: next delivery')
-        while not self._is_dead:
-            await self._clock.wait(never, DELIVERED_S)
-            if not self._is_dead:
-                self._engine.deliver()
 
     async def die(self) -> None:
         """At the end of the dispatch under way, whose tokens have come; what was asked of it never ends."""
