@@ -93,8 +93,6 @@ def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'{setting} and friction.actor_share={c.friction.actor_share}: an answer has no tokens to change; set it '
             'to 0'
         )
-    if c.rollout.record_routes:
-        yield f'{setting} and rollout.record_routes=True: there are no experts without weights; set it to False'
     if prices != ROOFLINE and c.cluster.reallocate != 'off':
         yield (
             f'{setting} and cluster.reallocate={c.cluster.reallocate!r}: only prices of chips follow the devices that '

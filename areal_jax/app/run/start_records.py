@@ -19,6 +19,7 @@ from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import TrackedConfig, default_config, flatten
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.simulation_fields import TASK as PROMPTS_OF_TASK
 from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.config.structure import unknown_field
 from areal_jax.telemetry.facts import EVALUATIONS
@@ -97,8 +98,9 @@ def read_starts(content: bytes, name: str) -> list[Start]:
 
 def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
     """The files that a config names, by field, except the files of the model."""
-    found = {}
-    if values['task']['path']:
+    found, simulation = {}, values.get('simulation', {})
+    has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
+    if values['task']['path'] and has_task:
         found[TASK] = pathlib.Path(values['task']['path'])
     if match := _TRACE.fullmatch(values['staleness']['schedule']):
         found[SCHEDULE] = pathlib.Path(match[1])

@@ -57,6 +57,7 @@ _LONGEST = 1 << 30  # tokens of an answer before its limit
 # what a simulation does not do, or does otherwise
 _FIXED: Mapping[str, object] = {
     'run.clock': 'virtual', 'run.export': False, 'diagnostics.ratio_sample': 0.0, 'telemetry.profile_steps': (),
+    'rollout.record_routes': False, 'learner.routes': 'live',
 }  # fmt: skip
 # servers of any kind are those of this project, and how versions get there is a price
 _AS_SERVERS: Mapping[str, object] = {

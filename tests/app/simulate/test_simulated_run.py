@@ -7,6 +7,7 @@ import json
 import pytest
 
 from areal_jax import main_check_log
+from areal_jax.app.command_line import load_config
 from areal_jax.app.model.run_config import read_run_config
 from areal_jax.app.simulate import simulation_settings
 from areal_jax.app.simulate.simulated_site import build_simulation
@@ -202,3 +203,16 @@ def test_what_cannot_be_simulated_is_one_sentence(tmp_path, fields, message):
 def test_a_log_must_hold_a_batch(tmp_path, simulated):
     with pytest.raises(ConfigError, match=r'whole groups of answers, fewer than learner.groups_per_update=64'):
         simulate(tmp_path, simulation__answers=f'log({simulated})', learner__groups_per_update=64)
+
+
+@pytest.mark.parametrize('name', ['quickstart', 'tiny_moe', 'qwen3_30b_a3b', 'recipes/grpo', 'recipes/ppo_critic'])
+def test_the_config_of_a_run_needs_prices_and_engines_alone(tmp_path, name):
+    """Neither its model nor the file of its task is there, and it has routes of experts, a critic, or evaluations."""
+    config = load_config(f'configs/{name}.py')
+    config.update_from_flattened_dict({
+        'simulation.prices': 'roofline', 'simulation.model': 'Qwen3-8B', 'simulation.answers': 'lognormal(60, 0.75)',
+        'simulation.prompts': 'constant(16)', 'cluster.engines': '2 x tensor=1', 'run.steps': 1,
+        'learner.groups_per_update': 4, 'rollout.group_size': 4, 'telemetry.plots': False,
+    })  # fmt: skip
+    build_simulation(config, tmp_path).train()
+    assert main_check_log.main([str(tmp_path)]) == ExitCode.FINISHED
