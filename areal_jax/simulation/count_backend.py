@@ -11,7 +11,7 @@ import numpy as np
 from areal_jax.config.ranges import ConfigError
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.sampling_support import SamplingSupport
-from areal_jax.types import repeat
+from areal_jax.types import GenerationRequest, repeat
 
 LOGPROB = -1.0  # of every token
 AnswerLength = Callable[[int, int, int], int]  # (draw, sample, turn) -> tokens after which it stops by itself
@@ -130,7 +130,7 @@ class CountBackend:
     def generate(self, weights: int, state: int, rows: Sequence[DecodeRow], steps: int) -> tuple[int, DecodeOutput]:
         ends = [self._find_ends(row) for row in rows]
         jump = Jump(
-            tokens=np.array([self._find_token(row) for row in rows], np.int32),
+            tokens=np.array([_find_token(row) if self._distinct else row.token for row in rows], np.int32),
             left=np.array([left for left, _ in ends], np.int64),
             stops=np.array([stops for _, stops in ends]),
             positions=np.array([row.position for row in rows], np.int64) + 1,
@@ -142,13 +142,10 @@ class CountBackend:
         """(tokens until the answer ends, whether it then ends by itself)."""
         request = row.request
         begin = row.limit - request.sampling.max_new_tokens
-        last = int(request.prompt_tokens[-1])
-        length = self._answer_length(request.draw, request.sample, last if last < FIRST else 0)
+        turn = _find_turn(request) if self._distinct else 0
+        length = self._answer_length(request.draw, request.sample, turn)
         left = min(begin + length, row.limit) - row.position - 1
         return left, begin + length <= row.limit
-
-    def _find_token(self, row: DecodeRow) -> int:
-        return _token(row.request.draw, 1 + row.request.sample) if self._distinct else row.token
 
     def read_context(self, state: int, blocks: Sequence[int], tokens: int) -> dict[str, np.ndarray]:
         return {}
@@ -170,6 +167,15 @@ def result_tokens(call: int, count: int) -> np.ndarray:
     if call + 1 >= FIRST:
         raise ConfigError(f'simulation.turns: an episode has more than {FIRST} turns; bound it with agent.max_turns')
     return repeat(call + 1, count, np.int32)
+
+
+def _find_turn(request: GenerationRequest) -> int:
+    last = int(request.prompt_tokens[-1])
+    return last if last < FIRST else 0
+
+
+def _find_token(row: DecodeRow) -> int:
+    return _token(row.request.draw, 1 + row.request.sample)
 
 
 def _token(draw: int, further: int = 0) -> int:
