@@ -32,7 +32,7 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
         "over the run, 'A; B' has equal phases; log(RUN): those of a run",
     ),
     'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
-    'turns': Text('', "turns of an agent's episode, likewise; '' = answers are no agents'; log(RUN) brings its own"),
+    'turns': Text('', "turns of an agent's episode, likewise; '' = an answer is one turn; log(RUN) brings its own"),
     'results': Text('constant(200)', 'tokens that the tool gives between two turns, likewise'),
     'tool': Text('constant(1000)', 'milliseconds of a call of the tool, likewise; prices virtual: virtual.tool_s'),
     'failures': Text(

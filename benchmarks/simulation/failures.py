@@ -23,7 +23,7 @@ from areal_jax.report.event_log import load_events
 from areal_jax.telemetry.metrics import read_metrics
 
 CONFIG = 'configs/simulate/sixteen.py'
-SERVERS, STEPS, FIRST, LAST = 12, 22, 8, 18  # updates of the run, and those between which it is measured
+SERVERS, STEPS, FIRST, LAST = 12, 24, 1, 20  # updates of the run, and those between which it is measured
 RESTART_S = 120
 OWN = {'rollout.server': 'own', 'publication.channel': 'files', 'rollout.max_retries': 8}
 LIFETIMES = {'2 hours': 7200, '30 minutes': 1800, '10 minutes': 600}

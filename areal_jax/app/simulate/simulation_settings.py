@@ -65,17 +65,8 @@ _AS_SERVERS: Mapping[str, object] = {
 }  # fmt: skip
 _AS_ENGINES: Mapping[str, object] = {'publication.channel': DEVICE.name}
 _NOT_SIMULATED = (
-    'agent',
-    'model',
-    'task',
-    'learner',
-    'lora',
-    'loss',
-    'optimizer',
-    'cluster',
-    'publication',
-    'diagnostics',
-)
+    'agent', 'model', 'task', 'learner', 'lora', 'loss', 'optimizer', 'cluster', 'publication', 'diagnostics',
+)  # fmt: skip
 
 
 class Prices(NamedTuple):

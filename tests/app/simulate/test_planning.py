@@ -172,6 +172,9 @@ def test_the_answers_of_a_run(tmp_path, monkeypatch):
         read_answers(run, 6, 3, 0, 32)
     with pytest.raises(UserError, match='does not say lengths and rewards of answers'):
         read_answers(write_log(tmp_path / 'bare', 3), 6, None, 0, 32)
+    agents = write_log(tmp_path / 'agents', 3, tokens=40, versions=[0, -1, 0], lengths=[20, 10, 10])
+    with pytest.raises(ConfigError, match='is a run of agents, which are not planned'):
+        read_answers(agents, 6, None, 0, 32)
 
 
 def read_lines(path):
