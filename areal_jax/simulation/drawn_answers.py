@@ -58,8 +58,8 @@ class DrawnAnswers:
     def reward(self, draw: int, sample: int) -> float:
         return float(draws.uniform(self.seed, draw, sample, 'reward') < self.success)
 
-    def verifier_s(self, draw: int, sample: int) -> float:
-        return self.verifier.draw(self.seed, draw, sample, 'verifier') / _MILLISECONDS
+    def verifier_s(self, draw: int, sample: int, attempt: int = 0) -> float:
+        return self.verifier.draw(self.seed, draw, sample, 'verifier', attempt) / _MILLISECONDS
 
 
 class LoggedAnswer(NamedTuple):
@@ -111,8 +111,8 @@ class LoggedAnswers:
     def reward(self, draw: int, sample: int) -> float:
         return self._find(draw, sample).reward
 
-    def verifier_s(self, draw: int, sample: int) -> float:
-        return self.verifier.draw(self.seed, draw, sample, 'verifier') / _MILLISECONDS
+    def verifier_s(self, draw: int, sample: int, attempt: int = 0) -> float:
+        return self.verifier.draw(self.seed, draw, sample, 'verifier', attempt) / _MILLISECONDS
 
     def tool_s(self, draw: int, sample: int, call: int) -> float:
         """An equal part of the seconds of the episode's calls, of which there may be several a turn."""

@@ -48,7 +48,7 @@ class Answers(Protocol):
 
     def reward(self, draw: int, sample: int) -> float: ...
 
-    def verifier_s(self, draw: int, sample: int) -> float:
+    def verifier_s(self, draw: int, sample: int, attempt: int = 0) -> float:
         """Seconds of the verifier."""
         ...
 
@@ -111,10 +111,16 @@ class Places:
 
 
 class DrawnVerifier:
-    """Implements protocols.Verifier: workers of a lane, whose seconds and rewards are drawn."""
+    """Implements protocols.Verifier: workers of a lane, whose seconds and rewards are drawn.
 
-    def __init__(self, clock: Clock, answers: Answers, workers: int, lane: str = REWARD):
+    An attempt ends at `deadline_s`; after so many `attempts` the answer has no reward.
+    """
+
+    def __init__(
+        self, clock: Clock, answers: Answers, workers: int, *, deadline_s: float, attempts: int, lane: str = REWARD
+    ):
         self._clock, self._answers, self._lane = clock, answers, lane
+        self._deadline_s, self._attempts = deadline_s, attempts
         self._places = Places(clock, workers, 'a free verifier worker')
 
     def launch(self) -> None:
@@ -134,13 +140,18 @@ class DrawnVerifier:
         describe_episode: Callable[[], dict[str, Any]] | None = None,
     ) -> Verdict:
         draw, sample = prompt.draw, self._find_sample(describe_episode)
-        seconds = self._answers.verifier_s(draw, sample)
-        work = Work('reward', detail={'draw': draw, 'attempt': 1}, size={'seconds': seconds})
-        await self._places.take()
-        try:
-            return await self._clock.run(self._lane, lambda: Verdict(self._answers.reward(draw, sample)), work)
-        finally:
-            self._places.leave()
+        for attempt in range(1, self._attempts + 1):
+            seconds = self._answers.verifier_s(draw, sample, attempt - 1)
+            size = {'seconds': min(seconds, self._deadline_s)}
+            work = Work('reward', detail={'draw': draw, 'attempt': attempt}, size=size)
+            await self._places.take()
+            try:
+                await self._clock.run(self._lane, lambda: None, work)
+            finally:
+                self._places.leave()
+            if seconds <= self._deadline_s:
+                return Verdict(self._answers.reward(draw, sample), attempt)
+        return Verdict(0.0, self._attempts, 'timeout')
 
     def _find_sample(self, describe_episode: Callable[[], dict[str, Any]] | None) -> int:
         assert describe_episode is not None  # the loop gives it with every answer

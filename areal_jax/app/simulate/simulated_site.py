@@ -172,7 +172,11 @@ class SimulatedSite:
     def _build_verifier(
         self, clock: LoopClock, workers: int | None = None, lane: str = REWARD, workdir: pathlib.Path | None = None
     ) -> DrawnVerifier:
-        return DrawnVerifier(clock, self._answers, workers or self._config.task.verifier_workers, lane)
+        task = self._config.task
+        return DrawnVerifier(
+            clock, self._answers, workers or task.verifier_workers,
+            deadline_s=task.verifier_deadline_s, attempts=task.verifier_attempts, lane=lane,
+        )  # fmt: skip
 
     def _build_servers(
         self, config: TrackedConfig, clock: LoopClock, log: EventLog, supervisor: Supervisor,

@@ -148,6 +148,21 @@ def test_memory_does_not_hold_the_tokens(simulated):
     assert (checkpoint / 'run_state.json').stat().st_size < 1_000_000
 
 
+def test_a_verifier_that_is_late_is_asked_again_and_then_given_up(tmp_path):
+    fields = {
+        'simulation__verifier': 'exponential(1000)',
+        'task__verifier_deadline_s': 2.0,
+        'learner__filter_equal_rewards': False,
+    }
+    simulate(tmp_path, run__steps=3, **fields, task__verifier_workers=4).train()
+    events = read_events(tmp_path)
+    rewards = [event for event in events if event['kind'] == 'reward']
+    assert {(event['label'], event['attempts']) for event in rewards} == {('ok', 1), ('ok', 2), ('timeout', 2)}
+    seconds = [event['seconds'] for event in events if event['kind'] == 'run_done' and event['work'] == 'reward']
+    assert max(seconds) == 2.0
+    assert len(seconds) == sum(event['attempts'] for event in rewards)
+
+
 def kill_and_resume(tmp_path, step, **fields):
     """The events of a whole simulation and of one that was killed after `step`; their metrics are the same."""
     simulate(tmp_path / 'whole', **fields).train()
