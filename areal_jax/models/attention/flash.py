@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from areal_jax.models.attention.visibility import KeyIds, QueryIds, visible
 
 INVISIBLE = -3e38  # score of a masked key: below every other score, and finite because -inf - -inf is NaN
+PALLAS_BLOCK = 64  # tokens: largest side of a tile of 'pallas'
 OUTPUT_NAME = 'attention_output'  # what jax.checkpoint may save so that the forward pass never runs again
 LSE_NAME = 'attention_lse'
 

@@ -5,11 +5,13 @@ The learner's forward pass calls it; it chooses a backend and checks the call ag
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention import blocked, cudnn, dense, pallas, splash
+from areal_jax.models.attention import blocked, cudnn, dense, splash
 from areal_jax.models.attention.backends import (
     BACKENDS,
     AttentionError,
@@ -19,10 +21,10 @@ from areal_jax.models.attention.backends import (
     local_device,
     missing_feature,
 )
-from areal_jax.models.attention.flash import Setting
+from areal_jax.models.attention.flash import PALLAS_BLOCK, Setting
 from areal_jax.models.attention.visibility import RowIds
 
-MAX_TILE_TOKENS = max(blocked.BLOCK, pallas.MAX_BLOCK)  # every tile of our kernels divides it
+MAX_TILE_TOKENS = max(blocked.BLOCK, PALLAS_BLOCK)  # every tile of our kernels divides it
 
 
 def packed_attention(
@@ -102,7 +104,7 @@ def packed_rows_attention(
     if reason := missing_feature(impl, demand):
         raise AttentionError(f'attention {impl!r} {reason}; use {able(lambda name: missing_feature(name, demand))}')
     ids = RowIds(segment_ids, parent_ids, positions if window else None, first)
-    out = _MODULES[impl].attend_rows(q, k, v, ids, Setting(scale, window, interpret))
+    out = _find_module(impl).attend_rows(q, k, v, ids, Setting(scale, window, interpret))
     if shares and not BACKENDS[impl].shares_prompts:
         return jnp.where((segment_ids == parent_ids)[..., None, None], out, jnp.nan)
     return out
@@ -114,10 +116,18 @@ def tile_tokens(row_tokens: int) -> int:
     On a CPU: the tile side of 'blocked'. Elsewhere: the largest tile side of 'pallas', which is a multiple of its
     smaller ones.
     """
-    return blocked.tile_tokens(row_tokens) if local_device()[0] == 'cpu' else pallas.MAX_BLOCK
+    return blocked.tile_tokens(row_tokens) if local_device()[0] == 'cpu' else PALLAS_BLOCK
 
 
-_MODULES = {'dense': dense, 'blocked': blocked, 'pallas': pallas, 'splash': splash, 'cudnn': cudnn}
+_MODULES = {'dense': dense, 'blocked': blocked, 'splash': splash, 'cudnn': cudnn}
+
+
+def _find_module(impl: str) -> types.ModuleType:
+    if impl == 'pallas':
+        from areal_jax.models.attention import pallas  # what it imports of jax takes a tenth of a second
+
+        return pallas
+    return _MODULES[impl]
 
 
 def _may_share(segment_ids: jax.Array, parent_ids: jax.Array) -> bool:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from areal_jax.models.attention import flash
-from areal_jax.models.attention.flash import INVISIBLE, GradientRows, Kernel, Keys, Rows, Setting
+from areal_jax.models.attention.flash import INVISIBLE, PALLAS_BLOCK, GradientRows, Kernel, Keys, Rows, Setting
 from areal_jax.models.attention.visibility import (
     KeyIds,
     QueryIds,
@@ -33,7 +33,6 @@ from areal_jax.models.attention.visibility import (
 
 Ref = Any  # a block of an array in memory, as Pallas passes it to a kernel; indexing reads, assignment writes
 _TILE_BYTES = 16384  # of one block of vectors: the four blocks of a backward tile fit the shared memory of an sm80
-MAX_BLOCK = 64  # tokens: side of a tile
 _MIN_DIM = 16  # smallest axis of a product on tensor cores
 
 
@@ -264,5 +263,5 @@ def padded_dim(dim: int) -> int:
 
 
 def block_tokens(dim: int, dtype: jax.typing.DTypeLike) -> int:
-    """Side of a tile in tokens: at most MAX_BLOCK, at least 16, and so that a block of vectors fits _TILE_BYTES."""
-    return max(16, min(MAX_BLOCK, _TILE_BYTES // (padded_dim(dim) * jnp.dtype(dtype).itemsize)))
+    """Side of a tile in tokens: at most PALLAS_BLOCK, at least 16, and so that a block of vectors fits _TILE_BYTES."""
+    return max(16, min(PALLAS_BLOCK, _TILE_BYTES // (padded_dim(dim) * jnp.dtype(dtype).itemsize)))
