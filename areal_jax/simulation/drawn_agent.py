@@ -47,12 +47,12 @@ class DrawnAgents:
 
     Args:
       deadline_s: of an episode; 0 = none.
-      most: episodes at once, others wait; None = all.
+      most: episodes at once, others wait.
     """
 
-    def __init__(self, answers: Answers, clock: Clock, budgets: Budgets, *, deadline_s: float, most: int | None):
+    def __init__(self, answers: Answers, clock: Clock, budgets: Budgets, *, deadline_s: float, most: float):
         self._answers, self._clock, self._budgets, self._deadline_s = answers, clock, budgets, deadline_s
-        self._places = None if most is None else Places(clock, most, 'a free place for the program of an episode')
+        self._places = Places(clock, most, 'a free place for the program of an episode')
 
     def __call__(self, pool: Generator, sampling: SamplingParams, seed: int) -> Workflow:
         def make_dialogue(prompt: Prompt, episode: Episode) -> Dialogue:
@@ -65,14 +65,8 @@ class DrawnAgents:
         return cast(Workflow, AgentWorkflow(self._run, make_dialogue, _raise, self._clock, self._deadline_s))
 
     async def _run(self, prompt: Prompt, dialogue: Dialogue) -> None:
-        if self._places is None:
+        async with self._places:
             await self._take_turns(prompt, dialogue)
-            return
-        await self._places.take()
-        try:
-            await self._take_turns(prompt, dialogue)
-        finally:
-            self._places.leave()
 
     async def _take_turns(self, prompt: Prompt, dialogue: Dialogue) -> None:
         turns = self._answers.turns(prompt.draw, dialogue.episode.sample)

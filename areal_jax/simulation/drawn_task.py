@@ -89,13 +89,13 @@ def count_prompt(prompt: Prompt) -> Prompt:
 
 
 class Places:
-    """So many at once; others wait in the order in which they came."""
+    """So many at once, within `async with`; others wait in the order in which they came."""
 
-    def __init__(self, clock: Clock, count: int, name: str):
+    def __init__(self, clock: Clock, count: float, name: str):
         self._clock, self._free, self._name = clock, count, name
         self._queue: collections.deque[Event] = collections.deque()
 
-    async def take(self) -> None:
+    async def __aenter__(self) -> None:
         if self._free:
             self._free -= 1
             return
@@ -103,7 +103,7 @@ class Places:
         self._queue.append(turn)
         await self._clock.wait(turn)
 
-    def leave(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._queue:
             self._queue.popleft().set()
         else:
@@ -144,11 +144,8 @@ class DrawnVerifier:
             seconds = self._answers.verifier_s(draw, sample, attempt - 1)
             size = {'seconds': min(seconds, self._deadline_s)}
             work = Work('reward', detail={'draw': draw, 'attempt': attempt}, size=size)
-            await self._places.take()
-            try:
+            async with self._places:
                 await self._clock.run(self._lane, lambda: None, work)
-            finally:
-                self._places.leave()
             if seconds <= self._deadline_s:
                 return Verdict(self._answers.reward(draw, sample), attempt)
         return Verdict(0.0, self._attempts, 'timeout')

@@ -7,6 +7,7 @@ simulations that differ in a setting, and in one that is resumed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 from areal_jax.control.event_writer import EventLog
@@ -144,21 +145,18 @@ class SimulatedRegistry:
     async def _live(self, index: int) -> None:
         start_s = 0.0
         for incarnation in itertools.count(1):
-            death_s = self._find_death(index, incarnation, start_s)
-            if death_s is None or self._clock.now() < death_s:
+            up_s = math.inf if self._up is None else self._up.draw(self._seed, index, incarnation, 'up')
+            death_s = start_s + up_s
+            if self._clock.now() < death_s:
                 await self._wait_until(start_s)
                 server = SimulatedServer(self._build_engine(index, incarnation == 1), self._clock)
                 server.start(self._supervisor)
                 self._pool.join(server, incarnation, ADDRESS)
-                if death_s is None:
+                if self._up is None:
                     return
                 await self._wait_until(death_s)
                 await server.die()
-            assert death_s is not None
             start_s = death_s + self._down.draw(self._seed, index, incarnation, 'down')
-
-    def _find_death(self, index: int, incarnation: int, start_s: float) -> float | None:
-        return None if self._up is None else start_s + self._up.draw(self._seed, index, incarnation, 'up')
 
     async def _wait_until(self, time_s: float) -> None:
         if (left_s := time_s - self._clock.now()) > 0:

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.app.command_line import load_config
-from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.events.schema import Event
 from areal_jax.files import write_json
-from areal_jax.report.event_log import load_events
-from areal_jax.telemetry.metrics import read_metrics
+from benchmarks.simulation.simulated import simulate_file
 
 CONFIG = 'configs/simulate/sixteen.py'
 SERVERS, STEPS, FIRST, LAST = 12, 24, 1, 20  # updates of the run, and those between which it is measured
@@ -39,16 +35,8 @@ def list_arms() -> dict[str, dict[str, Any]]:
 
 
 def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    config = load_config(CONFIG)
-    with config.unlocked():
-        config.update_from_flattened_dict({
-            'run.seed': seed, 'run.steps': STEPS, 'telemetry.progress': False, 'telemetry.tensorboard': False, **fields
-        })  # fmt: skip
     began_s = time.process_time()
-    with tempfile.TemporaryDirectory() as directory:
-        workdir = pathlib.Path(directory) / 'run'
-        build_simulation(config, workdir).train()
-        rows, events = read_metrics(workdir / 'metrics.jsonl'), load_events(workdir / 'events.jsonl')
+    rows, events = simulate_file(CONFIG, {'run.seed': seed, 'run.steps': STEPS, **fields})
     start_s, end_s = float(rows[FIRST - 1]['time']), float(rows[LAST - 1]['time'])
     measured = rows[FIRST:LAST]
     prefilled = [event for event in events if event['kind'] == 'prefill']

@@ -14,15 +14,11 @@ import argparse
 import collections
 import pathlib
 import statistics
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.app.command_line import load_config
-from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.files import write_json
-from areal_jax.report.event_log import load_events
-from areal_jax.telemetry.metrics import read_metrics
+from benchmarks.simulation.simulated import simulate_file
 
 CONFIG = 'configs/simulate/mixed.py'
 STEPS, FIRST, LAST = 40, 12, 30  # updates of the run, and those between which it is measured
@@ -49,15 +45,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 
 def simulate(fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Tokens a second in the measured updates, of all engines and of each; ages and drops."""
-    config = load_config(CONFIG)
-    with config.unlocked():
-        config.update_from_flattened_dict({
-            'run.seed': seed, 'run.steps': STEPS, 'telemetry.progress': False, 'telemetry.tensorboard': False, **fields
-        })  # fmt: skip
-    with tempfile.TemporaryDirectory() as directory:
-        workdir = pathlib.Path(directory) / 'run'
-        build_simulation(config, workdir).train()
-        rows, events = read_metrics(workdir / 'metrics.jsonl'), load_events(workdir / 'events.jsonl')
+    rows, events = simulate_file(CONFIG, {'run.seed': seed, 'run.steps': STEPS, **fields})
     start, end = float(rows[FIRST - 1]['time']), float(rows[LAST - 1]['time'])
     tokens: collections.Counter[str] = collections.Counter()
     for event in events:

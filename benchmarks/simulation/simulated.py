@@ -13,10 +13,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from areal_jax.app.command_line import load_config
 from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane
+from areal_jax.report.event_log import load_events
 from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.telemetry.values import Line
 from benchmarks.simulation import constants
 from benchmarks.simulation.setting import Setting, build_config
@@ -36,6 +39,17 @@ class Measured:
     token_age: float  # versions, mean
     age_max: float  # the same, oldest token
     wall_s: float = 0.0  # of the simulation itself
+
+
+def simulate_file(config_file: str, fields: Mapping[str, object]) -> tuple[list[Line], list[Event]]:
+    """(rows of metrics.jsonl, events) of the simulation of a config file with other fields."""
+    config = load_config(config_file)
+    with config.unlocked():
+        config.update_from_flattened_dict({'telemetry.progress': False, 'telemetry.tensorboard': False, **fields})
+    with tempfile.TemporaryDirectory() as directory:
+        workdir = pathlib.Path(directory) / 'run'
+        build_simulation(config, workdir).train()
+        return read_metrics(workdir / 'metrics.jsonl'), load_events(workdir / 'events.jsonl')
 
 
 class _Measured(Exception):

@@ -61,6 +61,8 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
     if c.task.name == 'jsonl' and c.task.answer == 'math' and find_objective(c.loss.objective).generates:
         yield 'math_verify', "task.answer='math'", ''
+    if c.model.source == 'gguf':
+        yield 'gguf', "model.source='gguf'", ''
     if c.simulation.prices:
         return  # no server, program or tool runs
     if find_objective(c.loss.objective).generates:
@@ -75,8 +77,6 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'renderers', f'agent.notation={c.agent.notation!r}', ''
     if c.agent.mcp_servers and find_objective(c.loss.objective).generates:
         yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
-    if c.model.source == 'gguf':
-        yield 'gguf', "model.source='gguf'", ''
 
 
 def require_serving(config: config_dict.ConfigDict) -> None:

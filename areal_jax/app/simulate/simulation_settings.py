@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -137,7 +138,7 @@ def build_workflow(config: TrackedConfig, answers: Answers, clock: Clock) -> Wor
     """One turn, or drawn episodes of agents, of which agent.programs run at once where they are programs."""
     if not answers.of_agents:
         return SingleTurn
-    most = config.agent.programs if config.rollout.workflow == PROGRAM else None
+    most = config.agent.programs if config.rollout.workflow == PROGRAM else math.inf
     return DrawnAgents(answers, clock, read_budgets(config), deadline_s=config.rollout.episode_deadline_s, most=most)
 
 

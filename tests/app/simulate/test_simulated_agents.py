@@ -10,17 +10,9 @@ import pytest
 from areal_jax import main_check_log
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
-from areal_jax.simulation.count_backend import CountBackend, result_tokens
-from tests.app.simulate.test_simulated_run import (
-    OF_VALUES,
-    build_simulation,
-    compared,
-    kill_and_resume,
-    read_events,
-    simulate,
-    without,
-)
-from tests.app.small import SmallRun, small_config
+from areal_jax.simulation.count_backend import result_tokens
+from tests.app.simulate.test_simulated_run import compared, kill_and_resume, read_events, simulate, simulate_again
+from tests.app.small import SmallRun
 
 AGENT = """
 async def look():
@@ -71,19 +63,7 @@ def agents(tmp_path_factory):
 
 def test_a_simulation_of_agents_has_the_events_of_the_run_whose_turns_it_has(tmp_path, agents, monkeypatch):
     """Turns, results and budgets are those of the run, and every event comes at the same nanosecond."""
-    real, fields = agents
-    program = real.session.program.parts.generation.engines[0].stream.backend
-    for shape in ('prefill_bucket', 'batch_bucket'):
-        monkeypatch.setattr(CountBackend, shape, staticmethod(getattr(program, shape)))
-    [prompt] = {len(group.trajectories[0].prompt.tokens) for groups in real.batches for group in groups}
-    build_simulation(
-        small_config(
-            **fields, simulation__prices='virtual', simulation__answers=f'log({real.workdir})',
-            simulation__prompts=f'constant({prompt})',
-        ),
-        tmp_path,
-    ).train()  # fmt: skip
-    of_run, again = ([without(event, *OF_VALUES) for event in read_events(at)] for at in (real.workdir, tmp_path))
+    of_run, again = simulate_again(*agents, tmp_path, monkeypatch)
     assert again == of_run
     assert {event['reason'] for event in episodes(tmp_path)} >= {'stop', 'turns'}
     assert any(event.get('kept', [0])[0] for event in again if event['kind'] == 'prefill')

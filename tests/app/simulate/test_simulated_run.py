@@ -47,6 +47,20 @@ def without(event, *names):
     return {name: value for name, value in event.items() if name not in names}
 
 
+def simulate_again(real, fields, workdir, monkeypatch):
+    """Events of a real run of these fields, and of the simulation with its lengths and the shapes of its programs."""
+    program = real.session.program.parts.generation.engines[0].stream.backend
+    for shape in ('prefill_bucket', 'batch_bucket'):
+        monkeypatch.setattr(CountBackend, shape, staticmethod(getattr(program, shape)))
+    [prompt] = {len(group.trajectories[0].prompt.tokens) for groups in real.batches for group in groups}
+    config = small_config(
+        **fields, simulation__prices='virtual', simulation__answers=f'log({real.workdir})',
+        simulation__prompts=f'constant({prompt})',
+    )  # fmt: skip
+    build_simulation(config, workdir).train()
+    return [[without(event, *OF_VALUES) for event in read_events(at)] for at in (real.workdir, workdir)]
+
+
 def is_decoding(event):
     return event['kind'] == 'run_done' and event['work'] == 'decode'
 
@@ -72,20 +86,7 @@ def test_a_simulation_has_the_events_of_the_run_whose_lengths_it_has(tmp_path, m
         'learner__filter_equal_rewards': False,
     }  # fmt: skip
     real = SmallRun(tmp_path / 'real', **fields).train()
-    program = real.session.program.parts.generation.engines[0].stream.backend
-    for shape in ('prefill_bucket', 'batch_bucket'):
-        monkeypatch.setattr(CountBackend, shape, staticmethod(getattr(program, shape)))
-    [prompt] = {len(group.trajectories[0].prompt.tokens) for groups in real.batches for group in groups}
-    build_simulation(
-        small_config(
-            **fields, simulation__prices='virtual', simulation__answers=f'log({tmp_path / "real"})',
-            simulation__prompts=f'constant({prompt})',
-        ),
-        tmp_path / 'again',
-    ).train()  # fmt: skip
-    of_run, again = (
-        [without(event, *OF_VALUES) for event in read_events(tmp_path / name)] for name in ('real', 'again')
-    )
+    of_run, again = simulate_again(real, fields, tmp_path / 'again', monkeypatch)
     assert {event['kind'] for event in of_run} >= {'interrupt', 'decode', 'prefill', 'load', 'reward', 'consume'}
     assert again == of_run
 
