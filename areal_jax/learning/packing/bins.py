@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 Size = tuple[int, ...]  # one size for each capacity, of which there are one or two
+_REPACKED = 4  # bins for which sets of capacities are compared: few, so that there are few sets
 
 
 def pack_first_fit(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> list[list[int]]:
@@ -89,6 +91,56 @@ def spread_remainder(
             if len(spread) <= bins_per_batch:
                 return [list(bins[b]) for b in kept] + [[members[i] for i in b] for b in spread]
     return [list(b) for b in bins]
+
+
+def fit_capacities(
+    bins: Sequence[Sequence[int]], sizes: Sequence[Size] | np.ndarray, capacities: Sequence[Size]
+) -> list[list[int]]:
+    """Repacks the emptiest bins so that the first capacities of the bins, each the smallest that holds it, sum to less.
+
+    Sets of capacities are tried from the least sum on, by best fit and by the bin with the most room, largest item
+    first. If none that costs less holds the items, the bins are returned unchanged.
+
+    Args:
+      bins: as packed, indices of items.
+      capacities: ascending; the last is the capacity of `bins`.
+    """
+    items = np.asarray(sizes, np.int64).reshape(len(sizes), len(capacities[-1]))
+    used = [items[list(b)].sum(0) for b in bins]
+    by_size = sorted(range(len(bins)), key=lambda b: (int(used[b][0]), b))
+    chosen, kept = sorted(by_size[:_REPACKED]), sorted(by_size[_REPACKED:])
+    now = sum(min(c[0] for c in capacities if (used[b] <= c).all()) for b in chosen)
+    members = [item for b in chosen for item in bins[b]]
+    for limits in _sets_of(capacities, len(chosen) + 1, items[members].sum(0), now):
+        if (places := _place_into(items[members], limits)) is not None:
+            fitted = [[members[i] for i in b] for b in _members(range(len(members)), places) if b]
+            return [list(bins[b]) for b in kept] + fitted
+    return [list(b) for b in bins]
+
+
+def _sets_of(capacities: Sequence[Size], most: int, needed: np.ndarray, below: int) -> list[tuple[Size, ...]]:
+    """Up to `most` capacities that hold `needed` together and whose first ones sum to less than `below`: the least sum
+    first, then the fewest bins."""
+    sets = itertools.chain.from_iterable(
+        itertools.combinations_with_replacement(capacities, count) for count in range(1, most + 1)
+    )
+    holding = [limits for limits in sets if (np.sum(limits, 0) >= needed).all() and sum(c[0] for c in limits) < below]
+    return sorted(holding, key=lambda limits: (sum(c[0] for c in limits), len(limits)))
+
+
+def _place_into(items: np.ndarray, limits: Sequence[Size]) -> list[int] | None:
+    """The bin of each item, in bins of these capacities; None where neither rule places all."""
+    for choose in (np.argmin, np.argmax):
+        free, places = np.array(limits, np.int64), np.full(len(items), -1)
+        for item in np.argsort(-items[:, 0], kind='stable'):
+            fits = np.flatnonzero((free >= items[item]).all(1))
+            if not len(fits):
+                break
+            places[item] = fits[choose(free[fits, 0])]
+            free[places[item]] -= items[item]
+        if (places >= 0).all():
+            return [int(place) for place in places]
+    return None
 
 
 def _checked(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> tuple[np.ndarray, np.ndarray]:

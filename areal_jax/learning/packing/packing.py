@@ -16,7 +16,7 @@ from areal_jax.columns import Column
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.packing.balance import EMPTY, CostCoefficients, place_rows, shard_costs
-from areal_jax.learning.packing.bins import pack_fewest_first, pack_first_fit, spread_remainder
+from areal_jax.learning.packing.bins import fit_capacities, pack_fewest_first, pack_first_fit, spread_remainder
 from areal_jax.learning.packing.buckets import RowShape
 from areal_jax.learning.packing.examples import make_examples
 from areal_jax.learning.packing.packing_report import PackingReport, report_batch, total_report
@@ -63,7 +63,8 @@ def pack(
       data_shards: groups of devices that share the rows of a micro-batch, an equal slice each.
       cost: the measure by which the shards are balanced (balance.place_rows).
       buckets: the row shapes to which the caller trims micro-batches, ascending, the full shape last; () = no trimming.
-        'first_fit' repacks an incomplete last micro-batch into more rows of a smaller shape if its items fit one.
+        'first_fit' repacks an incomplete last micro-batch into more rows of a smaller shape if its items fit one; in
+        micro-batches of one row, the emptiest rows so that their shapes come to the fewest tokens.
       vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
 
     Raises BatchError for what must not be learned from or fits no row, ValueError for what `require_known` refuses.
@@ -203,6 +204,8 @@ def _rows(
         bins = [[u] for u in range(len(units))]
     elif fill == 'algorithm_1':
         bins = pack_fewest_first(sizes, shapes[-1])
+    elif rows_per_microbatch == 1:
+        bins = fit_capacities(pack_first_fit(sizes, shapes[-1]), sizes, shapes)
     else:
         bins = spread_remainder(pack_first_fit(sizes, shapes[-1]), sizes, rows_per_microbatch, shapes)
     if most is not None:

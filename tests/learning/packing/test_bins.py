@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.packing.bins import pack_fewest_first, pack_first_fit, spread_remainder
+from areal_jax.learning.packing.bins import fit_capacities, pack_fewest_first, pack_first_fit, spread_remainder
 
 _CAPACITY = (20, 7)
 _SIZES = st.lists(st.tuples(st.integers(0, _CAPACITY[0]), st.integers(0, _CAPACITY[1])), max_size=60)
@@ -157,6 +157,44 @@ def test_spreading_keeps_every_item_once_and_the_number_of_batches(sizes, bins_p
     for place, b in enumerate(spread):
         limit = (10, 4) if len(spread) != len(packed) and place >= full else _CAPACITY
         assert all(sum(sizes[i][a] for i in b) <= limit[a] for a in (0, 1))
+
+
+def test_bins_take_the_capacities_that_sum_to_least_by_hand():
+    # 4 4 3 3 in bins of 10: 4 4 | 3 3 take 10 and 6. Two of 7 hold 4 3 and 4 3, one more would hold nothing
+    sizes = [(4,), (4,), (3,), (3,)]
+    bins = pack_first_fit(sizes, (10,))
+    assert bins == [[0, 1], [2, 3]]
+    assert fit_capacities(bins, sizes, [(6,), (7,), (10,)]) == [[0, 2], [1, 3]]
+    # with bins of 6, 10 and 6 hold 14 for the least; with bins of 5, 10 and 5: 4 | 4 3 3
+    assert fit_capacities(bins, sizes, [(6,), (10,)]) == bins
+    assert fit_capacities(bins, sizes, [(5,), (10,)]) == [[0], [1, 2, 3]]
+    # 8 5 | 3 take 14 and 5, and 5 | 8 3 take 5 and 11
+    assert fit_capacities([[0, 1], [2]], [(8,), (5,), (3,)], [(5,), (11,), (14,)]) == [[1], [0, 2]]
+    # the second capacity counts: one bin of (2, 3) has room for one item only
+    assert fit_capacities([[0, 1]], [(1, 2)] * 2, [(2, 3), (9, 9)]) == [[0], [1]]
+    # five bins of two items: the four with the fewest tokens are repacked, and the fullest stays
+    sizes = [(6,), (4,), *[(4,), (3,)] * 4]
+    bins = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert fit_capacities(bins, sizes, [(7,), (10,)]) == bins
+    assert fit_capacities(bins, sizes, [(4,), (6,), (10,)])[0] == [0, 1]
+    assert fit_capacities([], [], [(5,), (10,)]) == []
+
+
+@given(sizes=_SIZES)
+@settings(max_examples=100, deadline=None)
+def test_fitting_keeps_every_item_once_and_never_costs_more(sizes):
+    capacities = [(5, 2), (12, 5), _CAPACITY]
+
+    def cost(bins):
+        used = [tuple(sum(sizes[i][a] for i in b) for a in (0, 1)) for b in bins]
+        return sum(min(c[0] for c in capacities if c[0] >= u[0] and c[1] >= u[1]) for u in used)
+
+    packed = pack_first_fit(sizes, _CAPACITY)
+    fitted = fit_capacities(packed, sizes, capacities)
+    assert sorted(i for b in fitted for i in b) == list(range(len(sizes)))
+    assert all(fitted)  # none is empty
+    assert cost(fitted) <= cost(packed)
+    assert fit_capacities(packed, sizes, [_CAPACITY]) == packed or cost(fitted) < cost(packed)
 
 
 @pytest.mark.parametrize(('n', 'share'), [(128, 0.93), (512, 0.97), (10_000, 0.997)])
