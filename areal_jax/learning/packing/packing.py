@@ -204,7 +204,7 @@ def _rows(
         bins = [[u] for u in range(len(units))]
     elif fill == 'algorithm_1':
         bins = pack_fewest_first(sizes, shapes[-1])
-    elif rows_per_microbatch == 1:
+    elif rows_per_microbatch == 1 and len(shapes) > 1:
         bins = fit_capacities(pack_first_fit(sizes, shapes[-1]), sizes, shapes)
     else:
         bins = spread_remainder(pack_first_fit(sizes, shapes[-1]), sizes, rows_per_microbatch, shapes)

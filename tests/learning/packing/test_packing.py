@@ -339,6 +339,22 @@ def test_a_few_full_rows_are_spread_over_a_short_last_microbatch():
     assert (report.capacity_tokens, spread.capacity_tokens) == (96, 4 * 12 + 4 * 6)
 
 
+def test_rows_that_are_micro_batches_are_filled_for_the_fewest_places():
+    # 4 4 3 | 3 in rows of 12 are cut to 12 and 7; two rows of 7 hold 4 3 each
+    shape = {'mode': 'ordinary', 'row_tokens': 12, 'row_loss_tokens': 12}
+    buckets = (RowShape(7, 7), RowShape(12, 12))
+    groups = _reading(4, 4, 3, 3)
+    (batch,), _ = _pack(groups, **shape)
+    assert _rows_of(batch) == [[0, 1, 2], [3]]
+    (batch,), fitted = _pack(groups, buckets=buckets, **shape)
+    assert _rows_of(batch) == [[0, 2], [1, 3]]
+    assert fitted.capacity_tokens == 14
+    # rows of one shape stay as first fit has them, though 6 2 2 | 5 3 2 would be one fewer
+    shape = {'mode': 'ordinary', 'row_tokens': 10, 'row_loss_tokens': 10}
+    (batch,), _ = _pack(_reading(6, 5, 3, 2, 2, 2), buckets=[RowShape(10, 10)], **shape)
+    assert _rows_of(batch) == [[0, 2], [1, 3, 4], [5]]
+
+
 def test_what_is_trimmed_is_padding():
     (batch,), _ = _pack([group([1, 2], [[3, 4], [5], [6, 7, 8]])])
     fields = batch.fields() | {'extra': batch.advantages}
