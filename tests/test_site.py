@@ -21,6 +21,18 @@ def test_a_page_links_no_text_outside_the_site():
     assert outside == []
 
 
+def test_every_page_is_in_a_table_of_contents_and_links_no_folder():
+    """Both are warnings of the build, which is slow."""
+    pages = {page: page.read_text() for page in DOCS.rglob('*.md') if '_build' not in page.parts}
+    listed = {DOCS / 'index.md'}
+    for page, text in pages.items():
+        for table in re.findall(r'```\{toctree\}\n(.*?)```', text, re.DOTALL):
+            entries = [line for line in table.splitlines() if line and not line.startswith(':')]
+            listed |= {found for entry in entries for found in page.parent.glob(f'{entry}.md')}
+    assert sorted(str(page.relative_to(DOCS)) for page in pages.keys() - listed) == []
+    assert [page for page, text in pages.items() if re.search(r'\]\((?!https?:)[^)\s]+/\)', text)] == []
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', '-b', 'html', str(DOCS), str(tmp_path)]
