@@ -198,7 +198,7 @@ SECTIONS: Mapping[str, Section] = {
         row_loss_tokens=Integer(128, COUNT, 'static number of loss tokens of a row'),
         rows_per_microbatch=Integer(1, COUNT, 'over all data shards'),
         tail_buckets=Integer(0, COUNT_OR_OFF, 'smaller rows for the last micro-batch: 1 = half, 2 = also a quarter'),
-        row_buckets=Lengths((), 'tokens of smaller rows, each compiled: rows are filled so that all come to the fewest'),
+        row_buckets=Lengths((), 'tokens of smaller rows, each compiled: rows are filled so that their sum is least'),
         accumulate=Choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch"),
         filter_equal_rewards=Flag(True, 'do not train groups whose rewards are all equal; they still count as used'),
         dtype=Choice('float32', DTYPES, 'of forward and backward passes; master weights stay float32'),
