@@ -107,7 +107,7 @@ def fit_capacities(
     """
     items = np.asarray(sizes, np.int64).reshape(len(sizes), len(capacities[-1]))
     used = [items[list(b)].sum(0) for b in bins]
-    by_size = sorted(range(len(bins)), key=lambda b: (int(used[b][0]), b))
+    by_size = sorted(range(len(bins)), key=lambda b: int(used[b][0]))
     chosen, kept = sorted(by_size[:_REPACKED]), sorted(by_size[_REPACKED:])
     now = sum(min(c[0] for c in capacities if (used[b] <= c).all()) for b in chosen)
     members = [item for b in chosen for item in bins[b]]
@@ -124,8 +124,9 @@ def _sets_of(capacities: Sequence[Size], most: int, needed: np.ndarray, below: i
     sets = itertools.chain.from_iterable(
         itertools.combinations_with_replacement(capacities, count) for count in range(1, most + 1)
     )
-    holding = [limits for limits in sets if (np.sum(limits, 0) >= needed).all() and sum(c[0] for c in limits) < below]
-    return sorted(holding, key=lambda limits: (sum(c[0] for c in limits), len(limits)))
+    together = [(np.sum(limits, 0), limits) for limits in sets]
+    holding = [(int(room[0]), limits) for room, limits in together if (room >= needed).all() and room[0] < below]
+    return [limits for _, limits in sorted(holding, key=lambda one: one[0])]  # those of one sum stay in their order
 
 
 def _place_into(items: np.ndarray, limits: Sequence[Size]) -> list[int] | None:
