@@ -5,6 +5,8 @@ import importlib.util
 import os
 import pathlib
 import signal
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ _WHOLE += (
 )
 _WHOLE += ('test_main_report', 'test_tutorial', 'tasks/test_reasoning_gym')
 _COLLECT_AFTER = (5_000, 20, 10)  # new objects; jax makes so many that the 700 of Python cost a tenth of the time
+_LOWERED = 100  # programs that share an MLIR context: it keeps their constants
 _TESTS = pathlib.Path(__file__).parent
 
 _DEVICES = '--xla_force_host_platform_device_count=8'
@@ -59,11 +62,33 @@ def pytest_collection():
     gc.disable()  # importing makes a million objects, all of which stay
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """A test must not pay for what all test modules and libraries hold: that is a second for each full collection."""
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
     gc.enable()
+    if session.config.option.markexpr.startswith('not slow') and 'jax' in sys.modules:
+        share_contexts()
+
+
+def share_contexts():
+    """Programs of a thread are lowered in one MLIR context: making one takes 5 ms, a quarter of a program of one
+    operation, of which the quick tests compile many thousand.
+    """
+    from jax._src.interpreters import mlir
+
+    make = getattr(mlir, 'make_ir_context', None)
+    if make is None:  # another jax
+        return
+    held = threading.local()
+
+    def share():
+        if getattr(held, 'left', 0) == 0:
+            held.context, held.left = make(), _LOWERED
+        held.left -= 1
+        return held.context
+
+    mlir.make_ir_context = share
 
 
 def pytest_collection_modifyitems(items):

@@ -172,7 +172,7 @@ def _place_all(
         leaf = _place(
             (*(number + 1 for number in _place_in(last, layers)), *whole),
             leaf_at(shardings, path) if isinstance(shardings, Mapping) else shardings,
-            np.dtype(jnp.dtype(dtype)) if dtype else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
+            jnp.dtype(dtype) if dtype else DTYPES.get(sources[0].stored_as, np.dtype(np.float32)),
             list(zip(places, sources, strict=True)),
             first.transposed,
         )

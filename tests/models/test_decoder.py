@@ -87,10 +87,15 @@ def hidden_of(decoder, params, tokens=TOKENS, attend=causal):
     return decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)[0]
 
 
+def logits_of(decoder):
+    """A program: weights -> logits of TOKENS."""
+    return jax.jit(lambda params: decoder.logits(params, hidden_of(decoder, params)))
+
+
 def scattered(params, seed=1):
     """Norm scales and biases that are neither 1 nor 0."""
     rng = np.random.default_rng(seed)
-    change = lambda leaf: leaf + jnp.asarray(rng.uniform(-0.5, 1.0, leaf.shape), leaf.dtype) if leaf.ndim == 1 else leaf
+    change = lambda leaf: leaf + np.asarray(rng.uniform(-0.5, 1.0, leaf.shape), leaf.dtype) if leaf.ndim == 1 else leaf
     return jax.tree.map(change, params)
 
 
@@ -152,7 +157,7 @@ def test_logits_equal_the_numpy_decoder(name):
             config.sliding_window if layer >= config.first_window_layer else None for layer in range(config.n_layers)
         ],
     )  # fmt: skip
-    logits = jax.jit(lambda p: decoder.logits(p, hidden_of(decoder, p)))(params)
+    logits = logits_of(decoder)(params)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected, atol=2e-5)
 
@@ -336,7 +341,7 @@ def test_native_products_compute_what_those_of_xla_do(name):
     calls = run.lower(native.prepare(params)).as_text().count(f'@{library.MULTIPLY}')
     adapted = 2 * 7  # products in turn for each of the seven matrices
     assert calls == native.config.n_layers * (4 + adapted) + 1
-    assert_close(run(native.prepare(params)), rows.logits(params, hidden_of(rows, params, tokens)))
+    assert_close(run(native.prepare(params)), jax.jit(lambda p: rows.logits(p, hidden_of(rows, p, tokens)))(params))
 
 
 @pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=('query', 'down'))], ids=['whole', 'lora'])

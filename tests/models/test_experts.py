@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def attend(q, k, v, entry, window):
     return jnp.repeat(v, q.shape[1] // v.shape[1], axis=1), entry
 
 
+@functools.partial(jax.jit, static_argnames='decoder')  # operation by operation takes a hundred programs
 def run(params, tokens=TOKENS, decoder=DECODER, **routing):
     states, _, routed = decoder.hidden_and_routes(
         params, tokens, jnp.arange(len(tokens)), attend, routing=Routing(**routing)

@@ -15,6 +15,7 @@ from areal_jax.models.logprobs import logprob_of, sharded_token_logprobs, sum_bl
 N, D, V = 9, 6, 101  # chunks of 32 leave 5 columns over
 CHUNKS = (None, 1, 32, 50, 101, 1000)
 compiled_logprobs = jax.jit(token_logprobs, static_argnames='chunk')
+compiled_logprob = jax.jit(logprob_of)  # operation by operation, every shape takes 40 programs
 
 
 def example(scale=1.0):
@@ -58,7 +59,7 @@ def test_blocks_of_the_vocabulary_do_not_show(vocabulary):
     logits = np.random.default_rng(vocabulary).normal(0, 30, (vocabulary, vocabulary)).astype(np.float32)
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     expected = np.diag(shifted) - np.log(np.exp(shifted).sum(axis=1))
-    np.testing.assert_allclose(logprob_of(logits, jnp.arange(vocabulary), 1.0), expected, atol=3e-5)
+    np.testing.assert_allclose(compiled_logprob(logits, jnp.arange(vocabulary), 1.0), expected, atol=3e-5)
 
 
 def test_the_sum_of_a_block_by_hand():
@@ -74,7 +75,7 @@ def test_every_row_may_have_its_own_temperature():
     expected, entropy = zip(
         *(by_numpy(hidden[i : i + 1], head, targets[i : i + 1], temperature[i]) for i in range(N)), strict=True
     )
-    np.testing.assert_allclose(logprob_of(hidden @ head.T, targets, temperature), np.ravel(expected), atol=1e-5)
+    np.testing.assert_allclose(compiled_logprob(hidden @ head.T, targets, temperature), np.ravel(expected), atol=1e-5)
     tiled = compiled_logprobs(hidden, head, targets, temperature, chunk=32)
     np.testing.assert_allclose(tiled[0], np.ravel(expected), atol=1e-5)
     np.testing.assert_allclose(tiled[1], np.ravel(entropy), atol=1e-5)
@@ -84,11 +85,11 @@ def test_leading_axes_and_half_precision():
     hidden, head, targets = example()
     logits = (hidden @ head.T).reshape(3, 3, V)
     expected = by_numpy(hidden, head, targets, 0.7)[0].reshape(3, 3)
-    np.testing.assert_allclose(logprob_of(logits, targets.reshape(3, 3), 0.7), expected, atol=1e-5)
-    half = logprob_of(jnp.asarray(logits, jnp.bfloat16), targets.reshape(3, 3), 0.7)
+    np.testing.assert_allclose(compiled_logprob(logits, targets.reshape(3, 3), 0.7), expected, atol=1e-5)
+    half = compiled_logprob(jnp.asarray(logits, jnp.bfloat16), targets.reshape(3, 3), 0.7)
     assert half.dtype == jnp.float32
     exact = jnp.asarray(logits, jnp.bfloat16).astype(jnp.float32)  # only the input is rounded, not the arithmetic
-    np.testing.assert_allclose(half, logprob_of(exact, targets.reshape(3, 3), 0.7), atol=1e-6)
+    np.testing.assert_allclose(half, compiled_logprob(exact, targets.reshape(3, 3), 0.7), atol=1e-6)
 
 
 @pytest.mark.parametrize('chunk', CHUNKS)
@@ -104,7 +105,7 @@ def test_tiled_equals_numpy(chunk, temperature):
 
 def test_tiled_is_the_definition_that_decoding_uses():
     hidden, head, targets = example(scale=4.0)
-    decoded = logprob_of(hidden @ head.T, targets, 0.8)
+    decoded = compiled_logprob(hidden @ head.T, targets, 0.8)
     np.testing.assert_allclose(compiled_logprobs(hidden, head, targets, 0.8, chunk=32)[0], decoded, atol=2e-5)
 
 

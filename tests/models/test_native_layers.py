@@ -19,7 +19,7 @@ from areal_jax.models.shape import Experts
 from areal_jax.models.vocabulary_tiles import scale_logits
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.decode.attention.native import NativeAttention
-from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, scattered
+from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, logits_of, scattered
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 MIXTURES = {
@@ -75,11 +75,11 @@ def test_layers_are_two_kernels_each_and_compute_what_those_of_xla_do(name, laye
     rows, _, params = make_decoders(name)
     native = Decoder(rows.config, tokens='native_columns', layers=layers)
     given = params if layers == 'list' else stack_layers(params)
-    run = jax.jit(lambda p: native.logits(p, hidden_of(native, p)))
+    run = logits_of(native)
     text = run.lower(native.prepare(given)).as_text()
     assert text.count(f'@{library.PROJECT}') == text.count(f'@{library.FINISH}') >= 1
     assert text.count(f'@{library.MULTIPLY}') == 1  # the head
-    assert_close(run(native.prepare(given)), rows.logits(params, hidden_of(rows, params)))
+    assert_close(run(native.prepare(given)), logits_of(rows)(params))
 
 
 @pytest.mark.parametrize('rows', [1, 8, 57, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 24, 40))])
@@ -93,7 +93,7 @@ def test_a_step_computes_what_the_layers_of_xla_do(name, rows):
     assert native.can_step(prepared)
     stepped = jax.jit(lambda p, c: native.step(p, tokens, positions, c, read, np.ones(rows)))(prepared, cache)
     assert stepped.logits.shape == (rows, 32)
-    assert_close(stepped.logits, plain.logits(params, hidden), of_range=5e-6)
+    assert_close(stepped.logits, jax.jit(plain.logits)(params, hidden), of_range=5e-6)
     assert_close(stepped.cache, written, of_range=5e-6)
     if name in MIXTURES:
         np.testing.assert_array_equal(stepped.live, routed.live)
@@ -131,7 +131,7 @@ def test_a_step_has_the_sums_of_its_logits_by_block(rows, vocab_size):
     temperature = np.linspace(0.2, 3.0, rows).astype(np.float32)
     temperature[-1] = 0.0  # counts as 1
     _, logits, found, _ = jax.jit(native.step)(native.prepare(params), tokens, positions, cache, read, temperature)
-    expected = sum_blocks(scale_logits(logits, temperature))
+    expected = jax.jit(lambda x, heat: sum_blocks(scale_logits(x, heat)))(logits, temperature)
     np.testing.assert_array_equal(found.largest[:, -1], expected.largest[:, -1])  # which a greedy row compares
     np.testing.assert_allclose(found.largest, expected.largest, rtol=3e-7)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=2e-6, rtol=3e-7)
@@ -248,7 +248,7 @@ def test_what_has_no_panels_is_computed_by_xla(changes, lora):
     assert not native.can_step(prepared)
     run = jax.jit(lambda p: hidden_of(native, p, attend=causal))
     assert library.PROJECT not in run.lower(prepared).as_text()
-    assert_close(run(prepared).T, hidden_of(rows, params))
+    assert_close(run(prepared).T, jax.jit(lambda p: hidden_of(rows, p))(params))
 
 
 def test_a_head_without_panels_has_no_step():

@@ -13,7 +13,7 @@ from areal_jax.models.logprobs import rank_tokens
 from areal_jax.models.native_layers import Read
 from areal_jax.models.quantized import Int8Rows, Quantized, quantize, rank_logits
 from areal_jax.native import compiled_library as library
-from tests.models.test_decoder import VARIANTS, hidden_of, scattered
+from tests.models.test_decoder import VARIANTS, logits_of, scattered
 from tests.models.test_native_layers import CHUNK_TOKENS, attend_with, make_batch, rows_of_layers
 
 native = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
@@ -56,8 +56,7 @@ def test_a_half_is_rounded_to_the_even_number():
 def test_logits_are_near_those_of_the_published_weights(name, tokens):
     decoder, params = make(name, tokens)
     exact = Decoder(decoder.config)
-    found = decoder.logits(decoder.prepare(params), hidden_of(decoder, decoder.prepare(params)))
-    assert relative(found, exact.logits(params, hidden_of(exact, params))) < 0.08
+    assert relative(logits_of(decoder)(decoder.prepare(params)), logits_of(exact)(params)) < 0.08
 
 
 @native
@@ -67,10 +66,10 @@ def test_kernels_of_layers_compute_what_xla_does(name, layers):
     xla, params = make(name, 'int8_rows')
     kernels = Decoder(xla.config, tokens='native_int8_rows', layers=layers)
     prepared = kernels.prepare(params if layers == 'list' else stack_layers(params))
-    run = jax.jit(lambda p: kernels.logits(p, hidden_of(kernels, p)))
+    run = logits_of(kernels)
     text = run.lower(prepared).as_text()
     assert text.count(f'@{library.BYTE_PROJECT}') == text.count(f'@{library.BYTE_FINISH}') >= 1
-    expected = jax.jit(lambda p: xla.logits(p, hidden_of(xla, p)))(xla.prepare(params))
+    expected = logits_of(xla)(xla.prepare(params))
     # float32 between the products differs by rounding, which moves a few whole numbers by one
     assert relative(run(prepared), expected) < 0.01
 
@@ -87,7 +86,7 @@ def test_a_step_computes_what_layers_do(name, rows):
     found, logits, sums, _ = step_of(decoder, prepared, read, rows)(tokens, positions, cache)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(written), strict=True):
         np.testing.assert_array_equal(one, other)  # layers in parts have the bits of those in one kernel
-    assert relative(logits, decoder.logits(prepared, hidden)) < 0.01
+    assert relative(logits, jax.jit(decoder.logits)(prepared, hidden)) < 0.01
     total = jax.nn.logsumexp(sums.logsumexp, axis=0)
     np.testing.assert_allclose(total, jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
 

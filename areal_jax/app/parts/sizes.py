@@ -323,7 +323,7 @@ def _repeat(path: jax.tree_util.KeyPath, repeats: Sequence[int]) -> int:
 
 
 def _itemsize(dtype: str | np.dtype) -> int:
-    return np.dtype(jax.numpy.dtype(dtype)).itemsize
+    return jax.numpy.dtype(dtype).itemsize
 
 
 def _sum(*parts: Mapping[str, int]) -> dict[str, int]:

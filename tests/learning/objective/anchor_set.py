@@ -25,9 +25,9 @@ def per_token(policy=POLICY, proximal=PROXIMAL, behavior=BEHAVIOR, advantages=AD
 
 
 def gradient(policy=POLICY, proximal=PROXIMAL, behavior=BEHAVIOR, advantages=ADVANTAGES, *, prepared=None, **choices):
-    """[N]: the gradient of the sum over one answer by log theta."""
-    arrays = [jnp.asarray(x, jnp.float32)[None] for x in (policy, proximal, behavior, advantages)]
-    mask, prepared = jnp.ones(arrays[0].shape, bool), {k: jnp.asarray(v)[None] for k, v in (prepared or {}).items()}
-    ones = jnp.ones(arrays[0].shape)
+    """[N] of one answer, or [R, N] of R: the gradient of the sum over their tokens by log theta."""
+    arrays = [jnp.atleast_2d(jnp.asarray(x, jnp.float32)) for x in (policy, proximal, behavior, advantages)]
+    prepared = {name: jnp.atleast_2d(value) for name, value in (prepared or {}).items()}
+    mask, ones = jnp.ones(arrays[0].shape, bool), jnp.ones(arrays[0].shape)
     total = lambda p: loss_of(p, *arrays[1:], mask, np.float32(1), ones, prepared, **choices)[0]
-    return np.asarray(jax.grad(total)(arrays[0])[0])
+    return np.reshape(jax.grad(total)(arrays[0]), np.shape(policy))

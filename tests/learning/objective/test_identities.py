@@ -308,12 +308,12 @@ def _sapo(q, tau):
 )  # fmt: skip
 @pytest.mark.parametrize('ratio', ['token', 'sequence', 'geometric', 'geometric_token'])
 def test_coefficients_inside_and_beyond_each_bound(choices, g, ratio):
-    for advantage, expected in zip((1.0, -1.0), g, strict=True):
-        for q, coefficient in zip((_INSIDE, _LOW, _HIGH), expected, strict=True):
-            one = {'policy': np.log([q]) - 1, 'proximal': [-1.0], 'behavior': [-1.7], 'advantages': [advantage]}
-            for correction, w in (('none', 1.0), ('truncate', np.exp(0.7))):
-                found = gradient(**one, ratio=ratio, correction=correction, **choices)
-                np.testing.assert_allclose(found, -w * coefficient * advantage, rtol=2e-5, err_msg=f'{q}')
+    # six answers of one token: three ratios, each with both advantages
+    policy, advantages = np.log([[_INSIDE], [_LOW], [_HIGH]] * 2) - 1, np.repeat([[1.0], [-1.0]], 3, axis=0)
+    rest = {'proximal': np.full((6, 1), -1.0), 'behavior': np.full((6, 1), -1.7), 'advantages': advantages}
+    for correction, w in (('none', 1.0), ('truncate', np.exp(0.7))):
+        found = gradient(policy, **rest, ratio=ratio, correction=correction, **choices)
+        np.testing.assert_allclose(found, -w * np.reshape(g, (6, 1)) * advantages, rtol=2e-5)
 
 
 @pytest.mark.parametrize('surrogate', ['clip', 'dual_clip', 'cispo', 'is_pg', 'sapo', 'topr', 'quadratic'])
