@@ -62,16 +62,21 @@ def value_names(name: str) -> tuple[str, ...]:
     return tuple(field for field in names if field in FOR_OWN) if is_own(name) else names
 
 
-def _load_builder(name: str) -> Builder:
-    if is_own(name):
-        return cast(Builder, load_function(name, _FIELD))
-    if name not in TASKS:
+def require_known(name: str) -> None:
+    """Raises TaskError where `name` is neither of this package nor has the form of an own task; it loads nothing."""
+    if name not in TASKS and not is_own(name) and not is_environment(name):
         fix = (
             f'; name the function that builds the task, {name}:build' if name.endswith('.py') else suggest(name, TASKS)
         )
         raise TaskError(
             f'task.name={name!r} is not known{fix}; tasks: {sorted(TASKS)}, verifiers:TASKSET, or FILE.py:FUNCTION'
         )
+
+
+def _load_builder(name: str) -> Builder:
+    if is_own(name):
+        return cast(Builder, load_function(name, _FIELD))
+    require_known(name)
     return importlib.import_module(TASKS[name]).build
 
 

@@ -48,6 +48,7 @@ from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.stream import WITHOUT_TRAINING
 from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import move_to
+from areal_jax.tasks.registry import require_known
 from areal_jax.tasks.task import Task, TaskError
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.text.chat_template import ConversationError
@@ -87,6 +88,7 @@ def evaluate_model(
     adapted = adapt_config(config, model, overrides)
     validate_evaluation(adapted)
     require_extras(adapted)
+    require_known(adapted.task.name)
     with _Evaluation(adapted, workdir, resume, source, overrides, interrupts) as evaluation:
         return evaluation.run()
 

@@ -24,6 +24,7 @@ from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import validate
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
+from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.values import Line
 from areal_jax.types import Tree
@@ -87,6 +88,7 @@ class Run(Generic[SiteT, ProgramT]):
     ):
         validate(config)
         require_extras(config)
+        require_known(config.task.name)
         kind.require_startable(config)
         own_code = load_own_code(config)
         kind.warn(config)

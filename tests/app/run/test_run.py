@@ -14,6 +14,7 @@ import psutil
 import pytest
 from jax._src import monitoring
 
+from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.run.loop import Loop
 from areal_jax.app.run.supervised import SftTraining
 from areal_jax.app.training import build_run
@@ -21,6 +22,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.tasks.scoring.verifier import InlineVerifier
+from areal_jax.tasks.task import TaskError
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.resources import ResourceSampler
 from tests.app.run.test_supervised import sft_config
@@ -155,6 +157,14 @@ def test_a_build_that_fails_leaves_nothing(built, tmp_path, monkeypatch, kind, s
         build(kind, tmp_path)
     assert held() == before, caught
     require_unlocked(tmp_path)
+
+
+@pytest.mark.parametrize('start', [build_run, evaluate_model], ids=['run', 'evaluation'])
+def test_an_unknown_task_is_named_before_weights_are_read_or_anything_is_written(tmp_path, start):
+    broken = small_config(task__name='sudoku', model__source='gguf', model__path='nowhere.gguf', evaluation__problems=2)
+    with pytest.raises(TaskError, match=r"task\.name='sudoku' is not known"):
+        start(broken, tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
 
 
 @pytest.fixture(scope='module')
