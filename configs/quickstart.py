@@ -30,6 +30,7 @@ def get_config() -> config_dict.ConfigDict:
     config.learner.row_tokens = 456  # a group with answers of full length
     config.learner.row_loss_tokens = 336
     config.loss.behavior_weight_cap = 5.0
+    config.loss.advantage = 'group_mean'  # over its deviation, a group whose answers differ by one step counts as any
     config.evaluation.problems = 32
     config.evaluation.samples = 2
     config.checkpoint.every = 8
