@@ -87,9 +87,9 @@ def hidden_of(decoder, params, tokens=TOKENS, attend=causal):
     return decoder.hidden(params, tokens, jnp.arange(len(tokens)), attend)[0]
 
 
-def logits_of(decoder):
-    """A program: weights -> logits of TOKENS."""
-    return jax.jit(lambda params: decoder.logits(params, hidden_of(decoder, params)))
+def logits_of(decoder, tokens=TOKENS):
+    """A program: weights -> logits of the tokens."""
+    return jax.jit(lambda params: decoder.logits(params, hidden_of(decoder, params, tokens)))
 
 
 def scattered(params, seed=1):
@@ -325,7 +325,7 @@ def test_tokens_as_columns_compute_what_rows_do(name, lora, layers):
     turned = jax.jit(lambda p: hidden_of(columns, columns.prepare(p)))(params)
     assert turned.shape == (rows.config.d_model, len(TOKENS))
     assert_close(turned.T, state)
-    logits = jax.jit(lambda p: columns.logits(p, hidden_of(columns, p)))(columns.prepare(params))
+    logits = logits_of(columns)(columns.prepare(params))
     assert_close(logits, rows.logits(params, state))
 
 
@@ -337,11 +337,11 @@ def test_native_products_compute_what_those_of_xla_do(name):
     rows, native = (Decoder(config, lora=lora, tokens=tokens) for tokens in ('rows', 'native_columns'))
     params = scattered(rows.init(5))
     tokens = TOKENS[:8]
-    run = jax.jit(lambda p: native.logits(p, hidden_of(native, p, tokens)))
+    run = logits_of(native, tokens)
     calls = run.lower(native.prepare(params)).as_text().count(f'@{library.MULTIPLY}')
     adapted = 2 * 7  # products in turn for each of the seven matrices
     assert calls == native.config.n_layers * (4 + adapted) + 1
-    assert_close(run(native.prepare(params)), jax.jit(lambda p: rows.logits(p, hidden_of(rows, p, tokens)))(params))
+    assert_close(run(native.prepare(params)), logits_of(rows, tokens)(params))
 
 
 @pytest.mark.parametrize('lora', [None, Lora(rank=3, alpha=6.0, targets=('query', 'down'))], ids=['whole', 'lora'])
