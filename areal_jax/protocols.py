@@ -292,7 +292,10 @@ class Channel(Protocol):
         ...
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Versions below `version` will not be received any more, but for the `pinned` ones."""
+        """Versions below `version` will not be received any more, but for the `pinned` ones.
+
+        All engines that there are have `version`, where no schedule asks for earlier ones.
+        """
         ...
 
 

@@ -33,10 +33,12 @@ class DeviceChannel:
     Args:
       device: where `transfer` moves the weights; None = they stay on the devices of the learner, sharded as they are.
       verify: `receive` recomputes the digest of every leaf.
+      keeps_newest: whether engines may receive a version after `release` was told that all of them have it. Where not,
+        its copy does not live through the update that follows.
     """
 
-    def __init__(self, device: jax.Device | None = None, *, verify: bool):
-        self._verify = verify
+    def __init__(self, device: jax.Device | None = None, *, verify: bool, keeps_newest: bool = True):
+        self._verify, self._keeps_newest = verify, keeps_newest
         self._versions: dict[int, _Version] = {}
         self._digests: UnchangedLeaves[LeafDigest] = UnchangedLeaves()
         self._mover = None if device is None else Mover(device)
@@ -85,5 +87,9 @@ class DeviceChannel:
         return mover
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Drops the channel's references to versions below `version`, but for the `pinned` ones."""
-        self._versions = {v: held for v, held in self._versions.items() if v >= version or v in pinned}
+        """Drops the channel's references to versions below `version`, but for the `pinned` ones.
+
+        `version` itself, which all engines have, is kept with `keeps_newest` alone.
+        """
+        lowest = version if self._keeps_newest else version + 1
+        self._versions = {v: held for v, held in self._versions.items() if v >= lowest or v in pinned}

@@ -1,6 +1,7 @@
 """Weights inside one process: bit for bit, on the devices asked for, until released."""
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,17 @@ def test_released_versions_are_gone_and_newer_ones_stay():
         _assert_bit_equal(channel.receive(published[version - 1]), _params(version))
     with pytest.raises(PublicationError, match=r'version 1 .* holds \[2, 3\]'):
         channel.receive(published[0])
+
+
+def test_a_version_that_all_engines_have_is_not_held_through_the_next_update():
+    channel = DeviceChannel(verify=False, keeps_newest=False)
+    published = channel.transfer(1, jax.device_put(_params()))
+    copy = weakref.ref(channel.receive(published)['norm'])  # no engine decodes with it
+    assert copy() is not None
+    channel.release(1, pinned=(1,))
+    assert copy() is not None
+    channel.release(1)
+    assert copy() is None
 
 
 def test_a_pinned_version_outlives_a_release_of_later_ones():

@@ -11,7 +11,7 @@ import jax
 
 from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import Model
-from areal_jax.app.parts.part_settings import build_blocks
+from areal_jax.app.parts.part_settings import build_blocks, build_schedule, moves_devices
 from areal_jax.config import TrackedConfig
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve
 from areal_jax.learning.blockwise.block_learner import leaf_sizes
@@ -55,7 +55,13 @@ def build_channel(parts: ChannelParts) -> PlacedChannel:
 
 def build_device(parts: ChannelParts) -> DeviceChannel:
     """Engines that share a device decode with the copy that the channel holds there."""
-    return DeviceChannel(_find_shared_device(parts.allocation), verify=parts.config.publication.verify)
+    config, device = parts.config, _find_shared_device(parts.allocation)
+    return DeviceChannel(device, verify=config.publication.verify, keeps_newest=_is_received_again(config))
+
+
+def _is_received_again(config: TrackedConfig) -> bool:
+    """Whether engines may ask for a version that all of them have: moved ones, an evaluation, another batch."""
+    return moves_devices(config) or config.evaluation.every > 0 or build_schedule(config) is not None
 
 
 def _find_shared_device(allocation: Allocation) -> jax.Device | None:

@@ -253,6 +253,8 @@ def _build_generation(
         published = ring.in_use(snapshot['generated_update'] if snapshot else None)
     if local is not None and not build.uses_servers(host.config):
         rollout = local.build_rollout(published, host.clock, host.log, host.supervisor)
+        if ring is None:
+            channel.release(version)  # all engines have it
         return Generation(channel, ring, newest, rollout.pool, rollout.engines, rollout.moves)
 
     servers = (build_servers or _import_server_builder())(
