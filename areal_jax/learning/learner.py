@@ -278,8 +278,7 @@ class SpmdLearner:
         Raises NonFiniteError for weights or optimizer state with NaN or infinity: no checkpoint may hold them.
         """
         self.require_finite('the trained weights', 'lower optimizer.learning_rate')
-        self.state.gradients = None  # of nothing between updates; the next one makes them anew
-        free_kept_blocks()  # there may be no room for them, the gradients and the copies
+        free_kept_blocks()  # there may be no room for them and the copies
         reusable = jax.process_count() == 1 and not self._decoder.lora and self._settings.publish_dtype == 'float32'
         copied = reusable and self._copy is not None
         params = trees.join(self.state.params, self.state.frozen)

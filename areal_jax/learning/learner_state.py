@@ -19,7 +19,7 @@ from areal_jax.types import Tree
 
 @dataclasses.dataclass
 class LearnerState:
-    """Trees of arrays over the mesh. The programs of an update donate `params`, `optimizer` and `gradients`.
+    """Trees of arrays over the mesh. The programs of an update donate `params` and `optimizer`.
 
     Every field that a program donates is replaced by its result at once: the old buffers must not be read again.
     """
@@ -27,7 +27,6 @@ class LearnerState:
     params: Tree  # trained weights, float32
     frozen: Tree  # all other weights, in settings.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
-    gradients: Tree = None  # float32 sums over micro-batches; None with accumulate='scan', and between updates
     reference: Tree = None  # trained weights of the reference, in settings.dtype; None where no objective reads it
 
     @property
@@ -54,7 +53,6 @@ def place_state(
         params=params,
         frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
         optimizer=programs.run('initial_state', params),
-        gradients=programs.run('zeros', params) if settings.accumulate == 'dispatch' else None,
         reference=_place_reference(params, reference, settings, programs),
     )
 
@@ -66,7 +64,6 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
         params=params,
         frozen=_describe(frozen, programs.frozen, settings.dtype),
         optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
-        gradients=params if settings.accumulate == 'dispatch' else None,
         reference=describe_cast(trees.policy_leaves(params), settings.dtype)
         if REFERENCE in settings.objective.reads
         else None,

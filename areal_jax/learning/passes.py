@@ -169,7 +169,7 @@ class Passes:
                 whole = self._layout.place(rows)
                 yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, self._rate())
             if settings.accumulate == 'dispatch':
-                yield 'accumulate', (state.gradients, working, state.frozen, one, training)
+                yield 'accumulate', (state.params, working, state.frozen, one, training)  # gradients are as params
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
             scores = settings.scores or settings.ratio_split is not None or measured
@@ -182,7 +182,8 @@ class Passes:
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
         if settings.accumulate == 'dispatch':
-            yield 'apply', (state.params, state.optimizer, state.gradients, self._rate())
+            yield 'zeros', (state.params,)
+            yield 'apply', (state.params, state.optimizer, state.params, self._rate())
 
     def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
         """What `logprobs` of such weights runs."""
@@ -221,20 +222,20 @@ class Passes:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working = self.working(state)
-        if state.gradients is None:  # let go for a checkpoint
-            state.gradients = self._programs.run('zeros', state.params)
+        gradients = self._programs.run('zeros', state.params)
         for microbatch in self._layout.split(rows):
             if len(metrics) > self._queued:  # no more, so that other lanes' programs fit between
                 jax.block_until_ready(metrics[-1 - self._queued])
-            state.gradients, measured, predicted = self._programs.run(
-                'accumulate', state.gradients, working, state.frozen, self._layout.place(microbatch), scalars
+            gradients, measured, predicted = self._programs.run(
+                'accumulate', gradients, working, state.frozen, self._layout.place(microbatch), scalars
             )
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
-        state.params, state.optimizer, state.gradients, step = self._programs.run(
-            'apply', state.params, state.optimizer, state.gradients, self._rate(factor)
+        state.params, state.optimizer, step = self._programs.run(
+            'apply', state.params, state.optimizer, gradients, self._rate(factor)
         )
+        del gradients  # between steps there are none
         whole = self._layout.join_logprobs(logprobs)
         found = [dict(one) for one in jax.device_get(metrics)]
         routes = self._take_routes(found)

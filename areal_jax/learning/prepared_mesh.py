@@ -17,8 +17,6 @@ from areal_jax.learning.trained_part import PartMaker, TrainedPart
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.types import Tree
 
-_BESIDE = ('zeros',)  # programs of the start of a learner that the first update on another mesh runs again
-
 
 @dataclasses.dataclass(frozen=True)
 class PreparedMesh:
@@ -32,8 +30,6 @@ class PreparedMesh:
         """Compiles every program of updates and publications; returns their number. Runs none of them."""
         part = self.part
         declared = part.declared_programs(exports=True)
-        if part.described.gradients is not None:
-            declared += [(part.programs, name, (part.described.params,)) for name in _BESIDE]
         for done, (programs, name, args) in enumerate(declared):
             announce(done, len(declared))
             programs.compile(name, *args)
@@ -59,12 +55,11 @@ def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh
 
 
 def move_state(state: LearnerState, part: TrainedPart) -> None:
-    """Moves weights and optimizer state to the mesh of the part, bit for bit; gradients, of nothing now, are let go.
+    """Moves weights and optimizer state to the mesh of the part, bit for bit.
 
     Leaf by leaf: a leaf is on the host when its old buffers are freed, so that a device never holds it twice.
     """
     shardings = part.programs.definitions
-    state.gradients = None
     state.params = _move(_take(state, 'params'), shardings.params)
     state.frozen = _move(_take(state, 'frozen'), shardings.frozen)
     state.optimizer = _move(_take(state, 'optimizer'), shardings.state)

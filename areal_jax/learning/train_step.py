@@ -130,7 +130,7 @@ class Programs:
     """The functions of one learner that are compiled; every public method returns one of them, jitted.
 
     `params` are the trained weights, float32; `frozen` are all others, in `settings.dtype`; `working` is `params` cast
-    to that dtype, or `params` itself if that is float32. A function donates the weights, optimizer state and gradients
+    to that dtype, or `params` itself if that is float32. A function donates the weights, optimizer state or gradients
     for which it returns new values. The loss of a micro-batch is its part of the minibatch's loss, so loss and gradient
     of a minibatch are sums over its micro-batches. Shapes: see learning/__init__.py.
     """
@@ -227,16 +227,13 @@ class Programs:
         return jax.jit(accumulate, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
 
     def apply(self) -> jax.stages.Wrapped:
-        """(params, state, gradients, learning rate) -> (params, state, gradients of nothing, step metrics)."""
+        """(params, state, gradients, learning rate) -> (params, state, step metrics).
 
-        def apply(
-            params: Tree, state: Tree, gradients: Tree, learning_rate: jax.Array
-        ) -> tuple[Tree, Tree, Tree, _Metrics]:
-            params, state, metrics = self.optimizer.apply(params, state, gradients, learning_rate)
-            return params, state, jax.tree.map(jnp.zeros_like, gradients), metrics
-
-        shardings = (self.params, self.state, self.params, replicated(self.mesh))
-        return jax.jit(apply, donate_argnums=(0, 1, 2), out_shardings=shardings)
+        `zeros` makes the next gradients: if this program cleared them in place, XLA would copy all of them first, since
+        the optimizer's branch reads them.
+        """
+        shardings = (self.params, self.state, replicated(self.mesh))
+        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
 
     def scan(self) -> jax.stages.Wrapped:
         """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics

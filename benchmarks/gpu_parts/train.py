@@ -156,15 +156,18 @@ class Training:
         self._placed = self._layout.place(one)
         rate = place(np.float32(0.0), replicated(self._mesh))
 
+        gradients = learner.programs.run('zeros', state.params)
+
         def accumulate() -> Any:
-            state.gradients, *rest = learner.programs.run(
-                'accumulate', state.gradients, self._working, state.frozen, self._placed, self._scalars
+            nonlocal gradients
+            gradients, *rest = learner.programs.run(
+                'accumulate', gradients, self._working, state.frozen, self._placed, self._scalars
             )
-            return state.gradients, rest
+            return gradients, rest
 
         def apply() -> Any:
-            state.params, state.optimizer, state.gradients, metrics = learner.programs.run(
-                'apply', state.params, state.optimizer, state.gradients, rate
+            state.params, state.optimizer, metrics = learner.programs.run(
+                'apply', state.params, state.optimizer, gradients, rate
             )
             return state.params, metrics
 

@@ -76,7 +76,7 @@ class BlockLearner(SpmdLearner):
         return [make.make(params, paths.__contains__, block=block) for block, paths in enumerate(self.paths)]
 
     def _declare(self) -> list[Declared]:
-        turning = ('copy', 'initial_state', *(['zeros'] if self._settings.accumulate == 'dispatch' else []))
+        turning = 'copy', 'initial_state'
         return super()._declare() + [
             (part.programs, name, (part.described.params,)) for part in self.parts for name in turning
         ]
@@ -127,7 +127,7 @@ class BlockLearner(SpmdLearner):
         whole = trees.join(state.params, state.frozen)
         current = jax.tree.map(_describe_leaf, {'params': whole, 'optimizer': described})
         match_snapshot(self._decoder, saved, current)
-        state.params = state.frozen = state.optimizer = state.gradients = self._copy = self._published = None
+        state.params = state.frozen = state.optimizer = self._copy = self._published = None
         placed = self._describe(lambda part: part.programs.definitions.state, self._replicated_step(), blocks)
         over = {'params': self._shardings(), 'optimizer': placed}
         new = read_snapshot(self._decoder, saved, current, over)
@@ -143,7 +143,7 @@ class BlockLearner(SpmdLearner):
             state, part = self.state, self.parts[block]
             if self.blocks.keeps_moments:
                 self._moments[self._block] = to_host(state.optimizer[_MOMENTS])
-            step, state.optimizer, state.gradients = state.optimizer['step'], None, None
+            step, state.optimizer = state.optimizer['step'], None
             trained, state.frozen = trees.split(trees.join(state.params, state.frozen), part.trains)
             state.params, self._block = None, block
             self._begin(part, trained, step)
