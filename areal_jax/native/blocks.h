@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -27,23 +29,21 @@
 namespace areal_jax {
 
 constexpr size_t kLargeBytes = 1 << 20;  // smaller blocks are left to the C library
+constexpr size_t kAwaitedBytes = 1 << 28;  // and of at least so many, one in use is waited for before a fresh one is made
+constexpr std::chrono::milliseconds kPatience{20};
 
-// Blocks between their uses. Those in use and those kept together are never more than were in use at once.
+// Blocks between their uses. Those in use and those kept together are never more than 5/4 of what was in use at once: a
+// publication and an update need other blocks, and neither of them should find those of the other in its place.
 class Blocks {
  public:
   // A kept block of at least `bytes`, and at most half as many more; nullptr where there is none.
+  // The results of a program are ready a moment before its temporary memory is free: the next program waits for it.
   void* Take(size_t alignment, size_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto end = kept_.upper_bound(bytes + bytes / 2);
-    for (auto found = kept_.lower_bound(bytes); found != end; ++found) {
-      const auto [size, memory] = *found;
-      if (reinterpret_cast<uintptr_t>(memory) % alignment) continue;
-      Forget(found);
-      Use(memory, size);
-      ++taken_;
-      return memory;
-    }
-    return nullptr;
+    std::unique_lock<std::mutex> lock(mutex_);
+    void* memory = TakeKept(alignment, bytes);
+    if (!memory && bytes >= kAwaitedBytes && IsInUse(bytes))
+      kept_one_.wait_for(lock, kPatience, [&] { return (memory = TakeKept(alignment, bytes)) != nullptr; });
+    return memory;
   }
 
   // Notes a fresh block. Returns what must be freed for the bound to hold.
@@ -51,7 +51,7 @@ class Blocks {
     const std::lock_guard<std::mutex> lock(mutex_);
     Use(memory, bytes);
     most_bytes_ = std::max(most_bytes_, used_bytes_);
-    return Shrink(most_bytes_);
+    return Shrink(most_bytes_ + most_bytes_ / 4);
   }
 
   // Keeps a block of `bytes` that is in use; false where it is not one that Take or NoteFresh saw.
@@ -60,6 +60,7 @@ class Blocks {
     if (!Leave(memory)) return false;
     kept_.emplace(bytes, memory);
     kept_bytes_ += bytes;
+    if (bytes >= kAwaitedBytes) kept_one_.notify_all();
     return true;
   }
 
@@ -87,6 +88,27 @@ class Blocks {
 
  private:
   using BySize = std::multimap<size_t, void*>;
+
+  static size_t MostFor(size_t bytes) { return bytes + bytes / 2; }
+
+  void* TakeKept(size_t alignment, size_t bytes) {
+    const auto end = kept_.upper_bound(MostFor(bytes));
+    for (auto found = kept_.lower_bound(bytes); found != end; ++found) {
+      const auto [size, memory] = *found;
+      if (reinterpret_cast<uintptr_t>(memory) % alignment) continue;
+      Forget(found);
+      Use(memory, size);
+      ++taken_;
+      return memory;
+    }
+    return nullptr;
+  }
+
+  bool IsInUse(size_t bytes) const {
+    return std::any_of(used_.begin(), used_.end(), [&](const auto& block) {
+      return block.second >= bytes && block.second <= MostFor(bytes);
+    });
+  }
 
   void Use(void* memory, size_t bytes) {
     size_t& noted = used_[memory];
@@ -120,6 +142,7 @@ class Blocks {
   }
 
   std::mutex mutex_;
+  std::condition_variable kept_one_;
   BySize kept_;
   std::unordered_map<void*, size_t> used_;
   size_t used_bytes_ = 0, kept_bytes_ = 0, most_bytes_ = 0;

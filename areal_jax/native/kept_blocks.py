@@ -23,7 +23,7 @@ class BlockCounts(NamedTuple):
 def keep_blocks() -> bool:
     """For the rest of this process, where it computes on a CPU; True where blocks are kept.
 
-    What is in use and what is kept are together never more than what was in use at once, since the last
+    What is in use and what is kept are together at most 5/4 of what was in use at once, since the last
     `free_kept_blocks`.
     """
     if not _has_kernels():
