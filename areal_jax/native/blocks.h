@@ -29,7 +29,7 @@
 namespace areal_jax {
 
 constexpr size_t kLargeBytes = 1 << 20;  // smaller blocks are left to the C library
-constexpr size_t kAwaitedBytes = 1 << 28;  // and of at least so many, one in use is waited for before a fresh one is made
+constexpr size_t kAwaitedBytes = 1 << 28;  // one in use of so many is waited for before a fresh one is made
 constexpr std::chrono::milliseconds kPatience{20};
 
 // Blocks between their uses. Those in use and those kept together are never more than 5/4 of what was in use at once: a
