@@ -1656,6 +1656,20 @@ MUTATIONS = [
         'tests/app/sweep/test_main_sweep.py',
     ),
     Mutation(
+        'let decoding take all processors beside an update',
+        'areal_jax/native/threads.h',
+        'std::max<int64_t>(1, all / 2)',
+        'std::max<int64_t>(1, all)',
+        'tests/native/test_preference.py',
+    ),
+    Mutation(
+        'train experts on the threads that decode beside an update',
+        'areal_jax/native/expert_kernels.h',
+        'wide / 2}, wide});\n  });\n  return phases.Run(pool);',
+        'wide / 2}, wide});\n  });\n  return phases.RunBesidePreferred(pool);',
+        'tests/native/test_preference.py',
+    ),
+    Mutation(
         'let calls of kernels share their memory',
         'areal_jax/native/threads.h',
         'return Keep(memory->Take(size)).get();',

@@ -1,9 +1,13 @@
-// Work on the threads of XLA's pool and of the caller, or on threads that give way to all others.
+// Work on the threads of XLA's pool and of the caller, or beside an update on threads of this library.
 
 #ifndef AREAL_JAX_NATIVE_THREADS_H_
 #define AREAL_JAX_NATIVE_THREADS_H_
 
-#include <sched.h>
+#ifdef __linux__
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -23,10 +27,10 @@ namespace areal_jax {
 
 namespace ffi = xla::ffi;
 
-// Threads of this library that run when no other thread wants their processor. They live until the process ends.
-class YieldingThreads {
+// Threads of this library, beside those of XLA and a little behind them. They live until the process ends.
+class OwnThreads {
  public:
-  explicit YieldingThreads(int64_t count) {
+  explicit OwnThreads(int64_t count) {
     for (int64_t i = 0; i < count; ++i) std::thread([this] { Serve(); }).detach();
   }
 
@@ -39,11 +43,11 @@ class YieldingThreads {
   }
 
  private:
+  static constexpr int kNicer = 5;  // than the process: where two threads want a processor, a quarter of it is theirs
+
   void Serve() {
 #ifdef __linux__
-    // A low niceness would not do: a thread that wakes takes the processor of none but threads of this policy at once.
-    const sched_param none{};
-    sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread alone
+    setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + kNicer);  // of this thread alone
 #endif
     for (;;) {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -60,7 +64,7 @@ class YieldingThreads {
   std::deque<std::function<void()>> waiting_;
 };
 
-// Works under way in this process to which phases give way.
+// Works under way in this process, updates, that need the processors more.
 inline std::atomic<int64_t>& Preferred() {
   static std::atomic<int64_t> works{0};
   return works;
@@ -118,27 +122,20 @@ class Phases {
     return Keep(memory->Take(size)).get();
   }
 
-  // Done when it returns, unless other work is preferred.
+  // On XLA's threads and the caller's; done when it returns.
   ffi::Future Run(ffi::ThreadPool& pool) {
-    auto state = std::make_shared<State>();  // a thread that comes after the last phase touches this alone
-    state->phases = std::move(phases_);
-    state->kept = std::move(kept_);
-    int64_t most = 1;
-    for (const Phase& phase : state->phases) most = std::max(most, phase.items);
-    const int64_t threads = pool.num_threads(), helpers = std::min(threads, most) - 1;
-    ffi::Promise done;
-    ffi::Future future(done);  // before a thread has a copy of the promise
-    if (Preferred().load(std::memory_order_relaxed) > 0) {
-      // not on the caller's thread, which is one of XLA's: the preferred work may want all of these
-      static auto* const yielding = new YieldingThreads(threads);
-      yielding->Schedule([state, done]() mutable { Lead(*state), done.SetAvailable(); });
-      for (int64_t i = 0; i < helpers; ++i) yielding->Schedule([state] { Help(*state); });
-      return future;
-    }
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { Help(*state); });
-    Lead(*state);
-    done.SetAvailable();
-    return future;
+    return Start(pool.num_threads(), true, [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
+  }
+
+  // As Run, but while other work is preferred on half as many threads, none of which is XLA's. Decoding few rows reads
+  // memory: half of the threads are nearly as fast, and the preferred work has what the others would have waited for.
+  ffi::Future RunBesidePreferred(ffi::ThreadPool& pool) {
+    if (!Preferred().load(std::memory_order_relaxed)) return Run(pool);
+    // XLA has a thread for each device, if there are more devices than processors
+    const int64_t all = std::min<int64_t>(pool.num_threads(), std::thread::hardware_concurrency());
+    const int64_t threads = std::max<int64_t>(1, all / 2);
+    static auto* const own = new OwnThreads(threads);
+    return Start(threads, false, [](std::function<void()> work) { own->Schedule(std::move(work)); });
   }
 
  private:
@@ -154,6 +151,22 @@ class Phases {
     std::atomic<uint64_t> ticket{0};
     std::atomic<int64_t> done{0};
   };
+  // `leads`: the caller's thread is one of so many threads.
+  template <typename Schedule>
+  ffi::Future Start(int64_t threads, bool leads, Schedule schedule) {
+    auto state = std::make_shared<State>();  // a thread that comes after the last phase touches this alone
+    state->phases = std::move(phases_);
+    state->kept = std::move(kept_);
+    int64_t most = 1;
+    for (const Phase& phase : state->phases) most = std::max(most, phase.items);
+    ffi::Promise done;
+    ffi::Future future(done);  // before a thread has a copy of the promise
+    if (!leads) schedule([state, done]() mutable { Lead(*state), done.SetAvailable(); });
+    for (int64_t i = 1; i < std::min(threads, most); ++i) schedule([state] { Help(*state); });
+    if (leads) Lead(*state), done.SetAvailable();
+    return future;
+  }
+
   static constexpr uint64_t kMask = (1 << 20) - 1, kOver = ~uint64_t{0};
   static constexpr int64_t kPatience = 4000;  // turns of waiting before the processor is given to others
 
