@@ -1656,17 +1656,17 @@ MUTATIONS = [
         'tests/app/sweep/test_main_sweep.py',
     ),
     Mutation(
-        'let decoding take all processors beside an update',
+        'let decoding have all threads beside an update',
         'areal_jax/native/threads.h',
-        'std::max<int64_t>(1, all / 2)',
-        'std::max<int64_t>(1, all)',
+        'std::max<int64_t>(1, processors / 2)',
+        'std::max<int64_t>(1, processors)',
         'tests/native/test_preference.py',
     ),
     Mutation(
-        'train experts on the threads that decode beside an update',
+        'train experts behind the update that they are of',
         'areal_jax/native/expert_kernels.h',
         'wide / 2}, wide});\n  });\n  return phases.Run(pool);',
-        'wide / 2}, wide});\n  });\n  return phases.RunBesidePreferred(pool);',
+        'wide / 2}, wide});\n  });\n  return phases.RunBehindPreferred(pool);',
         'tests/native/test_preference.py',
     ),
     Mutation(

@@ -43,7 +43,7 @@ inline ffi::Future MultiplyRows(ffi::ThreadPool pool, Floats x, Bytes panels, Fl
     if (way == 2) return MultiplyBytes<Plain>(matrix, first, panels, rows, tokens, target);
     MultiplyBytes<Fastest>(matrix, first, panels, rows, tokens, target);
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // Calls add(first token, scratch) for chunks of the first `wanted` tokens, which share the memory of the first one.
@@ -80,7 +80,7 @@ inline ffi::Future ByteProject(ffi::ThreadPool pool, Floats x, Integers wanted, 
     AddByteProjections(phases, layer, s, {cosine.typed_data() + angles, sine.typed_data() + angles},
                        rows(q, layer.query.out), rows(k, layer.key.out), rows(v, layer.value.out));
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 inline ffi::Future ByteFinish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats attended, ffi::RemainingArgs args,
@@ -96,7 +96,7 @@ inline ffi::Future ByteFinish(ffi::ThreadPool pool, Floats x, Integers wanted, F
     AddByteRest(phases, layer, s);
     AddCopy(phases, s.x, s.tokens * s.d, out->typed_data() + first * s.d);
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // logits [V, B] of the final states of B rows, and their sums by block of the vocabulary.
@@ -160,7 +160,7 @@ inline ffi::Future ByteStep(ffi::ThreadPool pool, Floats x, Floats cosine, Float
   }
   const auto result = [&](size_t i) { return (*results.get<Floats>(i))->typed_data(); };
   AddByteHead(phases, s, final_norm, layers[0].eps, head, temperatures.typed_data(), result(0), result(1), result(2));
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 }  // namespace areal_jax

@@ -52,7 +52,7 @@ ffi::Future AttendRows(ffi::ThreadPool pool, Floats q, Floats keys, Floats value
   phases.Add(queries.size(), [=, &queries, k = keys.typed_data(), v = values.typed_data()](int64_t i) {
     Attend(queries[i], k, v, sizes);
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // The layer with k, v [N, K, D] of token n at place offsets[n] of block blocks[n]; the results are the arguments.
@@ -100,7 +100,7 @@ ffi::Future Multiply(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs matrices
                [=, from = x.typed_data()](int64_t b) { CopyIn(from, columns, 0, blocks[b], sheet); });
   }
   AddOutputs(phases, blocks, sheet, inputs, outputs, columns);
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // Calls add(tokens, first of them, their scratch) for chunks of the first `wanted` columns; the scratch is that of all.
@@ -140,7 +140,7 @@ ffi::Future Project(ffi::ThreadPool pool, Floats x, Integers wanted, Floats cosi
     AddProjections(phases, tokens, layer, s, {cosine.typed_data() + angles, sine.typed_data() + angles},
                    rows(q, layer.query.out), rows(k, layer.key.out), rows(v, layer.key.out));
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // x [d, T], of whose tokens the first `wanted` count, the output of attention [T, H, D], a layer -> x behind the layer
@@ -177,7 +177,7 @@ ffi::Future Finish(ffi::ThreadPool pool, Floats x, Integers wanted, Floats atten
       CopyOut(s.x, tokens.blocks[b], to, columns, first);
     });
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // One step: x [d, B], cosine and sine [B, D / 2], temperatures [B], the blocks of each row [B, M], positions that it sees
@@ -254,7 +254,7 @@ ffi::Future Step(ffi::ThreadPool pool, Floats x, Floats cosine, Floats sine, Flo
     SumBlock(logits + first * rows, rows, std::min(kVocabularyBlock, head.out - first), heat, largest + b * rows,
              logsumexp + b * rows);
   });
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // x [d, T], of whose tokens the first `wanted` count, targets and temperatures [T], head [V / 8, d, 8] -> logits of the
@@ -298,7 +298,7 @@ ffi::Future Rank(ffi::ThreadPool pool, Floats x, Integers wanted, Integers targe
       for (int64_t i = 0; i < most; ++i) largest[i] /= heat[c];
     });
   }
-  return phases.RunBesidePreferred(pool);
+  return phases.RunBehindPreferred(pool);
 }
 
 // The arguments of a layer before attention, behind it, and of a step: the same in float32 and in 8 bits.

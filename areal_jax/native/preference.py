@@ -1,8 +1,8 @@
-"""Decoding takes less of the processors while training runs on them, where both are in one process.
+"""Decoding gives way to training where both run on the processors of one process.
 
-Half of the threads are enough to read the weights at most of the memory's rate, so that a step costs fewer CPU seconds
-beside an update than alone. With as many threads as the update has, decoding would have ended before it, and new
-weights would find no answer under way (threads.h).
+An update that shares the processors with decoding ends late, and decoding has ended before it: new weights then find
+no answer under way. Kernels that give way run on threads of their own, when no other thread wants the processor
+(threads.h).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areal_jax.native import compiled_library as library
 
 @contextlib.contextmanager
 def preferred() -> Iterator[None]:
-    """While it is open, kernels that decode have half of the threads, and none of XLA's; no result changes.
+    """While it is open, kernels of this process give way to all other work; no result changes.
 
     Nothing happens where no kernel has been used.
     """

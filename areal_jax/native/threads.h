@@ -1,13 +1,9 @@
-// Work on the threads of XLA's pool and of the caller, or beside an update on threads of this library.
+// Work on the threads of XLA's pool and of the caller, or on threads that give way to all others.
 
 #ifndef AREAL_JAX_NATIVE_THREADS_H_
 #define AREAL_JAX_NATIVE_THREADS_H_
 
-#ifdef __linux__
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -27,10 +23,10 @@ namespace areal_jax {
 
 namespace ffi = xla::ffi;
 
-// Threads of this library, beside those of XLA and a little behind them. They live until the process ends.
-class OwnThreads {
+// Threads of this library that run when no other thread wants their processor. They live until the process ends.
+class YieldingThreads {
  public:
-  explicit OwnThreads(int64_t count) {
+  explicit YieldingThreads(int64_t count) {
     for (int64_t i = 0; i < count; ++i) std::thread([this] { Serve(); }).detach();
   }
 
@@ -43,11 +39,11 @@ class OwnThreads {
   }
 
  private:
-  static constexpr int kNicer = 5;  // than the process: where two threads want a processor, a quarter of it is theirs
-
   void Serve() {
 #ifdef __linux__
-    setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + kNicer);  // of this thread alone
+    // A low niceness would not do: a thread that wakes takes the processor of none but threads of this policy at once.
+    const sched_param none{};
+    sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread alone
 #endif
     for (;;) {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -64,7 +60,7 @@ class OwnThreads {
   std::deque<std::function<void()>> waiting_;
 };
 
-// Works under way in this process, updates, that need the processors more.
+// Works under way in this process to which phases give way.
 inline std::atomic<int64_t>& Preferred() {
   static std::atomic<int64_t> works{0};
   return works;
@@ -127,15 +123,16 @@ class Phases {
     return Start(pool.num_threads(), true, [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
   }
 
-  // As Run, but while other work is preferred on half as many threads, none of which is XLA's. Decoding few rows reads
-  // memory: half of the threads are nearly as fast, and the preferred work has what the others would have waited for.
-  ffi::Future RunBesidePreferred(ffi::ThreadPool& pool) {
+  // As Run, unless other work is preferred: then on threads that give way, and on none of XLA's, all of which the
+  // preferred work may want. They are half as many as processors: a step of few rows reads memory, for which more threads
+  // only wait, and between those that give way each waits for those that have been displaced.
+  ffi::Future RunBehindPreferred(ffi::ThreadPool& pool) {
     if (!Preferred().load(std::memory_order_relaxed)) return Run(pool);
-    // XLA has a thread for each device, if there are more devices than processors
-    const int64_t all = std::min<int64_t>(pool.num_threads(), std::thread::hardware_concurrency());
-    const int64_t threads = std::max<int64_t>(1, all / 2);
-    static auto* const own = new OwnThreads(threads);
-    return Start(threads, false, [](std::function<void()> work) { own->Schedule(std::move(work)); });
+    // XLA has as many threads as devices, if these are more than processors
+    const int64_t processors = std::min<int64_t>(pool.num_threads(), std::thread::hardware_concurrency());
+    const int64_t threads = std::max<int64_t>(1, processors / 2);
+    static auto* const yielding = new YieldingThreads(threads);
+    return Start(threads, false, [](std::function<void()> work) { yielding->Schedule(std::move(work)); });
   }
 
  private:

@@ -1,4 +1,4 @@
-"""Kernels beside an update: the same bits, on fewer threads and none of XLA's."""
+"""Kernels that give way to an update: the same bits, on threads that no other work waits for."""
 
 import contextlib
 import os
@@ -21,21 +21,20 @@ from tests.rollout.decode.examples import Decoding, backend, request
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 
 
-def own_threads():
-    """CPU time in ticks of each thread of the kernels' own, which are nicer than the process, once all of them wait.
+def idle_threads():
+    """CPU time in ticks of each thread of this process that runs when nothing else does, once all of them wait.
 
     On a busy machine one gets to the end of its work only after the result is there.
     """
     tasks = [int(path.name) for path in pathlib.Path('/proc/self/task').iterdir()]
-    process = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    own = [task for task in tasks if os.getpriority(os.PRIO_PROCESS, task) > process]
+    idle = [task for task in tasks if os.sched_getscheduler(task) == os.SCHED_IDLE]
     until = time.monotonic() + 60
     while True:
-        texts = {task: pathlib.Path(f'/proc/self/task/{task}/stat').read_text() for task in own}
+        texts = {task: pathlib.Path(f'/proc/self/task/{task}/stat').read_text() for task in idle}
         read = {task: text.rpartition(')')[2].split() for task, text in texts.items()}
         if all(fields[0] == 'S' for fields in read.values()):
             return {task: sum(map(int, fields[11:13])) for task, fields in read.items()}
-        assert time.monotonic() < until, 'threads of the kernels do not end'
+        assert time.monotonic() < until, 'threads of low priority do not end'
         time.sleep(0.01)
 
 
@@ -46,7 +45,7 @@ def decode():
     return [(run.tokens(name), run.logprobs(name)) for name in 'abc']
 
 
-def test_decoding_beside_an_update_has_the_same_bits():
+def test_decoding_that_gives_way_has_the_same_bits():
     before = decode()
     with preferred():
         beside = decode()
@@ -60,35 +59,35 @@ def multiply_much():
         multiply(x, w)[0].block_until_ready()
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='the niceness of a thread is that of Linux')
-def test_decoding_has_half_of_the_threads_while_an_update_is_preferred_and_only_then():
+@pytest.mark.skipif(sys.platform != 'linux', reason='policies of threads are those of Linux')
+def test_kernels_run_on_few_idle_threads_while_an_update_is_preferred_and_only_then():
     multiply_much()
     with preferred(), preferred():
         multiply_much()
-    held = own_threads()
+    held = idle_threads()
     assert 1 <= len(held) <= max(1, os.cpu_count() // 2)
     multiply_much()
-    assert own_threads() == held  # preferred by nobody any more
+    assert idle_threads() == held  # preferred by nobody any more
     with contextlib.suppress(ValueError), preferred():
         multiply_much()
         raise ValueError('of an update')
-    grown = own_threads()
+    grown = idle_threads()
     assert sum(grown.values()) > sum(held.values())
     multiply_much()
-    assert own_threads() == grown
+    assert idle_threads() == grown
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='the niceness of a thread is that of Linux')
-def test_the_experts_of_an_update_have_all_threads_of_xla():
+@pytest.mark.skipif(sys.platform != 'linux', reason='policies of threads are those of Linux')
+def test_the_experts_of_an_update_are_not_behind_it():
     with preferred():
         multiply_much()
-        held = own_threads()
+        held = idle_threads()
         x, experts = normal(3, 2048, 64), jnp.zeros((2048, 1), jnp.int32)
         for _ in range(8):
             mix_native(
                 x, experts, jnp.ones((2048, 1)), normal(4, 1, 64, 512), normal(5, 1, 64, 512), normal(6, 1, 512, 64)
             )
-        assert own_threads() == held
+        assert idle_threads() == held
 
 
 def test_calls_at_the_same_time_have_memory_of_their_own():
