@@ -1656,13 +1656,6 @@ MUTATIONS = [
         'tests/app/sweep/test_main_sweep.py',
     ),
     Mutation(
-        'let decoding have all threads beside an update',
-        'areal_jax/native/threads.h',
-        'std::max<int64_t>(1, processors / 2)',
-        'std::max<int64_t>(1, processors)',
-        'tests/native/test_preference.py',
-    ),
-    Mutation(
         'train experts behind the update that they are of',
         'areal_jax/native/expert_kernels.h',
         'wide / 2}, wide});\n  });\n  return phases.Run(pool);',

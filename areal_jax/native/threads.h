@@ -124,13 +124,10 @@ class Phases {
   }
 
   // As Run, unless other work is preferred: then on threads that give way, and on none of XLA's, all of which the
-  // preferred work may want. They are half as many as processors: a step of few rows reads memory, for which more threads
-  // only wait, and between those that give way each waits for those that have been displaced.
+  // preferred work may want.
   ffi::Future RunBehindPreferred(ffi::ThreadPool& pool) {
     if (!Preferred().load(std::memory_order_relaxed)) return Run(pool);
-    // XLA has as many threads as devices, if these are more than processors
-    const int64_t processors = std::min<int64_t>(pool.num_threads(), std::thread::hardware_concurrency());
-    const int64_t threads = std::max<int64_t>(1, processors / 2);
+    const int64_t threads = pool.num_threads();
     static auto* const yielding = new YieldingThreads(threads);
     return Start(threads, false, [](std::function<void()> work) { yielding->Schedule(std::move(work)); });
   }

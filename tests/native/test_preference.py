@@ -60,12 +60,12 @@ def multiply_much():
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='policies of threads are those of Linux')
-def test_kernels_run_on_few_idle_threads_while_an_update_is_preferred_and_only_then():
+def test_kernels_run_on_idle_threads_while_an_update_is_preferred_and_only_then():
     multiply_much()
     with preferred(), preferred():
         multiply_much()
     held = idle_threads()
-    assert 1 <= len(held) <= max(1, os.cpu_count() // 2)
+    assert held
     multiply_much()
     assert idle_threads() == held  # preferred by nobody any more
     with contextlib.suppress(ValueError), preferred():
