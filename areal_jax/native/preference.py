@@ -16,7 +16,7 @@ from areal_jax.native import compiled_library as library
 
 @contextlib.contextmanager
 def preferred() -> Iterator[None]:
-    """While it is open, kernels of this process give way to all other work; no result changes.
+    """While it is open, kernels that decode in this process give way to all other work; no result changes.
 
     Nothing happens where no kernel has been used.
     """
