@@ -149,8 +149,8 @@ def declare(column: Column) -> Column:
         raise column.error(f'has the dtype {column.dtype!r}', 'use a dtype of numpy') from error
     if dtype.kind not in 'biuf' or dtype.name != column.dtype:
         raise column.error(f'has the dtype {column.dtype!r}', "use the name of a bool, an integer or a float: 'int32'")
-    if column.shape is None and (column.published or column.packed or dtype.kind != 'u'):
-        fix = 'declare an unsigned integer, published=False and packed=False'
+    if column.shape is None and (column.packed or dtype.kind != 'u'):
+        fix = 'declare an unsigned integer and packed=False'
         raise column.error('has no shape of its own', fix)
     if column.packed and dtype.itemsize > 4:
         raise column.error(f'is packed as {column.dtype}', 'devices hold 32 bits: declare such a dtype or packed=False')
@@ -175,6 +175,11 @@ def find(name: str) -> Column:
 def declared() -> tuple[Column, ...]:
     """All columns, in the order of declaration."""
     return tuple(DECLARED.values())
+
+
+def of_tokens() -> tuple[Column, ...]:
+    """The columns that have a shape of their own, and an entry for each generated token."""
+    return tuple(column for column in DECLARED.values() if column.shape is not None)
 
 
 def of_models() -> tuple[Column, ...]:
@@ -224,7 +229,6 @@ ROUTED_EXPERTS = declare(
         'uint8',  # to 255 experts, uint16 above; the largest value = not recorded
         shape=None,
         fill=255,
-        published=False,  # the wires have fields of their own for it
         packed=False,  # by loss token; rows have those of all their tokens, see packing/rows.py
     )
 )

@@ -439,8 +439,8 @@ MUTATIONS = [
     Mutation(
         'copy a block without its recorded experts',
         'areal_jax.rollout.decode.cache:copy_blocks',
-        'state.routes.at[targets].set(state.routes[sources])',
-        'state.routes',
+        'kept.at[targets].set(kept[sources])',
+        'kept',
         'tests/rollout/decode/test_routes.py',
     ),
     Mutation(

@@ -222,7 +222,7 @@ def test_what_is_not_generated_or_not_known_has_the_fill_value(places):
         (Column('more', 'int32', is_logprob=True), "column 'more' is a log-prob of int32"),
         (
             Column('more', 'uint8', None),
-            "column 'more' has no shape of its own: declare an unsigned integer, published",
+            "column 'more' has no shape of its own: declare an unsigned integer and",
         ),
     ],
 )
@@ -331,3 +331,6 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'sampling_logprobs' in p.read_text().lower()}
     used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/truncation.py'}
     assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py', 'control/frictions.py'}
+    names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'ROUTED_EXPERTS' in p.read_text()}
+    filled, checked = {'columns.py', 'models/shape.py', 'models/experts.py'}, {'rollout/http/wire/column_form.py'}
+    assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/route_metrics.py'}

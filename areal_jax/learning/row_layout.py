@@ -59,7 +59,7 @@ class RowLayout:
         self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
         self._columns = tuple(column for column in declared() if column.packed)
-        self.inputs = (config.routes,) if settings.records_routes else ()
+        self.inputs = config.columns if settings.records_routes else ()
 
     def pack(
         self,

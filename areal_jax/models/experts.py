@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.shape import Experts
 
@@ -47,6 +48,11 @@ class Routed(NamedTuple):
     loads: jax.Array  # float32 [L, E], how many tokens that count reached an expert
     differs: jax.Array  # bool [L, T], the set that was chosen is another than the recorded one; False without a record
     scores: jax.Array  # float32 [L, E], the sum of the scores of the tokens that count; 0 where a kernel has chosen
+
+    @property
+    def columns(self) -> dict[str, jax.Array]:
+        """See `columns_of_pass`."""
+        return columns_of_pass(self.live)
 
 
 class Choice(NamedTuple):
@@ -82,6 +88,11 @@ def choose_experts(
     reached = _keep_valid(chosen, experts, valid)
     counted = scores if valid is None else jnp.where(valid[:, None], scores, 0.0)
     return Choice(reached, weights, Routed(live, _count_tokens(reached, experts), differs, counted.sum(axis=0)))
+
+
+def columns_of_pass(live: jax.Array) -> dict[str, jax.Array]:
+    """ModelConfig.columns of what routers chose, int [L, T, k]: an array [T, *shape] each."""
+    return {ROUTED_EXPERTS.name: jnp.moveaxis(live, 0, 1)}
 
 
 def follow_choice(live: jax.Array, experts: Experts, valid: jax.Array | None) -> Routed:

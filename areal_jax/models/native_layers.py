@@ -18,6 +18,7 @@ import numpy as np
 
 from areal_jax.models.activations import is_in_panels
 from areal_jax.models.block import AttendLayer, Rotation
+from areal_jax.models.experts import columns_of_pass
 from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, Ranking
 from areal_jax.models.quantized import Quantized
 from areal_jax.models.shape import ModelConfig
@@ -47,6 +48,11 @@ class Stepped(NamedTuple):
     logits: jax.Array  # float32 [B, V]
     sums: BlockSums  # of logits / temperature
     live: jax.Array | None  # int32 [L, B, k], what routers chose; None = no layer has experts
+
+    @property
+    def columns(self) -> dict[str, jax.Array]:
+        """ModelConfig.columns of the rows, [B, *shape]."""
+        return {} if self.live is None else columns_of_pass(self.live)
 
 
 def can_compute(layer: Params) -> bool:

@@ -126,6 +126,11 @@ class ModelConfig:
         return 0 if self.experts is None else self.n_layers - len(self.experts.dense_layers)
 
     @property
+    def columns(self) -> tuple[Column, ...]:
+        """What a pass tells of each token that it reads; engines record all (rollout.record_routes) or none."""
+        return () if self.experts is None else (self.routes,)
+
+    @property
     def routes(self) -> Column:
         """The column of recorded routes of this model, which has experts."""
         assert self.experts is not None

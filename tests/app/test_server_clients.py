@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from areal_jax.app.parts.clock import SERVERS_S, build_clock
-from areal_jax.app.parts.server_builder import ClientMaker, build_server_settings, find_needs, find_routes
+from areal_jax.app.parts.server_builder import ClientMaker, build_server_settings, find_forms, find_needs
+from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config import TrackedConfig
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
@@ -87,13 +88,13 @@ EXPERTS = {
 
 
 def test_clients_know_the_routes_of_the_model_where_servers_record_them():
-    assert find_routes(TrackedConfig(small_config(**EXPERTS))) is None
-    form = find_routes(TrackedConfig(small_config(rollout__record_routes=True, **EXPERTS)))
+    assert find_forms(TrackedConfig(small_config(**EXPERTS))) == {}
+    form = find_forms(TrackedConfig(small_config(rollout__record_routes=True, **EXPERTS)))[ROUTED_EXPERTS.name]
     layers = form.n_layers
     assert (form.row, form.experts, form.column.dtype) == ((layers, 2), 8, 'uint8')
     make_client(entry(), rollout__record_routes=True, **EXPERTS)
     with pytest.raises(UserError, match=r"record_routes=True needs a model with experts, and model\.path='' has"):
-        find_routes(TrackedConfig(small_config(rollout__record_routes=True)))
+        find_forms(TrackedConfig(small_config(rollout__record_routes=True)))
 
 
 def test_at_temperature_one_either_softmax_has_the_same_logprobs():

@@ -12,8 +12,8 @@ from typing import cast
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import chat, messages, responses
+from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import Call, Message, RequestError
-from areal_jax.rollout.http.wire.route_fields import ASKED
 from areal_jax.rollout.http.wire.wishes import Required, describe_wishes, require_granted
 from areal_jax.types import SamplingParams
 
@@ -47,8 +47,9 @@ def read_asked_call(path: str, body: object, sampling: SamplingParams, required:
     counts: collections.Counter[str] = collections.Counter()
     call = DIALECTS[path].parse(_override(body, sampling, counts))
     require_granted(call, required)
-    if call.return_routes:
-        raise RequestError(ASKED, f'{ASKED}=True is not served to programs: the run has the routes, leave it out')
+    if call.model_columns:
+        asked = ASKED.format(call.model_columns[0])
+        raise RequestError(asked, f'{asked}=True is not served to programs: the run has the routes, leave it out')
     counts.update(f'ignored/{field}' for field in call.ignored)
     (prompt,) = call.prompts
     if not isinstance(prompt, tuple):

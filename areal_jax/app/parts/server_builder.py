@@ -31,7 +31,7 @@ from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER, ServerLanes, evaluation_lanes, server_lanes
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.http.wire.route_form import RouteForm
+from areal_jax.rollout.http.wire.column_form import ColumnForm, list_forms
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.probe import Score
@@ -70,17 +70,17 @@ def find_needs(config: TrackedConfig) -> ServerFacts:
     return ServerFacts(rollout.kv_policy, rollout.context_tokens, config.publication.dtype, mode)
 
 
-def find_routes(config: TrackedConfig) -> RouteForm | None:
-    """What servers are to tell of the experts of the run's model; raises ConfigError for a model that has none."""
+def find_forms(config: TrackedConfig) -> dict[str, ColumnForm]:
+    """The columns that servers are to tell of the run's model; raises ConfigError for a model that has none."""
     if not config.rollout.record_routes:
-        return None
+        return {}
     shape = read_shape(config)
-    if shape.experts is None:
+    if not shape.columns:
         raise ConfigError(
             f'rollout.record_routes=True needs a model with experts, and model.path={config.model.path!r} has none: '
             'set it to False'
         )
-    return RouteForm.of(shape)
+    return list_forms(shape)
 
 
 def build_server_settings(config: TrackedConfig, probe_prompt: np.ndarray) -> ServerSettings:
@@ -194,7 +194,7 @@ class ClientMaker:
         self._clock, self._log, self._supervisor = clock, log, supervisor
         self._api_key = os.environ.get(API_KEY, '')
         slots = min(server.max_streams, server.max_requests) if kind.limits_streams else rollout.slots
-        self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens, find_routes(config))
+        self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens, find_forms(config))
         self._needs = find_needs(config)
         self._name_lanes = name_lanes
         self._numbers: dict[str, int] = {}  # by name in the registry

@@ -274,7 +274,8 @@ class _Server:
         facts = Facts(self._name, config.model.path, architecture, __version__, int(time.time()))
         served = self._served = ServedModel(
             Texts(model.tokenizer), config.rollout.context_tokens, shape.vocab_size, config.run.seed, facts,
-            config.server.required, self._parser, config.rollout.record_routes,
+            config.server.required, self._parser,
+            tuple(column.name for column in shape.columns) if config.rollout.record_routes else (),
         )  # fmt: skip
         limits = Limits(
             body_bytes=config.server.max_body_bytes,

@@ -30,6 +30,6 @@ def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
     backend.copy_program.lower(state, at, at).compile()
     for lowered in backend.lower_all(described):
         lowered.compile()
-    if state.routes is not None:
+    if state.columns:
         table = np.zeros(-(-backend.context_tokens // backend.block_tokens), np.int32)
-        backend.read_program.lower(state.routes, table).compile()
+        backend.read_program.lower(state.columns, table).compile()

@@ -1,13 +1,15 @@
-"""The state of an engine: its sizes, the cache in the layout of an attention, and the routes of the cached tokens."""
+"""The state of an engine: its sizes, the cache in the layout of an attention, and the columns of cached tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from areal_jax.columns import Column
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention
 
@@ -37,16 +39,19 @@ class EngineState(NamedTuple):
     """What the programs of an engine take and return besides weights."""
 
     layers: Cache
-    # [blocks + 1, block_tokens, layers with experts, choices], of the token whose keys and values are at the same
-    # place; None = not recorded
-    routes: jax.Array | None
+    # ModelConfig.columns by name, [blocks + 1, block_tokens, *shape], of the token whose keys and values are at the
+    # same place; {} = not recorded
+    columns: dict[str, jax.Array]
 
 
-def empty_routes(config: ModelConfig, sizes: CacheSizes) -> jax.Array:
-    """No position has any."""
-    column = config.routes
-    assert column.shape is not None
-    return jnp.full((sizes.blocks + 1, sizes.block_tokens, *column.shape), column.fill, column.dtype)
+def empty_columns(columns: Iterable[Column], *axes: int) -> dict[str, jax.Array]:
+    """[*axes, *shape] of the fill value of each column; the model has given its shape."""
+    return {column.name: jnp.full((*axes, *column.blank(0).shape[1:]), column.fill, column.dtype) for column in columns}
+
+
+def read_columns(columns: Mapping[str, jax.Array], table: jax.Array) -> dict[str, jax.Array]:
+    """[M, block_tokens, *shape] of the blocks of a table, int32 [M]."""
+    return {name: kept[table] for name, kept in columns.items()}
 
 
 def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
@@ -61,11 +66,12 @@ def empty_cache(attention: CacheAttention, config: ModelConfig, sizes: CacheSize
 def copy_blocks(attention: CacheAttention, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
     """The state with each source block, int32 [C], copied to the target block beside it."""
     layers = tuple(attention.copy(layer, sources, targets) for layer in state.layers)
-    return EngineState(layers, None if state.routes is None else state.routes.at[targets].set(state.routes[sources]))
+    return EngineState(layers, {name: kept.at[targets].set(kept[sources]) for name, kept in state.columns.items()})
 
 
-def write_routes(state: EngineState, live: jax.Array, blocks: jax.Array, offsets: jax.Array) -> jax.Array | None:
-    """The routes of a state with what routers chose, int [L, T, k], at the places of T tokens, int32 [T]."""
-    if state.routes is None:
-        return None
-    return state.routes.at[blocks, offsets].set(jnp.moveaxis(live, 0, 1).astype(state.routes.dtype))
+def write_columns(
+    state: EngineState, found: Mapping[str, jax.Array], blocks: jax.Array, offsets: jax.Array
+) -> dict[str, jax.Array]:
+    """The columns of a state with those of a pass, [T, *shape], at the places of its T tokens, int32 [T]."""
+    write = lambda kept, new: kept.at[blocks, offsets].set(new.astype(kept.dtype))
+    return {name: write(kept, found[name]) for name, kept in state.columns.items()}

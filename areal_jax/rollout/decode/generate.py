@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS
+from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing
@@ -21,7 +21,7 @@ from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
 from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
 from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
-from areal_jax.rollout.decode.cache import CacheSizes, EngineState, write_routes
+from areal_jax.rollout.decode.cache import CacheSizes, EngineState, empty_columns, write_columns
 from areal_jax.rollout.decode.decode_rows import Batch
 
 
@@ -33,7 +33,7 @@ class Outputs:
     tokens: jax.Array  # int32 [S, B]
     logprobs: jax.Array  # float32 [S, B]
     valid: jax.Array  # bool [S, B]
-    # [S, B, *shape]; SAMPLING_LOGPROBS where rows may change the softmax, ROUTED_EXPERTS where they are recorded
+    # [S, B, *shape]; SAMPLING_LOGPROBS where rows may change the softmax, those of the model where they are recorded
     columns: dict[str, jax.Array]
     positions_read: jax.Array  # int32
 
@@ -91,16 +91,15 @@ class Generate:
         def step(carry: _Carry) -> _Carry:
             i, state, rows, outputs = carry
             lengths = self._lengths(batch, rows)
-            state, logits, sums, live = self._forward(weights, state, batch, rows, lengths)
+            state, logits, sums, found = self._forward(weights, state, batch, rows, lengths)
             change = lambda z: self._change(z, batch, rows, counts, outputs.tokens, i)
             sampled = self._sample(logits, sums, keys, batch, rows, change)
             read = self.attention.positions_read(lengths, self.sizes.block_tokens)
-            outputs = _record(outputs, i, rows.live, sampled, read, live)
+            outputs = _record(outputs, i, rows.live, sampled, read, found)
             return i + 1, state, _advance(batch, rows, sampled[0]), outputs
 
         rows = _Rows(batch.token, batch.position, batch.limit > 0)
-        records = state.routes is not None
-        outputs = self._no_outputs(batch, records)
+        outputs = self._no_outputs(batch, bool(state.columns))
         _, state, _, outputs = lax.while_loop(more, step, (jnp.int32(0), state, rows, outputs))
         return state, outputs
 
@@ -109,9 +108,7 @@ class Generate:
         zeros = jnp.zeros(shape, jnp.float32)
         columns = {SAMPLING_LOGPROBS.name: zeros} if self.filtered or self.adjusted else {}
         if records:
-            column = self.decoder.config.routes
-            assert column.shape is not None
-            columns[ROUTED_EXPERTS.name] = jnp.full((*shape, *column.shape), column.fill, column.dtype)
+            columns |= empty_columns(self.decoder.config.columns, *shape)
         return Outputs(
             tokens=jnp.zeros(shape, jnp.int32),
             logprobs=zeros,
@@ -128,9 +125,9 @@ class Generate:
 
     def _forward(
         self, weights: Params, state: EngineState, batch: Batch, rows: _Rows, lengths: jax.Array
-    ) -> tuple[EngineState, jax.Array, BlockSums | None, jax.Array | None]:
-        """The state with the tokens of the rows, the logits behind them, float32 [B, V], their sums if known, and what
-        routers chose, int32 [L, B, k], where there are any."""
+    ) -> tuple[EngineState, jax.Array, BlockSums | None, dict[str, jax.Array]]:
+        """The state with the tokens of the rows, the logits behind them, float32 [B, V], their sums if known, and the
+        columns of the model, [B, *shape]."""
         place = jnp.minimum(rows.position // self.sizes.block_tokens, self.sizes.table_blocks - 1)
         block = jnp.take_along_axis(batch.table, place[:, None], axis=1)[:, 0]
         block = jnp.where(rows.live, block, self.sizes.padding_block)
@@ -138,8 +135,8 @@ class Generate:
         if self.attention.name == 'native' and self.decoder.can_step(weights):
             read = Read(batch.table, lengths, block, offset)
             stepped = self.decoder.step(weights, rows.token, rows.position, state.layers, read, batch.temperature)
-            routes = None if stepped.live is None else write_routes(state, stepped.live, block, offset)
-            return EngineState(stepped.cache, routes), stepped.logits, stepped.sums, stepped.live
+            columns = write_columns(state, stepped.columns, block, offset)
+            return EngineState(stepped.cache, columns), stepped.logits, stepped.sums, stepped.columns
 
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache, window: int | None
@@ -151,9 +148,9 @@ class Generate:
         hidden, layers, routed = self.decoder.hidden_and_routes(
             weights, rows.token, rows.position, self.over_heads(attend), state.layers, routing=routing
         )
-        live = None if routed is None else routed.live
-        routes = None if live is None else write_routes(state, live, block, offset)
-        return EngineState(layers, routes), self.decoder.logits(weights, hidden), None, live
+        found = {} if routed is None else routed.columns
+        columns = write_columns(state, found, block, offset)
+        return EngineState(layers, columns), self.decoder.logits(weights, hidden), None, found
 
     def _count(self, batch: Batch) -> TokenCounts | None:
         adjustments = batch.adjustments
@@ -225,16 +222,14 @@ def _record(
     live: jax.Array,
     sampled: _Sampled,
     positions_read: jax.Array,
-    routes: jax.Array | None,
+    found: dict[str, jax.Array],
 ) -> Outputs:
     tokens, logprobs, changed = sampled
-    new = {} if changed is None else {SAMPLING_LOGPROBS.name: changed}
-    if ROUTED_EXPERTS.name in outputs.columns and routes is not None:
-        new[ROUTED_EXPERTS.name] = jnp.moveaxis(routes, 0, 1).astype(outputs.columns[ROUTED_EXPERTS.name].dtype)
+    new = found if changed is None else found | {SAMPLING_LOGPROBS.name: changed}
     return Outputs(
         tokens=outputs.tokens.at[step].set(tokens),
         logprobs=outputs.logprobs.at[step].set(logprobs),
         valid=outputs.valid.at[step].set(live),
-        columns={name: kept.at[step].set(new[name]) for name, kept in outputs.columns.items()},
+        columns={name: kept.at[step].set(new[name].astype(kept.dtype)) for name, kept in outputs.columns.items()},
         positions_read=outputs.positions_read + positions_read,
     )

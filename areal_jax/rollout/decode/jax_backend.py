@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from areal_jax.columns import ROUTED_EXPERTS, ColumnArrays
+from areal_jax.columns import ColumnArrays
 from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
@@ -39,7 +39,7 @@ from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.types import Tree
 
 MOST_PROGRAMS = 16
-_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; and one that reads routes, where recorded
+_OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; and one that reads columns, where recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class JaxDecodeBackend:
       attention: over the cache, one of choose.IMPLEMENTATIONS; 'auto' = the best of the platform.
       small_batches: also batches that cost a kernel as much as a larger one. Log-probs of batches differ by rounding.
       weights: rollout.weights; 'int8' quantizes what `prepare` is given, and activations, see models.quantized.
-      records_routes: rollout.record_routes; of a model with experts.
+      records_routes: rollout.record_routes; of a model whose passes tell columns, which those with experts do.
 
     Raises ConfigError for sizes that do not fit together, an unknown dtype or a stacked decoder, and AttentionError
     where the attention cannot do what the decoder needs, or fails its check.
@@ -116,7 +116,7 @@ class JaxDecodeBackend:
         for name, value in (('slots', slots), ('decode_steps', decode_steps), ('block_tokens', block_tokens)):
             if value < 1:
                 raise ConfigError(f'{name}={value} must be at least 1')
-        if records_routes and decoder.config.experts is None:
+        if records_routes and not decoder.config.columns:
             raise ConfigError('rollout.record_routes=True needs a model with experts; set it to False')
         devices = tuple(devices or jax.local_devices()[:1])
         self.records_context = records_routes
@@ -139,13 +139,13 @@ class JaxDecodeBackend:
         # in_shardings for all arguments: host arrays and committed or uncommitted device arrays share one program, and
         # weights committed to another device are an error instead of a silent copy.
         where = self.placement
-        on, state, prepared = where.rows, where.state(records_routes), where.prepared
+        on, state, prepared = where.rows, where.state, where.prepared
         self.initial_program = jax.jit(self._initial, out_shardings=state)
         self._prefill_program = jax.jit(
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
-        self.read_program = jax.jit(lambda routes, table: routes[table], in_shardings=(on, on), out_shardings=on)
+        self.read_program = jax.jit(cache.read_columns, in_shardings=(on, on), out_shardings=on)
         self.generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
@@ -177,10 +177,9 @@ class JaxDecodeBackend:
             return form(weights.params, state, batch, steps)
 
         where = self.placement
-        state = where.state(self.records_context)
         return jax.jit(
-            generate, in_shardings=(where.prepared, state, where.rows, where.rows),
-            out_shardings=(state, where.rows), donate_argnums=1,
+            generate, in_shardings=(where.prepared, where.state, where.rows, where.rows),
+            out_shardings=(where.state, where.rows), donate_argnums=1,
         )  # fmt: skip
 
     def _check(self, shares: Sequence[tuple[int, ...]]) -> None:
@@ -220,8 +219,8 @@ class JaxDecodeBackend:
         for done, (generation, size) in enumerate(decoding, start=_OTHER_PROGRAMS + len(self.declared_prefills)):
             announce(done, total)
             state, _ = generation.program(weights, state, generation.no_rows(size), np.int32(1))
-        if state.routes is not None:
-            self.read_program(state.routes, np.zeros(self._sizes.table_blocks, np.int32))
+        if state.columns:
+            self.read_program(state.columns, np.zeros(self._sizes.table_blocks, np.int32))
         jax.block_until_ready(state)
         return total + self.records_context
 
@@ -317,10 +316,11 @@ class JaxDecodeBackend:
     def read_context(self, state: EngineState, blocks: Sequence[int], tokens: int) -> ColumnArrays:
         table = np.full(self._sizes.table_blocks, self._sizes.padding_block, np.int32)
         table[: len(blocks)] = blocks[: self._sizes.table_blocks]
-        found = np.asarray(self.read_program(state.routes, table))
-        read = found.reshape(-1, *found.shape[2:])[: tokens - 1]
-        none = np.full_like(found[:1, 0], self._decoder.config.routes.fill)  # the first token is predicted by none
-        return {ROUTED_EXPERTS.name: np.concatenate([none, read])}
+        found, columns = jax.device_get(self.read_program(state.columns, table)), {}
+        for column in self._decoder.config.columns:
+            read = np.concatenate(found[column.name])[: tokens - 1]
+            columns[column.name] = np.concatenate([column.blank(1), read])  # the first token is predicted by none
+        return columns
 
     def copy(self, state: EngineState, sources: Sequence[int], targets: Sequence[int]) -> EngineState:
         for start in range(0, len(sources), cache.COPIES):
@@ -343,12 +343,12 @@ class JaxDecodeBackend:
 
     def abstract_state(self) -> Tree:
         """Shape, dtype and sharding of every array of a state."""
-        over = self.placement.state(self.records_context)
-        return jax.tree.map(_describe_over, over, jax.eval_shape(self._initial))
+        return jax.tree.map(_describe_over, self.placement.state, jax.eval_shape(self._initial))
 
     def _initial(self) -> EngineState:
-        routes = cache.empty_routes(self._decoder.config, self._sizes) if self.records_context else None
-        return EngineState(self.placement.empty_cache(self._sizes, self.dtype), routes)
+        recorded = self._decoder.config.columns if self.records_context else ()
+        columns = cache.empty_columns(recorded, self._sizes.blocks + 1, self.block_tokens)
+        return EngineState(self.placement.empty_cache(self._sizes, self.dtype), columns)
 
     def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
         at = self.placement

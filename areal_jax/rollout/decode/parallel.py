@@ -74,9 +74,10 @@ class Placement:
     layer: tuple[PartitionSpec, ...]  # of the arrays of a layer of the cache
     cache: Tree
 
-    def state(self, records_routes: bool) -> EngineState:
-        """Of each array of an engine's state; routes are whole on every device."""
-        return EngineState(self.cache, self.rows if records_routes else None)  # type: ignore[arg-type]
+    @property
+    def state(self) -> EngineState:
+        """Of an engine's state: columns are whole on every device."""
+        return EngineState(self.cache, self.rows)  # type: ignore[arg-type]
 
     def empty_cache(self, sizes: CacheSizes, dtype: jnp.dtype) -> Cache:
         """Zeros in the layout of each device; inside jax.jit."""

@@ -32,7 +32,7 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
 from areal_jax.rollout.decode.attention.native import NativeAttention
-from areal_jax.rollout.decode.cache import EngineState, write_routes
+from areal_jax.rollout.decode.cache import EngineState, write_columns
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
 MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too
@@ -310,9 +310,8 @@ def prefill_pieces(
     _, layers, routed = decoder.hidden_and_routes(
         weights, given.tokens, given.positions, attend, state.layers, wanted=given.wanted, routing=Routing(mix)
     )
-    if routed is None:
-        return EngineState(layers, None)
-    return EngineState(layers, write_routes(state, routed.live, given.blocks, given.offsets))
+    found = {} if routed is None else routed.columns
+    return EngineState(layers, write_columns(state, found, given.blocks, given.offsets))
 
 
 def attend_pieces(attention: CacheAttention, row_attention: RowAttention, packed: PackedPieces[jax.Array]) -> Attend:

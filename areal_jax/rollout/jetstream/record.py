@@ -87,7 +87,7 @@ def decode_record(
     found: dict[str, np.ndarray] = {}
     for name in columns:
         column = find(name)
-        assert column.shape is not None, 'published columns have one'
+        assert column.shape is not None, 'JetStream serves no columns of the model'
         found[name], arrays = _take(header, arrays, name, np.dtype(column.dtype), (length, *column.shape))
     if arrays:
         raise header.error('logprobs', f'{len(arrays)} bytes more than {length} tokens need')

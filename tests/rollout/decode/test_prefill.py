@@ -67,7 +67,7 @@ class Sequences:
         c, self.attention = decoder.config, attention
         empty = lambda: attention.empty(BLOCKS + 1, c.n_kv_heads, block_tokens, c.head_dim, jnp.float32)
         layers = jax.tree.map(lambda x: x + fill, tuple(empty() for _ in range(c.n_layers)))
-        self.cache = EngineState(layers, None)
+        self.cache = EngineState(layers, {})
         self.block_tokens, self.decoder, self.free, self.blocks = block_tokens, decoder, list(range(BLOCKS)), {}
 
     def piece(self, name, start, stop):
@@ -140,7 +140,7 @@ def test_samples_that_share_a_prompt_which_ends_inside_a_block(block_tokens):
     at = lambda blocks: jnp.array([blocks[whole]])
     layers = sequences.cache.layers
     copied = tuple(ATTENTION.copy(layer, at(sequences.blocks[1]), at(sequences.blocks[2])) for layer in layers)
-    sequences.cache = EngineState(copied, None)
+    sequences.cache = EngineState(copied, {})
     # both continue as sequence 1 does, so both must be its forward pass
     pieces = [sequences.piece(1, prompt, 80), sequences.piece(2, prompt, 80)]
     pieces[1] = dataclasses.replace(pieces[1], tokens=pieces[0].tokens)
@@ -272,7 +272,7 @@ def memory(attention, bucket, context_tokens, slots=8, block_tokens=64):
     )
     blocks = slots * context_tokens // block_tokens
     layer = lambda: attention.empty(blocks + 1, 2, block_tokens, 64, jnp.float32)
-    cache = EngineState(jax.eval_shape(lambda: (layer(), layer())), None)
+    cache = EngineState(jax.eval_shape(lambda: (layer(), layer())), {})
     packed = pack_pieces([], bucket, block_tokens, blocks)
     traced = functools.partial(prefill_pieces, decoder, attention, BLOCKED_ROWS)
     compiled = jax.jit(traced, donate_argnums=1).lower(decoder.abstract(), cache, packed).compile()

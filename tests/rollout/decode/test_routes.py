@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax import columns
+from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.config.ranges import ConfigError
+from areal_jax.models import experts, native_layers
+from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
+from areal_jax.rollout.decode.jax_backend import share_backend
+from tests.rollout.decode import examples
 from tests.rollout.decode.examples import CONTEXT, DECODER, PROMPT, Decoding, build, request, whole_attention
 from tests.rollout.decode.test_expert_layers import MIXED, OLMOE
 
@@ -39,7 +44,7 @@ def decode_all(decoding, requests):
         name: [decoding.backend.read_context(decoding.state, one.blocks, len(one.request.prompt_tokens))]
         for name, one in decoding.sequences.items()
     }
-    found = {name: [columns[ROUTED_EXPERTS.name]] for name, (columns,) in found.items()}
+    found = {name: [context[ROUTED_EXPERTS.name]] for name, (context,) in found.items()}
     while names := [name for name, sequence in decoding.sequences.items() if sequence.live]:
         output = decoding.decode(3)
         for place, name in enumerate(names):
@@ -93,6 +98,28 @@ def test_an_answer_that_goes_on_finds_the_routes_of_the_turn_before():
     state, _ = engine.generate(decoding.params, state, [row], 1)
     found = engine.read_context(state, [*one.blocks, 9], len(tokens))[ROUTED_EXPERTS.name]
     np.testing.assert_array_equal(found, routes_of_pass(tokens))
+
+
+def test_what_else_a_model_tells_of_each_token_is_recorded_without_a_change_of_the_engine(monkeypatch):
+    best = Column('best_expert', 'int16', (MIXED.config.n_expert_layers,), fill=-1, published=False, packed=False)
+    monkeypatch.setattr(columns, 'DECLARED', columns.DECLARED | {best.name: best})
+    tell = experts.columns_of_pass
+    for module in (experts, native_layers):
+        monkeypatch.setattr(module, 'columns_of_pass', lambda live: tell(live) | {best.name: live[:, :, 0].T})
+    monkeypatch.setattr(ModelConfig, 'columns', property(lambda config: (config.routes, best)))
+    monkeypatch.setattr(examples, 'share_backend', share_backend.__wrapped__)  # one of its own
+    engine = build(decoder=MIXED, records_routes=True)
+    decoding = Decoding(engine, PARAMS)
+    decoding.start(REQUESTS)
+    for name, one in decoding.sequences.items():
+        context = engine.read_context(decoding.state, one.blocks, len(one.request.prompt_tokens))
+        assert (context[best.name].dtype, context[best.name][0].tolist()) == (np.int16, [-1] * len(best.blank(1)[0]))
+        np.testing.assert_array_equal(context[best.name][1:], context[ROUTED_EXPERTS.name][1:, :, 0], str(name))
+    output = decoding.decode(3)
+    assert output.valid[0].all()
+    np.testing.assert_array_equal(
+        output.columns[best.name][output.valid], output.columns[ROUTED_EXPERTS.name][output.valid][:, :, 0]
+    )
 
 
 def test_a_dense_model_records_none():

@@ -18,7 +18,7 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.http.wire.route_form import RouteForm
+from areal_jax.rollout.http.wire.column_form import RouteForm, list_forms
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams
 from tests.rollout.decode.examples import CONTEXT, DECODER, build
@@ -30,10 +30,11 @@ MIXED = dataclasses.replace(
     experts=Experts(8, 3, 16, dense_layers=(1,)),
 )  # fmt: skip
 FORM = RouteForm.of(MIXED)
+FORMS = list_forms(MIXED)
 NAME = ROUTED_EXPERTS.name
 PROMPT = np.array([1, 2, 3, 4, 5], np.int32)
 NEW = 8
-LIMITS = ServerLimits(4, VOCABULARY, CONTEXT, FORM, request_s=60, control_s=30, load_s=30)
+LIMITS = ServerLimits(4, VOCABULARY, CONTEXT, FORMS, request_s=60, control_s=30, load_s=30)
 
 
 @functools.cache
@@ -56,8 +57,8 @@ class ExpertServer(ToyServer):
 
     context, vocabulary = CONTEXT, VOCABULARY
 
-    def __init__(self, records_routes=True):
-        super().__init__(slots=4, decode_steps=3, records_routes=records_routes)
+    def __init__(self):
+        super().__init__(slots=4, decode_steps=3, recorded=(NAME,))
 
     def make_backend(self, slots, decode_steps):
         def receive(published):

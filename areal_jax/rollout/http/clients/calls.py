@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import numpy as np
 
 from areal_jax.columns import of_request
 from areal_jax.errors import UserError
+from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling
-from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.types import GenerationRequest, concatenate
 
+NO_FORMS: Mapping[str, ColumnForm] = {}
 _SEED_MASK = 2**31 - 1  # what every server takes
 
 
@@ -22,12 +24,13 @@ def make_call(
     *,
     seeds: bool,
     streams: bool,
-    routes: RouteForm | None = None,
+    forms: Mapping[str, ColumnForm] = NO_FORMS,
 ) -> Call:
     """The call for what is left of the answer; `generated` int32 [n] is the answer so far, its prefix included.
 
     A seed is of the request and of the position: with the request's alone, the rest of an answer would be drawn with
-    the noise of its beginning. Routes come with whole replies: most servers have none in their events.
+    the noise of its beginning. `forms` are of the columns of the model that are wanted; they come with whole replies,
+    since most servers have none in their events.
     """
     sampling = request.sampling
     parameters = CallSampling(
@@ -44,19 +47,19 @@ def make_call(
         prompt_field='prompt',
         sampling=(parameters,),
         request_ids=(wire_id,),
-        stream=streams and routes is None,
+        stream=streams and not forms,
         logprobs=True,
-        return_routes=routes is not None,
-        routes=routes,
+        columns=tuple(forms),
+        forms=forms,
     )
 
 
 def make_own_call(
-    request: GenerationRequest, generated: np.ndarray, wire_id: str, routes: RouteForm | None = None
+    request: GenerationRequest, generated: np.ndarray, wire_id: str, forms: Mapping[str, ColumnForm] = NO_FORMS
 ) -> Call:
     """The same for a server of our own: it uses the noise of the request in a run, whatever was generated before.
 
-    The routes of a prompt come with the first call for its answer.
+    Columns of the model have the entries of a prompt in the first call for its answer.
     """
     sampling, prompt = request.sampling, concatenate([request.prompt_tokens, generated], np.int32)
     parameters = CallSampling(
@@ -77,10 +80,9 @@ def make_own_call(
         request_ids=(wire_id,),
         stream=True,
         logprobs=True,
-        columns=tuple(column.name for column in of_request(sampling) if column.published),
-        return_routes=routes is not None,
-        routes_start=len(prompt) - 1 if routes is not None and len(generated) else 0,
-        routes=routes,
+        columns=(*(one.name for one in of_request(sampling) if one.published and one.shape is not None), *forms),
+        first_row=len(prompt) - 1 if forms and len(generated) else 0,
+        forms=forms,
         draw=request.draw,
         sample=request.noise_sample,
     )

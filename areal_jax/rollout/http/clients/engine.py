@@ -257,9 +257,8 @@ class ServerEngine:
             self._settle(request, reason, before - request.room_tokens)
 
     def _make_call(self, request: ServerRequest) -> Call:
-        seeds, streams = self._server.seeds, self._server.streams
-        routes = self._limits.routes
-        return make_call(request.request, request.tokens, request.wire_id, seeds=seeds, streams=streams, routes=routes)
+        seeds, streams, forms = self._server.seeds, self._server.streams, self._limits.forms
+        return make_call(request.request, request.tokens, request.wire_id, seeds=seeds, streams=streams, forms=forms)
 
     def _is_open(self, request: ServerRequest) -> bool:
         """False after a `cancel` or a `fence`, also where the same request has come again."""

@@ -103,7 +103,7 @@ class OwnEngine(ServerEngine):
             self._log.write('interrupt', self.name, engine=self.name, requests=requests, **versions)
 
     def _make_call(self, request: ServerRequest) -> Call:
-        return make_own_call(request.request, request.tokens, request.wire_id, self._limits.routes)
+        return make_own_call(request.request, request.tokens, request.wire_id, self._limits.forms)
 
     def _find_fault(self, piece: Piece, version: int, arrival: Arrival) -> str:
         room = arrival.request.room_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from areal_jax.files import JsonObject
@@ -12,8 +12,8 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
+from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
-from areal_jax.rollout.http.wire.route_form import RouteForm
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
@@ -28,7 +28,8 @@ class ServerLimits:
     slots: int  # calls at the same time; further requests wait in the engine
     vocab_size: int
     context_tokens: int  # of prompt and answer
-    routes: RouteForm | None = None  # of the model, where replies are to have them (rollout.record_routes)
+    # of the columns of the model that replies are to have (rollout.record_routes)
+    forms: Mapping[str, ColumnForm] = dataclasses.field(default_factory=dict)
     request_s: float = 3600.0  # of one call: longer than the longest answer takes
     control_s: float = 120.0  # of a pause, an abort or a question
     load_s: float = 600.0  # of loading weights

@@ -87,4 +87,4 @@ class SglangDialect:
 
 def connect(parts: ClientParts) -> ServerEngine:
     """The client of one server of this kind."""
-    return connect_dialect(parts, SglangDialect(reads_routes=parts.limits.routes is not None))
+    return connect_dialect(parts, SglangDialect(reads_routes=bool(parts.limits.forms)))

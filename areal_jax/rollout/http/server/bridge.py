@@ -9,7 +9,7 @@ import functools
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import TypeVar, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser, AnswerReader
+from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -35,7 +36,6 @@ from areal_jax.rollout.http.wire.exchange import (
     tokenize_call,
 )
 from areal_jax.rollout.http.wire.request_fields import refuse
-from areal_jax.rollout.http.wire.route_fields import ASKED
 from areal_jax.rollout.http.wire.wishes import Required, find_misses, grant
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
@@ -55,14 +55,14 @@ class Bridge:
       seed: of the noise of requests that bring none.
       required: what becomes of a request whose answers must be a call of a tool or JSON.
       parser: of calls in another notation than that of Hermes.
-      records_routes: pieces have the experts that tokens have reached.
+      recorded: the columns of the model that pieces have.
     """
 
     def __init__(
         self, inbox: Inbox, texts: Texts, limits: Limits, *, context_tokens: int, vocab_size: int, seed: int,
-        required: Required = 'refuse', parser: AnswerParser | None = None, records_routes: bool = False,
+        required: Required = 'refuse', parser: AnswerParser | None = None, recorded: Collection[str] = (),
     ):  # fmt: skip
-        self.counts, self.required, self._records_routes = Counts(), required, records_routes
+        self.counts, self.required, self._recorded = Counts(), required, recorded
         self._readers = AnswerReaders(texts, parser)
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
         self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
@@ -97,9 +97,9 @@ class Bridge:
 
     async def tokenize(self, call: Call) -> Call:
         """Token ids in the place of texts and messages; raises RequestError, also for what the model cannot take."""
-        if call.return_routes and not self._records_routes:
+        if unknown := [name for name in call.model_columns if name not in self._recorded]:
             fix = 'is not served: start the server with rollout.record_routes=True and a model with experts'
-            raise refuse(ASKED, True, fix)
+            raise refuse(ASKED.format(unknown[0]), True, fix)
         call = await self.encode(call)
         for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
             self._require_fit(call, cast(np.ndarray, prompt), sampling)

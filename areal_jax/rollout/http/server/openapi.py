@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from aiohttp import web
 
-from areal_jax.columns import ROUTED_EXPERTS, cut, declared
+from areal_jax.columns import cut, declared, find, of_models, of_tokens
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
+from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, ToolCall, name_answers
 from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.route_fields import ASKED
 from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
 from areal_jax.types import TokenScores
 from areal_jax.workers.code_version import __version__
@@ -87,9 +87,9 @@ def _generate(
 
 def _generating() -> list[Operation]:
     ids, limit = [1, 2, 3], {'max_new_tokens': 8}
-    columns = [column.name for column in declared() if column.published]
-    asked, modes = {f'return_{name}': True for name in columns}, {f'{name}_mode': 'selected' for name in columns}
-    asked |= {ASKED: True}
+    ask = lambda columns, field, value: {field.format(column.name): value for column in columns if column.published}
+    asked = ask(declared(), ASKED, True)
+    modes = ask(of_tokens(), '{}_mode', 'selected') | ask(of_models(), ASKED, True)
     return [
         _generate(
             '/generate', 'SGLang', 'Answers to a prompt, whole or as events of a stream.', sglang,
@@ -97,7 +97,7 @@ def _generating() -> list[Operation]:
             {'input_ids': ids, 'sampling_params': limit, 'return_logprob': True, 'logprob_start_len': 0},
             told=[{
                 'sampling_params': limit | {'n': 2}, 'return_logprob': True, 'logprob_start_len': 0,
-                'top_logprobs_num': 1, 'return_text_in_logprobs': True, ASKED: True, **modes,
+                'top_logprobs_num': 1, 'return_text_in_logprobs': True, **modes,
             }, {'sampling_params': limit | {'n': 2}}],
         ),
         _generate(
@@ -155,9 +155,9 @@ def _reply(parse: Callable[[object], Call], render: Callable[..., object], body:
     scores = TokenScores(number, np.array([[token]], np.int32), number[:, None])
     of_prompt = TokenScores(*(np.repeat(one, len(prompt) - 1, axis=0) for one in dataclasses.astuple(scores)))
     calls = (ToolCall('c', 'add', '{"a": 1}'),) if call.tools and index else ()
-    routes = {ROUTED_EXPERTS.name: np.zeros((len(prompt), 1, 1), np.uint8)}
-    known = cut(routes, slice(1)) if call.return_routes else {}
-    piece = Piece(np.array([token], np.int32), number, '0', known, text='a', calls=calls, context=routes)
+    context = {name: np.zeros((len(prompt), 1, 1), find(name).dtype) for name in call.model_columns}
+    known = cut(context, slice(1))
+    piece = Piece(np.array([token], np.int32), number, '0', known, text='a', calls=calls, context=context)
     answers = [
         Answer(
             name, prompt, i, [piece], _FINISHES[index], '0', prompt_scores=of_prompt if index else None,

@@ -45,7 +45,7 @@ class ServedModel:
     facts: Facts
     required: Required = 'refuse'  # see wire/wishes.py
     parser: AnswerParser | None = None  # of calls in another notation than that of Hermes
-    records_routes: bool = False  # rollout.record_routes
+    recorded: tuple[str, ...] = ()  # columns of the model (rollout.record_routes)
 
 
 class HttpThread:
@@ -128,7 +128,7 @@ class HttpThread:
         app[BRIDGE] = Bridge(
             self._inbox, model.texts, limits,
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
-            required=model.required, parser=model.parser, records_routes=model.records_routes,
+            required=model.required, parser=model.parser, recorded=model.recorded,
         )  # fmt: skip
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
         routes += [tokens.list_routes(), openapi.list_routes()]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from areal_jax.columns import Column, ColumnArrays, check, check_alike, join
+from areal_jax.columns import Column, ColumnArrays, check, check_alike, find, join
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.route_form import RouteForm
+from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.types import TokenScores, concatenate
 
 INCARNATION = 'X-Areal-Incarnation'  # header: the one server process that a request is meant for
@@ -106,9 +106,8 @@ class Call:
     stream_usage: bool = False  # OpenAI: a last event with the usage
     logprobs: bool = False  # wanted in the reply
     columns: tuple[str, ...] = ()  # and what else of each token
-    return_routes: bool = False  # and the experts that each token has reached
-    routes_start: int = 0  # first token of the prompt whose experts are wanted
-    routes: RouteForm | None = None  # of the model, for who reads the reply
+    first_row: int = 0  # the first token of the prompt whose entries in columns of the model are wanted
+    forms: Mapping[str, ColumnForm] = dataclasses.field(default_factory=dict)  # of these, for who reads the reply
     echo: bool = False  # OpenAI: the prompt is part of the text, and of the log-probs
     prompt_texts: tuple[str, ...] = ()  # one a prompt, of a tokenized call with `echo`
     alternatives: int = 0  # k likeliest tokens in the place of each generated one, and of prompt tokens with log-probs
@@ -125,6 +124,16 @@ class Call:
     priority: int = 0
     draw: int = 0  # the noise of an answer is a function of (seed, draw, sample, token position), as in a run
     sample: int = 0  # of the first answer
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """Those that have an entry for each generated token alone."""
+        return tuple(name for name in self.columns if find(name).shape is not None)
+
+    @property
+    def model_columns(self) -> tuple[str, ...]:
+        """The others, whose shape the model gives: they have one for each token that was read."""
+        return tuple(name for name in self.columns if find(name).shape is None)
 
     def prompt_start(self, answer: int) -> int:
         """Of the list of log-probs of an answer's prompt; without a list, the length of the prompt."""

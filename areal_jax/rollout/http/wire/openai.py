@@ -21,7 +21,7 @@ from areal_jax.rollout.http.wire.exchange import (
     count_usage,
 )
 from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.route_fields import ASKED, render_npy
+from areal_jax.rollout.http.wire.row_fields import render_npy
 from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling
 from areal_jax.rollout.http.wire.sse import frame
 from areal_jax.rollout.http.wire.tools import read_calls
@@ -84,7 +84,6 @@ def read_call(
         stream_usage=usage,
         logprobs=wants_logprobs,
         columns=read_wanted(fields.take_flag),
-        return_routes=fields.take_flag(ASKED),
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,) * len(prompts),

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import Call, RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
@@ -310,8 +311,9 @@ def require_scored(call: Call, limit_field: str, alternatives_field: str) -> Non
             raise refuse(limit_field, 0, 'generates nothing: ask for log-probs of the prompt, or for tokens')
         if call.n > 1:
             raise refuse('n', call.n, f'scores the same prompt {call.n} times with {limit_field}=0: use 1')
-        if call.return_routes:
-            raise refuse('return_routed_experts', True, f'is not served with {limit_field}=0: ask for a token at least')
+        if call.model_columns:
+            asked = ASKED.format(call.model_columns[0])
+            raise refuse(asked, True, f'is not served with {limit_field}=0: ask for a token at least')
     if call.stream and call.alternatives:
         fix = 'is not served with stream=true, for they are known when the answer is complete: leave one of them out'
         raise refuse(alternatives_field, call.alternatives, fix)

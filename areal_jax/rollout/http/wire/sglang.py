@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.columns import of_models, of_tokens
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.column_fields import parse_columns, read_wanted, render_columns
+from areal_jax.rollout.http.wire.column_fields import ASKED, parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -29,7 +30,7 @@ from areal_jax.rollout.http.wire.request_fields import (
     require_same,
     require_scored,
 )
-from areal_jax.rollout.http.wire.route_fields import ASKED, NO_ROUTES, parse_raw, read_start, render_raw
+from areal_jax.rollout.http.wire.row_fields import NO_ROWS, parse_raw, read_start, render_raw
 from areal_jax.rollout.http.wire.sampling_fields import SGLANG, read_sampling, render_sampling
 from areal_jax.rollout.http.wire.sse import frame_text, write_json
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores
@@ -50,7 +51,7 @@ _UNSERVED = (
     'bootstrap_port', 'bootstrap_room',
 )  # fmt: skip
 _IGNORED = ('log_metrics', 'background', 'extra_key', 'conversation_id', 'routing_key')
-_ROUTES_START = 'routed_experts_start_len'
+_FIRST_ROW = 'routed_experts_start_len'
 
 
 def parse(body: object) -> Call:
@@ -59,7 +60,8 @@ def parse(body: object) -> Call:
     prompts, prompt_field, is_batch = _read_prompts(fields)
     sampling, n = _read_sampling(fields, len(prompts))
     wanted = _read_flag(fields, 'return_logprob', len(prompts))
-    columns = read_wanted(lambda field: bool(fields.take_choice(field, ('selected',), default='')), _MODE)
+    is_selected = lambda field: bool(fields.take_choice(field, ('selected',), default=''))
+    columns = read_wanted(is_selected, _MODE, of_tokens()) + read_wanted(fields.take_flag, columns=of_models())
     starts, alternatives = _read_starts(fields, prompts, wanted), _read_alternatives(fields, len(prompts), wanted)
     call = Call(
         prompts=prompts,
@@ -72,8 +74,7 @@ def parse(body: object) -> Call:
         stream=fields.take_flag('stream'),
         logprobs=wanted,
         columns=columns,
-        return_routes=fields.take_flag(ASKED),
-        routes_start=read_start(fields, _ROUTES_START, min(map(_length, prompts))),
+        first_row=read_start(fields, _FIRST_ROW, min(map(_length, prompts))),
         alternatives=alternatives,
         prompt_starts=starts,
         text_in_logprobs=fields.take_flag('return_text_in_logprobs'),
@@ -205,9 +206,14 @@ def render_request(call: Call) -> JsonObject:
         body['rid'] = call.request_ids[0] if call.n == 1 else list(call.request_ids)
     if call.logprobs:
         body |= {'return_logprob': True, 'logprob_start_len': len(prompt) - 1}
-    body |= {_MODE.format(name): 'selected' for name in call.columns}
-    routes = {ASKED: call.return_routes, _ROUTES_START: call.routes_start}
-    optional = {**routes, 'session_id': call.session, 'cache_salt': call.cache_salt, 'priority': call.priority}
+    body |= {_MODE.format(name): 'selected' for name in call.token_columns}
+    body |= {ASKED.format(name): True for name in call.model_columns}
+    optional = {
+        _FIRST_ROW: call.first_row,
+        'session_id': call.session,
+        'cache_salt': call.cache_salt,
+        'priority': call.priority,
+    }
     return body | {name: value for name, value in optional.items() if value}
 
 
@@ -348,7 +354,7 @@ def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, voca
         raise meta.error('output_token_logprobs', f'{len(entries)} entries for completion_tokens={n_tokens}')
     pairs = [entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (math.nan, -1) for entry in entries]
     tokens, logprobs = read_logprobs(meta, 'output_token_logprobs', pairs, vocab_size)
-    columns, context = parse_raw(meta, call, len(tokens)) if finish else NO_ROUTES
+    columns, context = parse_raw(meta, call, len(tokens)) if finish else NO_ROWS
     columns = {**parse_columns(meta, call, tokens, _COLUMN), **columns}
     return Answer(
         request_id=meta.text('id'),

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.column_fields import parse_columns, read_wanted, render_columns
+from areal_jax.rollout.http.wire.column_fields import ASKED, parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
 from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.request_fields import Fields, read_token_ids, require_scored
-from areal_jax.rollout.http.wire.route_fields import ASKED, parse_npy, read_start, render_npy
+from areal_jax.rollout.http.wire.row_fields import parse_npy, read_start, render_npy
 from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling, render_sampling
 from areal_jax.rollout.http.wire.sse import frame
 from areal_jax.types import MOST_ALTERNATIVES
@@ -39,7 +39,7 @@ _SAMPLING_UNSERVED = (
     'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
 )  # fmt: skip
 _SAMPLING_IGNORED = ('detokenize', 'spaces_between_special_tokens')
-_ROUTES_START = 'routed_experts_prompt_start'
+_FIRST_ROW = 'routed_experts_prompt_start'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def parse(body: object) -> Call:
     asked = parameters.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
     wanted, alternatives = asked is not None, (asked or 0) if (asked or 0) > 1 else 0  # 1 is the sampled token alone
     of_prompt = parameters.take_optional_integer('prompt_logprobs', least=0, most=MOST_ALTERNATIVES)
-    routes_start = read_start(parameters, _ROUTES_START, len(prompt) - 1)
+    first_row = read_start(parameters, _FIRST_ROW, len(prompt) - 1)
     parameters.take_unserved(*_SAMPLING_UNSERVED)
     parameters.take_ignored(*_SAMPLING_IGNORED)
     parameters.finish()
@@ -80,8 +80,7 @@ def parse(body: object) -> Call:
         stream_usage=options.take_flag('include_usage'),
         logprobs=wanted,
         columns=read_wanted(fields.take_flag),
-        return_routes=fields.take_flag(ASKED),
-        routes_start=routes_start,
+        first_row=first_row,
         alternatives=alternatives,
         prompt_logprobs=of_prompt,
         prompt_starts=() if of_prompt is None else (0,),
@@ -159,7 +158,7 @@ def render_request(call: Call) -> JsonObject:
         'max_tokens': sampling.max_new_tokens,
         'logprobs': 0 if call.logprobs else None,
         'n': call.n if call.n > 1 else None,
-        _ROUTES_START: call.routes_start or None,
+        _FIRST_ROW: call.first_row or None,
     }
     parameters |= {name: value for name, value in optional.items() if value is not None}
     body: JsonObject = {'token_ids': prompt.tolist(), 'sampling_params': parameters, 'stream': call.stream}
@@ -170,8 +169,7 @@ def render_request(call: Call) -> JsonObject:
         'priority': call.priority,
         'draw': call.draw,
         'sample': call.sample,
-        **{f'return_{name}': True for name in call.columns},
-        ASKED: call.return_routes,
+        **{ASKED.format(name): True for name in call.columns},
     }
     return body | {name: value for name, value in given.items() if value}
 

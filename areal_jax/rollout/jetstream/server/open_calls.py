@@ -115,7 +115,7 @@ class OpenCalls:
     async def _read(self, settings: str | None, token_ids: list[int] | None, text: str, max_tokens: int) -> Call:
         ids = [0] if token_ids is None else token_ids  # of a text: the tokenizer has its ids
         call = vllm.parse(read_settings(settings, ids, max_tokens))
-        if call.n != 1 or call.alternatives or call.prompt_logprobs is not None or call.return_routes:
+        if call.n != 1 or call.alternatives or call.prompt_logprobs is not None or call.model_columns:
             raise RequestError(
                 SETTINGS, f'{SETTINGS} asks for several answers, alternatives, routed experts or log-probs of the '
                 'prompt: JetStream has none, ask for one answer with logprobs=0',

@@ -22,7 +22,18 @@ from tests.rollout.engine_contract import PROMPT as ASKED
 from tests.rollout.http.clients.fake_server import FakeSglang, FakeVllm, choose_experts
 from tests.rollout.http.clients.test_engine import LIMITS as LIMITS_OF_OTHERS
 from tests.rollout.http.clients.test_engine import PACE, Factory
-from tests.rollout.http.expert_rig import FORM, LIMITS, NAME, NEW, PROMPT, ExpertServer, InProcess, drive, request, take
+from tests.rollout.http.expert_rig import (
+    FORMS,
+    LIMITS,
+    NAME,
+    NEW,
+    PROMPT,
+    ExpertServer,
+    InProcess,
+    drive,
+    request,
+    take,
+)
 
 
 @pytest.fixture(scope='module')
@@ -142,7 +153,7 @@ def test_a_request_whose_rows_can_not_be_trusted_fails_by_name(rows, fault):
 
 
 OTHERS = {'vllm': (FakeVllm, VllmDialect()), 'sglang': (FakeSglang, SglangDialect(reads_routes=True))}
-WITH_ROUTES = dataclasses.replace(LIMITS_OF_OTHERS, routes=FORM)
+WITH_ROUTES = dataclasses.replace(LIMITS_OF_OTHERS, forms=FORMS)
 
 
 @pytest.fixture(params=OTHERS)

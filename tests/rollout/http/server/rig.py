@@ -62,7 +62,7 @@ class ToyServer:
 
     def __init__(
         self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None, required='refuse',
-        records_routes=False,
+        recorded=(),
     ):  # fmt: skip
         self.decode_steps, self.tokenizer = decode_steps, tokenizer or CharacterTokenizer('abcdefghi')
         self.log = EventLog()
@@ -82,9 +82,7 @@ class ToyServer:
         self.end = self.clock.event('end')
         texts = self.texts = Texts(self.tokenizer)
         self.facts = Facts('toy', 'toy', 'ToyModel', '0', 0)
-        model = ServedModel(
-            texts, self.context, self.vocabulary, 7, self.facts, required, self.make_parser(), records_routes
-        )
+        model = ServedModel(texts, self.context, self.vocabulary, 7, self.facts, required, self.make_parser(), recorded)
         listener = bind('127.0.0.1', 0)
         self.url = describe_url(listener)
         self.http = self.make_front(model, listener, limits or Limits(), api_key)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.shape import Experts
-from areal_jax.rollout.http.wire.route_form import RouteForm
+from areal_jax.rollout.http.wire.column_form import RouteForm
 from tests.rollout.http.expert_rig import FORM, MIXED
 
 ROWS = np.array([[[0, 1, 2], [7, 6, 5]], [[3, 1, 2], [0, 2, 4]], [[5, 4, 3], [1, 0, 7]]], np.uint8)

@@ -1,4 +1,4 @@
-"""Routes in the bodies of every dialect: written, read back, and refused where they can not be trusted."""
+"""Columns of the model in the bodies of every dialect: written, read back, refused where they can not be trusted."""
 
 import base64
 import dataclasses
@@ -8,11 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax import columns
+from areal_jax.columns import ROUTED_EXPERTS, Column
 from areal_jax.rollout.http.wire import chat, completions, sglang, vllm
+from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.rollout.http.wire.exchange import Answer, Finish, Piece, ReplyError, ReplyInfo, RequestError
-from areal_jax.rollout.http.wire.route_fields import find_rows
-from tests.rollout.http.expert_rig import FORM
+from areal_jax.rollout.http.wire.row_fields import find_rows
+from tests.rollout.http.expert_rig import FORM, FORMS
 
 NAME = ROUTED_EXPERTS.name
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -46,7 +48,7 @@ def pieces(rows=ROWS):
 
 
 def call_of(dialect, **fields):
-    return dataclasses.replace(dialect.parse(WANTED[dialect] | fields), request_ids=('r',), routes=FORM)
+    return dataclasses.replace(dialect.parse(WANTED[dialect] | fields), request_ids=('r',), forms=FORMS)
 
 
 def render(dialect, call, rows=ROWS):
@@ -107,7 +109,7 @@ def test_the_events_of_vllm_are_read_one_by_one():
         (delta,) = vllm.parse_event(event, call, [so_far])
         so_far += len(piece.tokens)
         found += delta.pieces
-    np.testing.assert_array_equal(find_rows(found), ROWS)
+    np.testing.assert_array_equal(find_rows(found, NAME), ROWS)
     assert [NAME in piece.context for piece in found] == [True, False]
 
 
@@ -121,7 +123,7 @@ def test_an_event_without_tokens_has_no_rows():
 
 @pytest.mark.parametrize('dialect', READ, ids=name_of)
 def test_the_rest_of_an_answer_has_no_rows_of_the_prompt(dialect):
-    call = dataclasses.replace(call_of(dialect), routes_start=P - 1)
+    call = dataclasses.replace(call_of(dialect), first_row=P - 1)
     (back,) = dialect.parse_reply(render(dialect, call), call)
     np.testing.assert_array_equal(np.concatenate([piece.columns[NAME] for piece in back.pieces]), ROWS[P - 1 :])
     assert all(piece.context == {} for piece in back.pieces)
@@ -130,10 +132,10 @@ def test_the_rest_of_an_answer_has_no_rows_of_the_prompt(dialect):
 @pytest.mark.parametrize('dialect', READ, ids=name_of)
 def test_the_server_reads_what_the_client_asks_for(dialect):
     for start in (0, 2):
-        call = dataclasses.replace(call_of(dialect), routes_start=start)
+        call = dataclasses.replace(call_of(dialect), first_row=start)
         back = dialect.parse(json.loads(json.dumps(dialect.render_request(call))))
-        assert (back.return_routes, back.routes_start) == (True, start)
-    plain = dataclasses.replace(call, return_routes=False, routes_start=0)
+        assert (back.columns, back.first_row) == ((NAME,), start)
+    plain = dataclasses.replace(call, columns=(), first_row=0)
     assert 'routed' not in json.dumps(dialect.render_request(plain))
 
 
@@ -143,19 +145,19 @@ def test_a_prompt_whose_routes_are_not_known_is_read_as_such(dialect):
     rows[1] = 255
     call = call_of(dialect)
     (back,) = dialect.parse_reply(render(dialect, call, rows), call)
-    np.testing.assert_array_equal(find_rows(back.pieces), rows)
+    np.testing.assert_array_equal(find_rows(back.pieces, NAME), rows)
 
 
 def test_integers_of_older_servers_are_read():
-    np.testing.assert_array_equal(find_rows(parse(vllm, npy(ROWS.astype(np.int16))).pieces), ROWS)
+    np.testing.assert_array_equal(find_rows(parse(vllm, npy(ROWS.astype(np.int16))).pieces, NAME), ROWS)
     fortran = np.asfortranarray(ROWS)
-    np.testing.assert_array_equal(find_rows(parse(vllm, npy(fortran)).pieces), ROWS)
+    np.testing.assert_array_equal(find_rows(parse(vllm, npy(fortran)).pieces, NAME), ROWS)
 
 
 def test_servers_that_have_rows_for_all_layers_are_read():
     every = np.full((P + N - 1, FORM.n_layers, FORM.row[1]), -1)
     every[:, list(FORM.layers)] = ROWS
-    np.testing.assert_array_equal(find_rows(parse(sglang, raw(every)).pieces), ROWS)
+    np.testing.assert_array_equal(find_rows(parse(sglang, raw(every)).pieces, NAME), ROWS)
 
 
 def changed(place, value):
@@ -229,7 +231,7 @@ def test_what_is_no_npy_file_of_integers_is_refused(data):
 
 @pytest.mark.parametrize('dtype', ['uint16', 'int8', 'int32', 'int64'])
 def test_another_dtype_is_refused(dtype):
-    with pytest.raises(ReplyError, match=f'has the dtype {dtype}, and routes of this model are uint8'):
+    with pytest.raises(ReplyError, match=f'has the dtype {dtype}, and rows of this model are uint8'):
         parse(vllm, npy(ROWS.astype(dtype)))
 
 
@@ -266,3 +268,36 @@ def test_a_call_that_generates_nothing_is_refused(dialect):
         limit = 'sampling_params.max_new_tokens'
     with pytest.raises(RequestError, match=rf'^return_routed_experts=True is not served with {limit}=0: '):
         dialect.parse(WANTED[dialect] | body)
+
+
+@pytest.fixture
+def another(monkeypatch):
+    """A column that another model tells, of [layers] a token, and what is known of it."""
+    monkeypatch.setattr(columns, 'DECLARED', dict(columns.DECLARED))
+    column = columns.declare(Column('depths', 'uint16', None, fill=65535, packed=False))
+    return ColumnForm(column.of_model('uint16', (4,)))
+
+
+@pytest.mark.parametrize('dialect', [vllm, sglang], ids=name_of)
+def test_whatever_a_model_tells_goes_over_the_wire(another, dialect):
+    depths = np.arange(4 * (P + N - 1), dtype=np.uint16).reshape(-1, 4)
+    depths[1] = 65535  # of the prompt, not known
+    call = dataclasses.replace(call_of(dialect, return_depths=True), forms={**FORMS, 'depths': another})
+    assert call.model_columns == (NAME, 'depths')
+    assert json.loads(json.dumps(dialect.render_request(call)))['return_depths'] is True
+    made, place = [], P - 1
+    for piece in pieces():
+        own = {'depths': depths[place : place + len(piece.tokens)]}
+        context = {'depths': np.concatenate([another.column.blank(1), depths[: P - 1]])} if piece.context else {}
+        made.append(dataclasses.replace(piece, columns=piece.columns | own, context=piece.context | context))
+        place += len(piece.tokens)
+    answer = Answer('r', PROMPT, 0, made, Finish('length'), '4')
+    reply = json.loads(json.dumps(dialect.render(call, [answer], INFO)))
+    (back,) = dialect.parse_reply(reply, call)
+    found = find_rows(back.pieces, 'depths')
+    assert found.dtype == np.uint16
+    np.testing.assert_array_equal(found, depths)
+    np.testing.assert_array_equal(find_rows(back.pieces, NAME), ROWS)
+    holder(dialect, reply)['depths'] = WRITE[dialect](depths[1:])
+    with pytest.raises(ReplyError, match=r'^depths in the .* of the server has (4 rows where 5|64 bytes, and 5 rows)'):
+        dialect.parse_reply(reply, call)
