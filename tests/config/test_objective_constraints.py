@@ -12,6 +12,7 @@ from areal_jax.config.objective_constraints import (
     find_objective_warnings,
 )
 from areal_jax.config.objectives import OBJECTIVES
+from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES
 from areal_jax.config.ranges import ConfigError
 
 LOCK_STEP = {'staleness.schedule': 'fixed(2)'}
@@ -282,6 +283,35 @@ def test_what_does_less_than_it_says_is_warned_of(fields, begins):
 )  # fmt: skip
 def test_nothing_else_is_warned_of(fields):
     assert list(find_objective_warnings(make(fields))) == []
+
+
+# an axis and all its choices, other fields, who says what, and of which choices
+SAID_OF = [
+    (
+        ('surrogate', SURROGATES), {'loss.clip_epsilon': 0.1}, find_objective_warnings, 'bounds nothing',
+        ['clip', 'dual_clip', 'cispo', 'sapo', 'quadratic'],
+    ),
+    (('surrogate', SURROGATES), GEOMETRIC, find_objective_problems, 'it is defined for single tokens', ['cispo']),
+    (
+        ('advantage', ADVANTAGES), {'loss.whiten': 'batch'}, find_objective_warnings, 'groups are centred already',
+        ['group', 'group_mean', 'rloo', 'max_rl', 'length_baseline'],
+    ),
+    (
+        ('advantage', ADVANTAGES), {'loss.kl_coefficient': 0.1, 'loss.kl_in': 'reward'}, find_objective_warnings,
+        'takes a part of the divergence out again', ['group', 'group_mean', 'rloo', 'max_rl', 'length_baseline'],
+    ),
+    (
+        ('advantage', ADVANTAGES), {'loss.whiten': 'batch'}, find_objective_problems,
+        'whose scale and centre carry meaning', ['max_rl', 'optimal_value', 'optimal_baseline'],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('axis', 'fields', 'find', 'sentence', 'choices'), SAID_OF, ids=lambda x: str(x)[:30])
+def test_a_sentence_is_said_of_the_choices_that_it_is_true_of(axis, fields, find, sentence, choices):
+    name, known = axis
+    said = lambda choice: any(sentence in said for said in find(make(fields | {f'loss.{name}': choice})))
+    assert [choice for choice in known if said(choice)] == choices
 
 
 UNREAD = [
