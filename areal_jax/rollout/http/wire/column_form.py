@@ -105,6 +105,6 @@ class RouteForm(ColumnForm):
 
 
 def list_forms(shape: ModelConfig) -> dict[str, ColumnForm]:
-    """Of all columns of a model, by name."""
+    """Of the published columns of a model, by name."""
     form = lambda column: RouteForm.of(shape) if column.name == ROUTED_EXPERTS.name else ColumnForm(column)
-    return {column.name: form(column) for column in shape.columns}
+    return {column.name: form(column) for column in shape.columns if column.published}

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.models.shape import Experts
-from areal_jax.rollout.http.wire.column_form import RouteForm
+from areal_jax.columns import Column
+from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.rollout.http.wire.column_form import ColumnForm, RouteForm, list_forms
 from tests.rollout.http.expert_rig import FORM, MIXED
 
 ROWS = np.array([[[0, 1, 2], [7, 6, 5]], [[3, 1, 2], [0, 2, 4]], [[5, 4, 3], [1, 0, 7]]], np.uint8)
@@ -24,6 +25,13 @@ def test_the_form_of_a_model():
     assert (FORM.column.dtype, FORM.column.fill) == ('uint8', 255)
     many = RouteForm.of(dataclasses.replace(MIXED, experts=Experts(256, 3, 16)))
     assert (many.column.dtype, many.column.fill, many.row, many.layers) == ('uint16', 65535, (3, 3), (0, 1, 2))
+
+
+def test_forms_are_of_what_a_model_publishes(monkeypatch):
+    depth = Column('depth', 'uint8', (4,), packed=False)
+    hidden = dataclasses.replace(depth, name='hidden', published=False)
+    monkeypatch.setattr(ModelConfig, 'columns', property(lambda config: (config.routes, depth, hidden)))
+    assert list_forms(MIXED) == {'routed_experts': FORM, 'depth': ColumnForm(depth)}
 
 
 @pytest.mark.parametrize(
