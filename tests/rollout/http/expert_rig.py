@@ -104,8 +104,12 @@ def drive(subject, script):
     return clock.execute(supervisor.run(program()))
 
 
-async def take(generation):
-    return [segment async for segment in generation]
+async def take(generation, note_segment=lambda: None):
+    segments = []
+    async for segment in generation:
+        segments.append(segment)
+        note_segment()
+    return segments
 
 
 @functools.cache

@@ -51,9 +51,9 @@ def whole(segments):
 
 
 def test_segments_are_those_of_the_engine(server):
-    script = lambda engine: take(engine.generate(request()))
-    tokens, context, column = whole(drive(InProcess(), script))
-    segments = drive(server, script)
+    tokens, context, column = whole(drive(InProcess(), lambda engine: take(engine.generate(request()))))
+    with server.paced() as note_segment:
+        segments = drive(server, lambda engine: take(engine.generate(request()), note_segment))
     assert len(segments) > 1  # they came as they grew
     found = whole(segments)
     assert found[0] == tokens

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import urllib.parse
+from unittest import mock
 
 import aiohttp
 
@@ -150,6 +151,26 @@ class ToyServer:
 
         return asyncio.run(main())
 
+    @contextlib.contextmanager
+    def paced(self, seconds=30):
+        """Gives a function for the reader of a stream to call at each event: the next dispatch begins after it.
+
+        Without it an answer may come as one event: what comes while a reader is slow goes out together.
+        """
+        read, generate = threading.Semaphore(1), self.backend.generate
+
+        def wait_for_reader(*arguments):
+            assert read.acquire(timeout=seconds), 'nothing was read of the dispatch before'
+            return generate(*arguments)
+
+        with mock.patch.object(self.backend, 'generate', wait_for_reader):
+            yield read.release
+
+    def read_stream(self, path, body):
+        """The events of a stream in that pace, [DONE] last."""
+        with self.paced() as note_event:
+            return self.run(lambda client: client.events(path, body, note_event))
+
 
 class Client:
     """(status, JSON or text) of requests."""
@@ -172,7 +193,7 @@ class Client:
             return reply.status, json.loads(text)
         return reply.status, text
 
-    async def events(self, path, body):
+    async def events(self, path, body, note_event=lambda: None):
         """The events of a stream, [DONE] last."""
         found = []
         async with self.session.post(self.url + path, json=body) as reply:
@@ -181,6 +202,7 @@ class Client:
                 if line.startswith(b'data: '):
                     text = line.decode().removeprefix('data: ').strip()
                     found.append(text if text == '[DONE]' else json.loads(text))
+                    note_event()
         return found
 
 

@@ -1,6 +1,7 @@
 """A model that gives no numbers: the request fails, the others go on, and the server says that it is not well."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -12,16 +13,19 @@ BAD = [4, 4, 4]  # the prompt for which the model below gives no numbers
 
 
 class BrokenServer(ToyServer):
-    """Weights 0 give NaN as the log-prob of a token some way behind BAD: a stream has begun by then."""
+    """Weights 0 give NaN as the log-prob of a token some way behind BAD, not before `begun` is set."""
 
     def __init__(self, **options):
         super().__init__(**options)
+        self.begun = threading.Event()
+        self.begun.set()
         generate = self.backend.generate
 
         def broken(weights, state, rows, steps):
             state, output = generate(weights, state, rows, steps)
             for row, one in enumerate(rows):
                 if weights.w == 0 and one.request.prompt_tokens.tolist() == BAD and one.position > 20:
+                    assert self.begun.wait(30), 'no event of the stream was read'
                     output.logprobs[0, row] = np.nan
             return state, output
 
@@ -42,7 +46,8 @@ def test_the_request_fails_and_the_others_are_answered_whole(path):
     async def script(client):
         others = [asyncio.ensure_future(client.post('/generate', body(150))) for _ in range(2)]
         failed = await client.post(path, asked(path, BAD))
-        *_, event, done = await client.events(path, asked(path, BAD) | {'stream': True})
+        server.begun.clear()
+        *_, event, done = await client.events(path, asked(path, BAD) | {'stream': True}, server.begun.set)
         return failed, event, done, [await other for other in others], await client.post('/generate', body(5))
 
     with BrokenServer() as server:

@@ -85,7 +85,7 @@ def test_a_stream_comes_piece_by_piece_and_ends_with_done(server, path):
             'messages': [{'role': 'user', 'content': 'abc'}], 'max_tokens': 5, 'ignore_eos': True, 'seed': 0,
         },
     }[path]  # fmt: skip
-    *events, last = server.run(lambda client: client.events(path, asked | {'stream': True}))
+    *events, last = server.read_stream(path, asked | {'stream': True})
     assert last == '[DONE]'
     text = ''.join('abcdefghi'[t - 1] for t in expected(5))
     if path == '/generate':

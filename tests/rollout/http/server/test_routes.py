@@ -47,7 +47,7 @@ def post(server, path, body):
 
 
 def events(server, path, body):
-    return server.run(lambda client: client.events(path, body | {'stream': True}))[:-1]
+    return server.read_stream(path, body | {'stream': True})[:-1]
 
 
 def joined(found):
