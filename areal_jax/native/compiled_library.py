@@ -6,7 +6,9 @@ there is no compiler the same work is done by XLA.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import jaxlib
@@ -78,23 +81,45 @@ def find_or_compile(directory: pathlib.Path) -> pathlib.Path:
     path = directory / f'kernels_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so'
     if path.exists():
         return path
+    with _hold(directory):
+        return path if path.exists() else _compile(command, path)
+
+
+@contextlib.contextmanager
+def _hold(directory: pathlib.Path) -> Iterator[None]:
+    """One process of this machine at a time, so that engines which start together compile once.
+
+    Where the directory can not be locked, they compile side by side.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def _compile(command: list[str], path: pathlib.Path) -> pathlib.Path:
+    """Where the library lies: at `path`, or for this process alone where nothing can be written there."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        # processes may compile at the same time: each its own file, and the last one stays
-        handle, made = tempfile.mkstemp(dir=directory, suffix='.so')
+        # whoever could not lock the directory may compile at the same time: each its own file, and the last one stays
+        handle, made = tempfile.mkstemp(dir=path.parent, suffix='.so')
         os.close(handle)
     except OSError:
-        made = os.path.join(tempfile.mkdtemp(prefix='areal_jax_'), path.name)  # of this process alone
+        made = os.path.join(tempfile.mkdtemp(prefix='areal_jax_'), path.name)
         path = pathlib.Path(made)
     try:
         done = subprocess.run([*command, made], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         pathlib.Path(made).unlink(missing_ok=True)
-        raise NativeError(f'{compiler} does not compile {SOURCE.name}: {error}') from error
+        raise NativeError(f'{command[0]} does not compile {SOURCE.name}: {error}') from error
     if done.returncode:
         pathlib.Path(made).unlink(missing_ok=True)
         reason = next((line for line in done.stderr.splitlines() if 'error:' in line), done.stderr.strip()[-200:])
-        raise NativeError(f'{compiler} does not compile {SOURCE.name}: {reason}')
+        raise NativeError(f'{command[0]} does not compile {SOURCE.name}: {reason}')
     os.replace(made, path)
     return path
 

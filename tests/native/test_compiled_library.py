@@ -1,5 +1,7 @@
 """The library of kernels is compiled once for a machine, and its absence is said in a sentence."""
 
+import concurrent.futures
+import errno
 import os
 import stat
 import subprocess
@@ -29,6 +31,23 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path, compiler):
     assert first.read_text() == 'library\n'
     assert library.find_or_compile(tmp_path / 'cache') == first
     assert len(compiler()) == 1
+
+
+def test_processes_that_start_together_compile_once(tmp_path, compiler):
+    text = (tmp_path / 'compiler').read_text()
+    (tmp_path / 'compiler').write_text(text.replace('echo library', 'sleep 0.5; echo library'))
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # each opens the directory, as a process does
+        found = set(pool.map(library.find_or_compile, [tmp_path / 'cache'] * 3))
+    assert [path.read_text() for path in found] == ['library\n']
+    assert len(compiler()) == 1
+
+
+def test_a_directory_that_cannot_be_locked_is_used_all_the_same(tmp_path, compiler, monkeypatch):
+    def refuse(handle, operation):
+        raise OSError(errno.ENOLCK, 'no locks here')
+
+    monkeypatch.setattr(library.fcntl, 'flock', refuse)
+    assert library.find_or_compile(tmp_path / 'cache').parent == tmp_path / 'cache'
 
 
 def test_another_processor_source_or_compiler_gets_its_own_library(tmp_path, compiler, monkeypatch):
