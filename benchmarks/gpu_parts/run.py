@@ -32,6 +32,7 @@ from areal_jax.tasks.token_reversal import characters
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.text.tokenizer import CharacterTokenizer
 from benchmarks.gpu_parts.cells import Cells, run_part
+from benchmarks.gpu_parts.compile import Compilations
 from benchmarks.gpu_parts.shapes import SHAPES, TINY
 
 _REPORTED = (
@@ -52,11 +53,16 @@ def measure(cells: Cells, *, tiny: bool) -> None:
         kind: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, make_site, build_loop)
         session = Run(kind, config, workdir, source='benchmarks/gpu_parts/run.py')
         cells.add('case', _describe(config, session))
-        if (report := session.train()) is None:
+        try:
+            with Compilations() as compilations:
+                report = session.train()
+        finally:
+            if keep := os.environ.get('AREAL_JAX_GPU_KEEP'):
+                _keep_records(workdir, pathlib.Path(keep))
+        if report is None:
             raise RuntimeError('the run was stopped')
         alone = RunFacts.load(workdir).alone_seconds
-        if keep := os.environ.get('AREAL_JAX_GPU_KEEP'):
-            _keep_records(workdir, pathlib.Path(keep))
+    cells.add('compile', compilations.numbers())
     cells.add('report', {name: report[name] for name in _REPORTED})
     cells.add('limit', _limit(report, alone))
 

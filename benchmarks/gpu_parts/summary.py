@@ -94,6 +94,14 @@ def _decode(n: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _compile(n: Mapping[str, Any]) -> Iterator[str]:
+    if found := n.get('compile'):
+        yield (
+            f'{found["programs"]} programs in {_amount(found["seconds"], 1, "s")}, their own seconds summed '
+            f'{_amount(found["summed_s"], 1, "s")}'
+        )
+
+
 def _run(n: Mapping[str, Any]) -> Iterator[str]:
     if 'limit' not in n:
         return
@@ -114,7 +122,10 @@ def _no_rows(n: Mapping[str, Any]) -> Iterator[str]:
     yield from ()
 
 
-_ROWS = {'facts': _facts, 'backends': _backends, 'tests': _tests, 'train': _train, 'decode': _decode, 'run': _run}
+_ROWS = {
+    'facts': _facts, 'backends': _backends, 'tests': _tests, 'train': _train, 'decode': _decode, 'compile': _compile,
+    'run': _run,
+}  # fmt: skip
 
 
 def _share(value: float | None) -> str:

@@ -16,7 +16,7 @@ import pytest
 from areal_jax import files
 
 _ERROR_CHARACTERS = 2000
-_PROCESSES = 4
+_MOST_PROCESSES = 8
 
 
 def main(out: pathlib.Path) -> int:
@@ -24,11 +24,11 @@ def main(out: pathlib.Path) -> int:
 
     Most of the time is compilation on one core, so that several processes run the tests where pytest-xdist is there.
     """
-    beside = []
-    if importlib.util.find_spec('xdist') and (os.cpu_count() or 1) >= 2 * _PROCESSES:
+    beside, processes = [], min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2)
+    if importlib.util.find_spec('xdist') and processes > 1:
         share = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', 0.92))
-        os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = str(round(0.9 * share / _PROCESSES, 3))
-        beside = ['-n', str(_PROCESSES)]
+        os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = str(round(0.9 * share / processes, 3))
+        beside = ['-n', str(processes), '--dist', 'worksteal']  # the long ones wait behind no other
     found = Found(out)
     code = pytest.main(
         ['-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider', '-p', 'no:benchmark', *beside], plugins=[found]

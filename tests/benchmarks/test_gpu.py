@@ -24,6 +24,8 @@ PARTS = (
     'decode_64',
     'run',
     'attention',
+    'compile_beside',
+    'compile_one',
     'decode_16k',
     'decode_256',
     'train_3b',
@@ -74,6 +76,10 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
         assert swap['pause_s'] >= swap['rebuild_s'] > 0
         # the prompt and all new tokens of every slot but the last token, which is the next input
         assert swap['rebuilt_tokens'] == decode['case']['slots'] * (decode['case']['prompt_tokens'] + 16 - 1)
+    beside, one = (parts[f'compile_{order}']['compile'] for order in ('beside', 'one'))
+    assert beside['programs'] == one['programs'] > 2
+    assert one['covered_s'] == pytest.approx(one['summed_s'])  # one after the other
+    assert parts['run']['compile']['programs'] > 2
     assert parts['run']['report']['steps'] == 3
     assert parts['run']['limit']['achieved_s'] > 0
     assert 'tokens/s' in done.stdout
