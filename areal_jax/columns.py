@@ -12,11 +12,11 @@ import base64
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, show
 
 ColumnArrays = Mapping[str, np.ndarray]  # by name: [n, *shape] for n tokens
 # arrays and JSON fields beside the columns: of packed and trained rows, segments and choices of a reply. One that vLLM
@@ -86,25 +86,27 @@ class Column:
             return self._read_bytes(values, n)
         if n is None:
             n = len(values) if isinstance(values, list) else 0
+        kinds = {'b': 'b', 'f': 'iuf'}.get(np.dtype(self.dtype).kind, 'iu')
         try:
             found = np.array(values) if n or values else self.blank(0)  # [] does not tell the shape
-            array = found.astype(self.dtype)
+            with np.errstate(over='ignore'):  # a number that float32 does not hold is infinite
+                array = found.astype(self.dtype) if found.dtype.kind in kinds else None
         except (TypeError, ValueError, OverflowError) as error:
-            raise self.error(f'is {str(values)[:60]!r}', f'give lists of numbers ({error})') from error
-        kinds = {'b': 'b', 'f': 'iuf'}.get(array.dtype.kind, 'iu')
-        if found.dtype.kind not in kinds or (kinds == 'iu' and (found != array).any()):
-            raise self.error(f'holds {str(values)[:60]!r}', f'give values of {self.dtype}')
+            raise self.error(f'is {show(values)}', f'give lists of numbers ({error})') from error
+        if array is None or (kinds == 'iu' and (found != array).any()):
+            raise self.error(f'holds {show(values)}', f'give values of {self.dtype}')
         self.check(array, (n,))
         return array
 
     def _read_bytes(self, values: object, n: int | None) -> np.ndarray:
         given: Mapping[str, object] = values if isinstance(values, dict) else {}
         try:
-            dtype, shape = np.dtype(str(given['dtype'])), [int(axis) for axis in given['shape']]  # type: ignore[attr-defined]
-            array = np.frombuffer(base64.b64decode(str(given['data']), validate=True), dtype).reshape(shape)
-        except (KeyError, TypeError, ValueError) as error:
+            data = np.frombuffer(base64.b64decode(str(given['data']), validate=True), _dtype_of(given['dtype']))
+            rows, *row = cast(Sequence[int], given['shape'])
+            array = data.reshape([rows, *row])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             fix = f'give data in base64, dtype and shape ({type(error).__name__}: {error})'
-            raise self.error(f'is {str(values)[:60]!r}', fix) from error
+            raise self.error(f'is {show(values)}', fix) from error
         self.check(array, (len(array) if n is None else n,))
         return array
 
@@ -125,6 +127,13 @@ class Column:
     def error(self, fault: str, fix: str) -> ColumnError:
         """For a value that does not fit: raise it."""
         return ColumnError(f'column {self.name!r} {fault}: {fix}')
+
+
+def _dtype_of(name: object) -> np.dtype:
+    """That which calls itself so; raises TypeError and ValueError: numpy evaluates other texts."""
+    if not isinstance(name, str) or not re.fullmatch(r'[a-z]+\d*', name):
+        raise ValueError(f'{show(name)} is no dtype')
+    return np.dtype(name)
 
 
 DECLARED: dict[str, Column] = {}  # by name, in the order of declaration; `declare` adds to it

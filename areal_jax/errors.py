@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import errno
+import itertools
+import reprlib
 from collections.abc import Iterable
 
 
@@ -87,3 +89,15 @@ def find_near(name: str, known: Iterable[str]) -> str:
         return near[0]
     begun = [other for other in names if len(name) >= _SHORT and other.startswith(name)]
     return begun[0] if len(begun) == 1 else ''
+
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
+_SHOWN.maxlevel = 2
+
+
+def show(value: object) -> str:
+    """The beginning of a value as Python writes it, for a sentence that refuses it: however long and deep it is."""
+    if isinstance(value, dict) and len(value) > _SHOWN.maxdict:  # reprlib would sort all its keys
+        value = dict(itertools.islice(value.items(), _SHOWN.maxdict + 1))
+    return _SHOWN.repr(value)

@@ -1816,6 +1816,55 @@ MUTATIONS = [
         'if False and not np.all(',
         'tests/rollout/jetstream/test_record.py',
     ),
+    Mutation(
+        'take whatever stands for the log-probs of a server for a list',
+        'areal_jax.rollout.http.wire.sglang:_parse_answer',
+        "meta.entries('output_token_logprobs') if meta.values.get('output_token_logprobs') else []",
+        "meta.values.get('output_token_logprobs') or []",
+        'tests/rollout/http/clients/test_lying_servers.py',
+    ),
+    Mutation(
+        'let nesting without end in a reply end the client',
+        'areal_jax.rollout.http.wire.replies:load_json',
+        '(ValueError, RecursionError)',
+        'ValueError',
+        'tests/rollout/http/clients/test_lying_servers.py',
+    ),
+    Mutation(
+        'read a version of any number of digits',
+        'areal_jax.rollout.http.clients.server:read_version',
+        'and len(name) <= _VERSION_DIGITS',
+        '',
+        'tests/rollout/http/clients/test_lying_servers.py',
+    ),
+    Mutation(
+        'let a message of an environment raise what reading it raises',
+        'areal_jax.agents.environments.episode_record',
+        'ArithmeticError, RecursionError)',
+        'RecursionError)',
+        'tests/agents/environments/test_episode_record.py',
+    ),
+    Mutation(
+        'leave the segment of a run that is killed',
+        'areal_jax.publication.carriers.open_file_locks:remove_when_released',
+        'os.unlink(path)',
+        'pass',
+        'tests/publication/carriers/test_shm_carrier.py',
+    ),
+    Mutation(
+        'have the group of a run kill what removes its segment',
+        'areal_jax.publication.carriers.open_file_locks:remove_when_released',
+        'os.setsid()',
+        'pass',
+        'tests/publication/carriers/test_shm_carrier.py',
+    ),
+    Mutation(
+        'watch no segment of a run',
+        'areal_jax.app.parts.record_channels:build_shm',
+        'remove_with_owner(path)',
+        'pass',
+        'tests/app/parts/test_record_channels.py',
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -26,6 +27,7 @@ from areal_jax.rollout.http.wire.exchange import Answer, Piece, ReplyInfo, name_
 from areal_jax.sharding.mesh import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams, Segment
 from tests import toys
+from tests.changed_json import changed
 from tests.learning.examples import learner_settings, make_optimizer, segment, tiny_decoder, trajectory
 from tests.rollout.engine_contract import LONGEST, PROMPT, Bench
 from tests.rollout.http.clients.test_own import Factory
@@ -310,6 +312,34 @@ def test_bytes_that_are_no_column_of_the_model_are_refused(changes):
         ROUTED_EXPERTS.read(written | changes, 3)
     with pytest.raises(ColumnError, match="column 'routed_experts'"):
         ROUTED_EXPERTS.read([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize(
+    'column', [ROUTED_EXPERTS, SAMPLING_LOGPROBS, Column('kinds', 'int32'), Column('flags', 'bool')]
+)
+@pytest.mark.parametrize('n', [3, None])
+def test_values_that_are_no_column_are_refused_whatever_they_are(column, n):
+    written = column.write(np.zeros((3, 4, 2) if column.shape is None else 3, column.dtype))
+    assert len(column.read(written, n)) == 3
+    bytes_of = {'data': '', 'dtype': 'uint16', 'shape': [0, 4, 2]}
+    for one in (*changed(written), *changed(bytes_of), *broken_dtypes(written)):
+        found, message = None, ''
+        try:
+            found = column.read(one, n)
+        except ColumnError as error:
+            message = str(error)
+        assert len(message) < 1000
+        assert message or found.dtype.kind == np.dtype(column.dtype).kind
+        assert message or n is None or len(found) == n
+
+
+def broken_dtypes(written):
+    """Texts that numpy evaluates, or takes memory for."""
+    if isinstance(written, dict):
+        for dtype in ('V99999999999', '(1', '(' * 300, ','.join(['f8'] * 9), '{}', 'O', 'M8[s]', 'u2,u2', '>u2', 'U1'):
+            yield {**written, 'dtype': dtype}
+        for shape in ([], [10**30], [-1, -1], [2**62, 2**62], [3.0, 4, 2], [[3]], '342', [math.inf]):
+            yield {**written, 'shape': shape}
 
 
 def test_a_row_keeps_the_part_of_a_context_that_no_policy_generated():

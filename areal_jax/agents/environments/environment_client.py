@@ -92,7 +92,7 @@ def _unpack(frames: list[bytes]) -> JsonObject:
     try:
         _, _, payload = frames
         content = msgpack.unpackb(payload, raw=False, strict_map_key=False)
-    except ValueError as error:  # also of msgpack
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # also of msgpack
         raise WireError(f'a message of {len(frames)} frames cannot be read: {error}') from error
     if not isinstance(content, dict):
         raise WireError(f'a message holds a {type(content).__name__}, and no object')

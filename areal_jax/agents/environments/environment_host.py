@@ -107,7 +107,7 @@ class _Server:
 
         def hear(delta: JsonObject) -> None:
             if 'open' in delta:
-                job.name(f'{self._key}.{delta["trace"]}')
+                job.name(f'{self._key}.{delta.get("trace")}')
             record.add(delta)
 
         client = {'type': 'eval', 'base_url': job.environment['OPENAI_BASE_URL'], 'api_key_var': _KEY}
@@ -120,5 +120,3 @@ class _Server:
             return Ending('lost', f'the server of the environment is not ready after {_READY_S:g} s')
         except (WireError, RecordError) as error:
             return Ending('lost', shorten(str(error)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # of a message that has another form
-            return Ending('lost', shorten(f'the server sent what is no episode: {type(error).__name__}: {error}'))

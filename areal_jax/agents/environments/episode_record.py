@@ -6,6 +6,7 @@ the policy has said. A client that relays requests to an API, as ours does, puts
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,10 @@ from areal_jax.agents.programs.program_host import Ending, Record, SaidTurn
 from areal_jax.files import JsonObject
 
 _LISTS = ('nodes', 'errors')  # of a trace: a delta has what is new
+
+
+# what reading raises where a message has another form
+_OTHER_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class RecordError(Exception):
@@ -29,7 +34,22 @@ class EpisodeRecord:
         self._traces: dict[str, JsonObject] = {}
 
     def add(self, delta: JsonObject) -> None:
-        """Adds a delta; one that cannot be read raises what reading it raises."""
+        """Adds a delta; raises RecordError for one that cannot be read."""
+        try:
+            self._add(delta)
+        except _OTHER_FORM as error:
+            raise _other_form(error) from error
+
+    def finish(self, reply: JsonObject) -> Ending:
+        """How the episode ended, from the last reply to its request. Raises RecordError."""
+        try:
+            ending = self._finish(reply)
+            json.dumps(ending.record and ending.record.outcome)  # the event log writes it
+        except _OTHER_FORM as error:
+            raise _other_form(error) from error
+        return ending
+
+    def _add(self, delta: JsonObject) -> None:
         name = delta['trace']
         if delta.get('discard'):  # an attempt that the server has given up
             self._traces.pop(name, None)
@@ -39,8 +59,7 @@ class EpisodeRecord:
             trace[field].extend(delta.get(field, ()))
         trace.update(delta.get('set') or {})
 
-    def finish(self, reply: JsonObject) -> Ending:
-        """How the episode ended, from the last reply to its request. Raises RecordError."""
+    def _finish(self, reply: JsonObject) -> Ending:
         if not reply.get('success'):
             return Ending('lost', shorten(f'the environment: {reply.get("error")}'))
         head, summaries = reply['head'], reply['traces']
@@ -51,6 +70,10 @@ class EpisodeRecord:
         if trace is None or len(trace['nodes']) != summaries[0]['nodes']:
             raise RecordError('the record of an episode lacks messages that its server counts')
         return _read_ending(trace, head)
+
+
+def _other_form(error: Exception) -> RecordError:
+    return RecordError(f'the server sent what is no episode: {type(error).__name__}: {error}')
 
 
 def _read_ending(trace: JsonObject, head: JsonObject) -> Ending:

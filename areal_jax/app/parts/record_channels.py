@@ -20,7 +20,7 @@ from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.wire import prove_as_client, prove_as_server
 from areal_jax.publication.carriers.receivers import Reader, name_version, open_receiver
 from areal_jax.publication.carriers.shm_carrier import ShmSender
-from areal_jax.publication.carriers.shm_segment import segment_path, sweep
+from areal_jax.publication.carriers.shm_segment import remove_with_owner, segment_path, sweep
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.record import RecordReceiver
 from areal_jax.publication.record_channel import RecordChannel
@@ -30,13 +30,14 @@ _DELTA_SHARE = 0.5  # room for deltas behind a whole record, as a share of its b
 
 
 def build_shm(parts: ChannelParts) -> RecordChannel:
-    """A file in /dev/shm that this start of the run owns; those of dead processes are removed first."""
+    """A file in /dev/shm that this start of the run owns, and that goes with it; those of dead processes go first."""
     _require_one_process(parts)
     sweep()
     run = hashlib.sha256(os.fsencode(parts.workdir.absolute())).hexdigest()[:_RUN_DIGITS]
     path = segment_path(run, secrets.token_hex(4))
     deadline_s = parts.config.publication.reader_deadline_s
     sender = ShmSender(path, delta_share=_share(parts.config), hold_deadline_s=deadline_s)
+    remove_with_owner(path)
     return build_records(parts.config, sender, _number(Reader), name_version)
 
 

@@ -17,9 +17,13 @@ import pathlib
 import re
 import shutil
 import stat
+import subprocess
+import sys
 
+from areal_jax.publication.carriers import open_file_locks
 from areal_jax.publication.carriers.open_file_locks import are_supported, find_locked, try_lock, unlock
 from areal_jax.publication.failures import PublicationError
+from areal_jax.workers.descendants import MARK
 
 DIRECTORY = pathlib.Path('/dev/shm')
 MOST_PLACES, MOST_READERS = 8, 512
@@ -206,6 +210,21 @@ def create_segment(path: pathlib.Path) -> Segment:
     segment = Segment(path, descriptor, writes=True)
     segment.begin()
     return segment
+
+
+def remove_with_owner(path: pathlib.Path) -> None:
+    """Has the segment removed when the process that owns it ends, however it ends: SIGKILL to its whole group too.
+
+    A small process waits for that. What kills it at the same time, the end of a container, say, leaves the file to
+    `sweep`. Raises PublicationError where it can not be started.
+    """
+    program = [sys.executable, '-I', '-S', open_file_locks.__file__, str(path), str(_OWNER_LOCK)]
+    # without the mark of a worker: whoever kills those of a run leaves it
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(program, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, cwd='/', check=False)
+    if done.returncode:
+        raise PublicationError(f"{path} can not be watched: use publication.channel='stream'")
 
 
 def open_segment(path: pathlib.Path) -> Segment:

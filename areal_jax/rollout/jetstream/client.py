@@ -70,12 +70,11 @@ class JetstreamDialect:
         await _of(connection).act(control.STAGE, {'path': directory})
 
     async def swap(self, connection: Connection, version: str) -> float:
-        seconds = (await _of(connection).act(control.SWAP, {'version': version})).get('pause_seconds')
-        return float(seconds) if isinstance(seconds, int | float) else 0.0
+        return float((await _of(connection).act(control.SWAP, {'version': version})).number('pause_seconds'))
 
     async def ask(self, connection: Connection) -> tuple[str, str]:
         fields = await _of(connection).act(control.STATUS)
-        return str(fields.get('weight_version') or ''), str(fields.get('manifest_hash') or '')
+        return fields.name('weight_version'), fields.name('manifest_hash')
 
 
 def connect(parts: ClientParts) -> OwnEngine:

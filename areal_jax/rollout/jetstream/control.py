@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.exchange import ReplyError
+from areal_jax.rollout.http.wire.replies import Reply, load_json
 
 SERVICE = 'areal_jax.EngineControl'
 PAUSE, RESUME, STAGE, SWAP, STATUS, ABORT, FLUSH, RECORD = (
@@ -29,7 +31,6 @@ def encode(fields: JsonObject) -> bytes:
 def decode(message: bytes) -> JsonObject:
     """The fields of a reply; {} for what is no JSON object."""
     try:
-        found = json.loads(message)
-    except ValueError:
+        return Reply(load_json(message)).values
+    except ReplyError:
         return {}
-    return found if isinstance(found, dict) else {}

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.columns import find
+from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Call, FinishWord, Piece, ReplyError
-from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans
+from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, load_json
 from areal_jax.rollout.http.wire.request_fields import parse_json, refuse
 from areal_jax.types import LARGEST_LOGPROB
 
@@ -101,8 +102,8 @@ def decode_record(
 def _split(record: bytes) -> tuple[Reply, bytes]:
     try:
         (length,) = _LENGTH.unpack_from(record)
-        header = json.loads(record[_LENGTH.size : _LENGTH.size + length])
-    except (struct.error, ValueError) as error:
+        header = load_json(record[_LENGTH.size : _LENGTH.size + length])
+    except (struct.error, ReplyError) as error:
         raise ReplyError(f'the record of an answer has no header ({error}): the reply is not used') from error
     return Reply(header, 'record'), record[_LENGTH.size + length :]
 
@@ -125,4 +126,4 @@ def _read_finish(header: Reply) -> FinishWord:
     reason = header.values.get('finish_reason')
     if reason == 'stop' or reason == 'length' or reason == 'abort':
         return reason
-    raise header.error('finish_reason', f'{reason!r}, which is none of stop, length and abort')
+    raise header.error('finish_reason', f'{show(reason)}, which is none of stop, length and abort')

@@ -5,10 +5,12 @@ import tempfile
 
 import pytest
 
-from areal_jax.app.parts.record_channels import stream_key
+from areal_jax.app.parts.channels import ChannelParts
+from areal_jax.app.parts.record_channels import build_shm, stream_key
+from areal_jax.config import TrackedConfig
 from areal_jax.distributed.key import load_key
 from areal_jax.publication.carriers.shm_segment import DIRECTORY
-from tests.app.small import SmallRun, equal
+from tests.app.small import SmallRun, equal, small_config
 
 
 def left_behind():
@@ -23,6 +25,19 @@ def test_a_run_over_a_carrier_of_records_equals_one_without(tmp_path, channel):
     usual = SmallRun(tmp_path / 'usual').train()
     assert equal(run.final, usual.final)
     assert left_behind() <= before
+
+
+def test_the_segment_of_a_run_is_watched_as_long_as_it_is_there(tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr('areal_jax.app.parts.record_channels.remove_with_owner', watched.append)
+    config = TrackedConfig(small_config(publication__channel='shm'))
+    channel = build_shm(ChannelParts(config, tmp_path, model=None, allocation=None))
+    try:
+        (path,) = watched
+        assert path.exists()
+    finally:
+        channel.close()
+    assert not path.exists()
 
 
 def test_the_key_of_weights_is_not_that_of_roles(tmp_path):

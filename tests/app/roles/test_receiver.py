@@ -27,7 +27,10 @@ def ask(url, *requests):
         finally:
             await connection.close()
 
-    return [(reply.status, reply.fields() if reply.status == 200 else reply.message()) for reply in asyncio.run(run())]
+    return [
+        (reply.status, reply.fields().values if reply.status == 200 else reply.message())
+        for reply in asyncio.run(run())
+    ]
 
 
 def body(published):

@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 
 from areal_jax.publication.carriers.shm_carrier import ShmReceiver, ShmSender
-from areal_jax.publication.carriers.shm_segment import CONTROL_BYTES, create_segment, segment_path, sweep
+from areal_jax.publication.carriers.shm_segment import (
+    CONTROL_BYTES,
+    create_segment,
+    remove_with_owner,
+    segment_path,
+    sweep,
+)
 from areal_jax.publication.failures import ChainFull, PublicationError
 from tests.publication.carriers.record_samples import Reader, assert_got, held, make_chain, make_record
 
@@ -403,6 +409,71 @@ def test_a_name_that_a_dead_process_left_is_taken(tmp_path):
 
 
 COMPLETE = {'created': [], 'header': [0], 'part': [0], 'delta': [0], 'sent': [0, 1]}  # versions, by moment of death
+
+
+OWNER = """
+import pathlib, subprocess, sys, time
+from areal_jax.publication.carriers.shm_segment import create_segment, remove_with_owner
+
+path = pathlib.Path(sys.argv[1])
+segment = create_segment(path)
+remove_with_owner(path)
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])  # an engine, which has no part in it
+print('owns it', flush=True)
+time.sleep(600)
+"""
+
+
+def watchers(path):
+    """Processes that wait for the end of the segment's owner."""
+    found = []
+    for command in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
+        with contextlib.suppress(OSError):
+            if str(path).encode() in command.read_bytes().split(b'\0') and command.parent.name != str(os.getpid()):
+                found.append(int(command.parent.name))
+    return found
+
+
+def wait_until(is_true, within_s=60.0):
+    end_s = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_a_segment_goes_when_all_processes_of_its_run_are_killed_at_once(path):
+    owner = subprocess.Popen(
+        [sys.executable, '-c', OWNER, str(path)], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert owner.stdout.readline() == b'owns it\n'
+    assert path.exists()
+    receiver = open_reader(path)
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    wait_until(lambda: not path.exists())
+    wait_until(lambda: not watchers(path))
+    with pytest.raises(PublicationError, match='has no version'):  # what is mapped can be read
+        receiver.fetch(1, None, Reader())
+
+
+def test_what_watches_a_segment_ends_with_it_and_lives_through_signals(path):
+    with contextlib.closing(ShmSender(path)):
+        remove_with_owner(path)
+        (watcher,) = watchers(path)
+        for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(watcher, sent)
+        assert os.getsid(watcher) == watcher
+        assert path.exists()
+    wait_until(lambda: not watchers(path))
+    other = create_segment(path)  # of the same name: what watched the first has not removed it
+    assert path.exists()
+    other.end()
+    other.close()
+
+
+def test_a_segment_that_is_not_there_is_not_watched(path):
+    with pytest.raises(PublicationError, match='can not be watched: use'):
+        remove_with_owner(path)
 
 
 @pytest.fixture(scope='module')

@@ -1,5 +1,6 @@
 """The record behind an answer and the settings in front: what goes in comes out, what is broken is refused."""
 
+import asyncio
 import dataclasses
 import json
 import struct
@@ -9,6 +10,9 @@ import pytest
 
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Finish, Piece, ReplyError, RequestError
+from areal_jax.rollout.http.wire.replies import Reply
+from areal_jax.rollout.jetstream import control
+from areal_jax.rollout.jetstream.client import JetstreamDialect
 from areal_jax.rollout.jetstream.record import (
     LARGEST_TRAILER,
     decode_record,
@@ -16,6 +20,7 @@ from areal_jax.rollout.jetstream.record import (
     read_settings,
     render_settings,
 )
+from tests.changed_json import broken_texts, changed
 
 VOCABULARY = 50
 CALL = Call(
@@ -126,3 +131,57 @@ def test_a_broken_record_is_refused_as_a_whole(record, message):
 def test_tokens_that_are_not_in_the_vocabulary_are_refused():
     with pytest.raises(ReplyError, match='a token outside of the vocabulary of 3'):
         decode_record(RECORD, GIVEN.tokens, CALL.columns, 3)
+
+
+def header_of(record):
+    (length,) = struct.unpack_from('<I', record)
+    return json.loads(record[4 : 4 + length]), record[4 + length :]
+
+
+def with_header(header, arrays):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack('<I', len(text)) + text + arrays
+
+
+@pytest.mark.parametrize('most', [pytest.param(200, id='some'), pytest.param(None, id='all', marks=pytest.mark.slow)])
+def test_a_record_with_a_changed_field_is_read_or_refused(most):
+    given = answer(piece([1, 2, 3], '1', seed=1), piece([4, 49], '2', seed=2))
+    header, arrays = header_of(encode_record(CALL, given))
+    records = [with_header(one, arrays) for one in changed(header, most)]
+    records += [with_header(text.encode(), arrays) for text in broken_texts(json.dumps(header))]
+    refused = 0
+    for record in records:
+        message = ''
+        try:
+            pieces, word, version = decode_record(record, given.tokens, CALL.columns, VOCABULARY)
+        except ReplyError as error:
+            message = str(error)
+        if message:
+            assert len(message.encode()) < 2000
+            refused += 1
+            continue
+        assert word in ('length', 'stop', 'abort')
+        assert isinstance(version, str)
+        assert sum(len(one.tokens) for one in pieces) == 5
+    assert refused > 40
+
+
+class Acting:
+    """A connection whose second service answers one message."""
+
+    def __init__(self, message):
+        self._fields = Reply(control.decode(message))
+
+    async def act(self, method, fields=None):
+        return self._fields
+
+
+def test_replies_of_the_second_service_with_a_changed_field_are_read():
+    content = {'weight_version': '3', 'manifest_hash': 'a', 'pause_seconds': 0.5}
+    messages = [json.dumps(one).encode() for one in changed(content)]
+    messages += [text.encode() for text in broken_texts(json.dumps(content))] + [b'\xff']
+    for message in messages:
+        connection = Acting(message)
+        for name in asyncio.run(JetstreamDialect().ask(connection)):
+            assert name.isprintable()
+        assert 0 <= asyncio.run(JetstreamDialect().swap(connection, '3')) < 1e30

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import aiohttp
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import INCARNATION
+from areal_jax.rollout.http.wire import replies
+from areal_jax.rollout.http.wire.exchange import INCARNATION, ReplyError
 
 # aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, RuntimeError)
@@ -49,11 +49,12 @@ class Reply:
             if isinstance(found, dict) and name in found:
                 found = found[name]
         text = found if isinstance(found, str) else self.text
-        return ' '.join(text.split())[:_SHOWN] or 'nothing'
+        shown = ' '.join(text[: 2 * _SHOWN].split())[:_SHOWN]
+        return shown.encode(errors='replace').decode() or 'nothing'  # no half of a surrogate pair
 
-    def fields(self) -> JsonObject:
-        """Its JSON object, empty where it has none."""
-        return self.content if isinstance(self.content, dict) else {}
+    def fields(self) -> replies.Reply:
+        """Those of its JSON object, none where it has none."""
+        return replies.Reply(self.content if isinstance(self.content, dict) else {})
 
 
 class Connection:
@@ -155,7 +156,7 @@ def _broken_off(path: str, error: Exception) -> NoReplyError:
 
 def _read(status: int, text: str) -> Reply:
     try:
-        content = json.loads(text) if text else None
-    except ValueError:
+        content = replies.load_json(text)
+    except ReplyError:
         content = None
     return Reply(status, text, content)

@@ -48,9 +48,8 @@ class OwnDialect(VllmDialect):
 
     async def swap(self, connection: Connection, version: str) -> float:
         reply = await connection.require('POST', '/finish_weight_update', {'weight_version': version})
-        seconds = reply.fields().get('pause_seconds')
-        return float(seconds) if isinstance(seconds, int | float) else 0.0
+        return float(reply.fields().number('pause_seconds'))
 
     async def ask(self, connection: Connection) -> tuple[str, str]:
         fields = (await connection.require('GET', '/weight_info')).fields()
-        return str(fields.get('weight_version') or ''), str(fields.get('manifest_hash') or '')
+        return fields.name('weight_version'), fields.name('manifest_hash')

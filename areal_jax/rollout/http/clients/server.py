@@ -19,6 +19,7 @@ from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')
 _TROUBLE = (NoReplyError, StatusError, TimeoutError)  # of a call; none of them says what the server has done
+_VERSION_DIGITS = 18  # of the largest name of a version: below 2**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Server:
             reply = await self._clock.call(self._load_lane, ask, work, self.limits.load_s)
         except _TROUBLE as error:
             raise RefusedError(f'{self._lane}: the receiver of version {published.version}: {error}') from error
-        return str(reply.fields().get('directory', ''))
+        return reply.fields().name('directory')
 
     async def require_files(self, published: PublishedWeights, directory: str) -> None:
         """Raises RefusedError for a directory without weights: some servers do not survive the attempt to load it."""
@@ -157,7 +158,7 @@ class Server:
 
 def read_version(name: str) -> int:
     """The version in a server's name of its weights; NOT_GENERATED if this project did not make the name."""
-    return int(name) if name.isascii() and name.isdigit() else NOT_GENERATED
+    return int(name) if name.isascii() and name.isdigit() and len(name) <= _VERSION_DIGITS else NOT_GENERATED
 
 
 def _holds_weights(directory: pathlib.Path) -> bool:

@@ -69,7 +69,7 @@ class SglangDialect:
     async def update(self, connection: Connection, directory: str, version: str) -> None:
         body: JsonObject = {'model_path': directory, 'weight_version': version, 'flush_cache': True}
         reply = await connection.request('POST', '/update_weights_from_disk', body)
-        if reply.status != 200 or reply.fields().get('success') is not True:
+        if reply.status != 200 or reply.fields().values.get('success') is not True:
             raise UpdateError(f'/update_weights_from_disk answered {reply.status}: {reply.message()}')
         found = await self.ask_version(connection)
         if found != version:
@@ -79,7 +79,7 @@ class SglangDialect:
         for path in _VERSION_PATHS:
             reply = await connection.request('GET', path)
             if reply.status == 200:
-                return str(reply.fields().get('weight_version', ''))
+                return reply.fields().name('weight_version')
             if reply.status != 404:
                 break
         raise StatusError('GET', path, reply)

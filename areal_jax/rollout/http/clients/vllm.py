@@ -89,7 +89,7 @@ class VllmDialect:
 
     async def ask_version(self, connection: Connection) -> str:
         reply = await connection.require('GET', '/weight_info')
-        return str(reply.fields().get('weight_version', ''))
+        return reply.fields().name('weight_version')
 
 
 async def stream_deltas(connection: Connection, call: Call, vocab_size: int, take: TakeDelta) -> FinishWord:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import reprlib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import Call, RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
-_SHOWN = reprlib.Repr()  # of a refused value the sentence repeats a part
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
-_SHOWN.maxlevel = 2
 _LONGEST_NAME = 80  # characters of a field's name that a sentence repeats: clients choose the names of unknown fields
 _LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and events repeat some of them
 _LONGEST_ID = 10  # digits of the largest token id
@@ -49,9 +45,7 @@ def refuse(field: str, value: object, fix: str) -> RequestError:
     """The error for a value that is not served: raise it."""
     if len(field) > _LONGEST_NAME:
         field = f'{field[:_LONGEST_NAME]}...'
-    if isinstance(value, dict) and len(value) > _SHOWN.maxdict:  # reprlib would sort all its keys
-        value = dict(itertools.islice(value.items(), _SHOWN.maxdict + 1))
-    return RequestError(field, f'{field}={_SHOWN.repr(value)} {fix}')
+    return RequestError(field, f'{field}={show(value)} {fix}')
 
 
 class Notes:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_form import UNKNOWN, ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, Piece
@@ -26,7 +27,9 @@ from areal_jax.rollout.http.wire.request_fields import Fields
 _RECORDING = 'with rollout.record_routes=True, a server of others with --enable-return-routed-experts'
 _RAW = np.dtype('<i4')  # of SGLang
 # what numpy raises for a header that is none
-_NO_FILE = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError)
+_NO_FILE = (
+    ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError, OverflowError,
+)  # fmt: skip
 _NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -93,7 +96,7 @@ def parse_raw(meta: Reply, call: Call, n_tokens: int) -> FoundRows:
     for name in call.model_columns if n_tokens else ():
         form, length = call.forms[name], len(call.prompts[0]) - 1 - call.first_row + n_tokens
         if meta.values.get(f'{name}_dtype', 'int32') != 'int32':
-            raise meta.error(name, f'the dtype {meta.values[f"{name}_dtype"]!r}: have the server send int32')
+            raise meta.error(name, f'the dtype {show(meta.values[f"{name}_dtype"])}: have the server send int32')
         data = _read(meta, name)
         fitting = [row for row in form.sent_rows if len(data) == length * math.prod(row) * _RAW.itemsize]
         if not fitting:
@@ -142,7 +145,7 @@ def _read(reply: Reply, name: str) -> bytes:
             return base64.b64decode(text, validate=True)
     except ValueError:
         pass
-    raise reply.error(name, f'no base64 but {str(text)[:60]!r}')
+    raise reply.error(name, f'no base64 but {show(text)}')
 
 
 def _read_npy(data: bytes) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.columns import of_models, of_tokens
+from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_fields import ASKED, parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import (
@@ -18,6 +19,7 @@ from areal_jax.rollout.http.wire.exchange import (
     Finish,
     Piece,
     Prompt,
+    ReplyError,
     ReplyInfo,
     RequestError,
     Written,
@@ -226,6 +228,8 @@ def parse_reply(body: object, call: Call, vocab_size: int | None = None) -> list
     prompt = call.prompts[0]
     assert isinstance(prompt, np.ndarray)
     replies = body if isinstance(body, list) else [body]
+    if isinstance(body, list) and len(body) != call.n:
+        raise ReplyError(f'the server sent a list of {len(body)} answers, and {call.n} were asked for')
     return [_parse_answer(Reply(reply), index, prompt, call, vocab_size) for index, reply in enumerate(replies)]
 
 
@@ -348,10 +352,10 @@ def _text(token: int, call: Call, info: ReplyInfo) -> str | None:
 def _parse_answer(reply: Reply, index: int, prompt: np.ndarray, call: Call, vocab_size: int | None) -> Answer:
     meta = reply.nested('meta_info')
     finish = _parse_finish(meta)
-    entries = meta.values.get('output_token_logprobs') or []
+    entries = meta.entries('output_token_logprobs') if meta.values.get('output_token_logprobs') else []
     n_tokens = meta.values.get('completion_tokens', 0 if finish and finish.reason == 'abort' else None)
-    if not isinstance(entries, list) or n_tokens != len(entries):
-        raise meta.error('output_token_logprobs', f'{len(entries)} entries for completion_tokens={n_tokens}')
+    if n_tokens != len(entries):
+        raise meta.error('output_token_logprobs', f'{len(entries)} entries for completion_tokens={show(n_tokens)}')
     pairs = [entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (math.nan, -1) for entry in entries]
     tokens, logprobs = read_logprobs(meta, 'output_token_logprobs', pairs, vocab_size)
     columns, context = parse_raw(meta, call, len(tokens)) if finish else NO_ROWS
@@ -375,6 +379,6 @@ def _parse_finish(meta: Reply) -> Finish | None:
         return None
     reason = given.get('type') if isinstance(given, dict) else given
     if reason == 'stop' or reason == 'length' or reason == 'abort':
-        entry = given if isinstance(given, dict) else {}
-        return Finish(reason, entry.get('matched'), str(entry.get('message', '')))
-    raise meta.error('finish_reason', f'{given!r} is none of stop, length and abort')
+        end = Reply(given if isinstance(given, dict) else {})
+        return Finish(reason, end.values.get('matched'), end.text('message'))
+    raise meta.error('finish_reason', f'{show(given)} is none of stop, length and abort')

@@ -6,6 +6,7 @@ import json
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import ReplyError
+from areal_jax.rollout.http.wire.replies import load_json
 
 _PREFIX = 'data: '
 _LAST = f'{_PREFIX}[DONE]'
@@ -35,10 +36,7 @@ def parse_event(line: str) -> JsonObject | None:
     """The event in one line of a response; None for [DONE] and for lines that carry none."""
     if not line.startswith(_PREFIX) or line.strip() == _LAST:
         return None
-    try:
-        event = json.loads(line.removeprefix(_PREFIX))
-    except ValueError as error:
-        raise ReplyError(f'the server sent an event that is no JSON: {line[:80]!r}') from error
+    event = load_json(line.removeprefix(_PREFIX))
     if not isinstance(event, dict):
         raise ReplyError(f'the server sent an event that is no JSON object: {line[:80]!r}')
     return event

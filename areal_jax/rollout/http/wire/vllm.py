@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_fields import ASKED, parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
@@ -191,7 +192,7 @@ def parse_event(event: object, call: Call, so_far: Sequence[int], vocab_size: in
     """What an event of a stream adds; `so_far` has the number of tokens received of each answer."""
     reply = Reply(event, 'event')
     if 'error' in reply.values:
-        raise reply.error('error', repr(reply.values['error']))
+        raise reply.error('error', show(reply.values['error']))
     found = []
     for entry in reply.entries('choices'):
         choice = Reply(entry, 'choice')
@@ -284,9 +285,7 @@ def stop_reason(call: Call, answer: Answer) -> int | str | None:
 
 def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None) -> Delta:
     finish = _parse_finish(choice)
-    ids = choice.values.get('token_ids') or []
-    if not isinstance(ids, list):
-        raise choice.error('token_ids', f'no list but {ids!r}')
+    ids = choice.entries('token_ids') if choice.values.get('token_ids') else []
     content = choice.nested('logprobs').entries('content', len(ids)) if ids else []
     pairs = []
     for token, given in zip(ids, content, strict=True):
@@ -294,7 +293,7 @@ def _parse_choice(choice: Reply, call: Call, first: int, vocab_size: int | None)
         if entry.values.get('token_id', token) != token or entry.values.get('token', f'{_TOKEN}{token}') != (
             f'{_TOKEN}{token}'
         ):
-            raise entry.error('token', f'{given!r}, which is not the sampled token {token}')
+            raise entry.error('token', f'{show(given)}, which is not the sampled token {show(token)}')
         pairs.append((entry.values.get('logprob'), token))
     tokens, logprobs = read_logprobs(choice, 'logprobs', pairs, vocab_size)
     columns, context = parse_npy(choice, call, len(tokens), first)
@@ -309,4 +308,4 @@ def _parse_finish(choice: Reply) -> Finish | None:
         return None
     if reason == 'stop' or reason == 'length' or reason == 'abort':
         return Finish(reason, choice.values.get('stop_reason'))
-    raise choice.error('finish_reason', f'{reason!r}, which is none of stop, length and abort')
+    raise choice.error('finish_reason', f'{show(reason)}, which is none of stop, length and abort')
