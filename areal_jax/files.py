@@ -75,6 +75,14 @@ def _read_bounded(file: io.FileIO, path: pathlib.Path, fix: str, most_bytes: int
     return bytes(content)
 
 
+def decode_json(content: str | bytes) -> object:
+    """The JSON value of a text or of UTF-8; raises ValueError for anything else, also for nesting without end."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError('it is nested too deep') from error
+
+
 def parse_object(content: bytes, where: str, fix: str) -> JsonObject:
     """The JSON object in some bytes; raises FileError, which begins with `where` and ends with `fix`."""
     try:

@@ -37,6 +37,41 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'headers: nesting without end is an error of the interpreter',
+        'areal_jax.files:decode_json',
+        'except RecursionError as error:',
+        'except KeyError as error:',
+        'tests/test_files.py',
+    ),
+    Mutation(
+        'headers of weights: sizes need not be those of the leaves',
+        'areal_jax.publication.record:decode_header',
+        '_require_sizes(header)',
+        'pass',
+        'tests/publication/carriers/test_lying_headers.py',
+    ),
+    Mutation(
+        'headers of weights: a reader may ask for leaf 2^70',
+        'areal_jax.publication.carriers.stream_frames:decode_request',
+        'or leaf not in _LEAVES',
+        '',
+        'tests/publication/carriers/test_lying_headers.py',
+    ),
+    Mutation(
+        'shared memory: a record may have no length',
+        'areal_jax.publication.carriers.shm_record:read_entries',
+        'if at + header_bytes > start + total or start + total > len(place):',
+        'if False:',
+        'tests/publication/carriers/test_lying_headers.py',
+    ),
+    Mutation(
+        'shared memory: the control tells of any number of places',
+        'areal_jax.publication.carriers.shm_carrier:ShmReceiver._search_order',
+        'self._segment.require_places()',
+        'pass',
+        'tests/publication/carriers/test_lying_headers.py',
+    ),
+    Mutation(
         'experts on a mesh: every device has the first ones',
         'areal_jax.models.expert_mesh:_over_experts',
         'experts - jax.lax.axis_index(axis) * own',

@@ -141,3 +141,10 @@ def test_a_look_at_a_workdir_keeps_no_run_from_using_it(tmp_path):
         fcntl.flock(looking, fcntl.LOCK_SH)
         with pytest.raises(UserError, match='is in use by'):
             files.DirectoryLock(tmp_path)
+
+
+def test_a_value_from_outside_is_json_or_a_value_error():
+    assert files.decode_json(b'{"a": [1]}') == {'a': [1]}
+    for content in (b'[' * 100_000, '{"a":' * 50_000, b'\xff', '', '9' * 5000):
+        with pytest.raises(ValueError, match=r'nested|codec|Expecting|digits'):
+            files.decode_json(content)

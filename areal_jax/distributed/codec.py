@@ -26,7 +26,7 @@ _LENGTH = struct.Struct('!I')
 _ALIGNMENT = 8
 _UNREADABLE = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
-    *(SyntaxError, struct.error),  # the first one from numpy, for the text of a dtype
+    *(SyntaxError, struct.error, MemoryError),  # the first one from numpy, for the text of a dtype
 )
 _KINDS = 'biuf'  # of numpy dtypes: bool, integers, floats
 _SCALARS = (bool, int, float, str)

@@ -251,6 +251,8 @@ def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
         raise OSError(f'it {failed[0]}')
     try:
         role, config, code = decode(connection.receive().body)
+        if not all(isinstance(text, str) for text in (role, config, code)):
+            raise TypeError('a hello is three texts')
     except (CodecError, ValueError, TypeError):
         raise _OtherRunError(f'{hello} was answered by a role of another code version: start all of one') from None
     other = Hello(role, config, code)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
@@ -31,6 +32,7 @@ _BITS = {  # of one element, for every dtype of the format: offsets are checked 
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100 << 20  # the format's own bound
 _ALIGNMENT = 8  # bytes: where the first tensor may start
+_MOST_BYTES = 1 << 63  # no size of a file, an axis or an offset is as large
 
 
 class SafetensorsError(UserError, ValueError):
@@ -114,15 +116,19 @@ def _checked(
 ) -> tuple[str, list[int], list[int]]:
     """A header's entry, once its offsets are as far apart as its dtype and shape say."""
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise SafetensorsError(f'{path}: {name} has dtype {dtype!r}, which is none of the format')
+        raise SafetensorsError(f'{path}: {name} has dtype {reprlib.repr(dtype)}, which is none of the format')
     if not _are_sizes(shape):
-        raise SafetensorsError(f'{path} is damaged: {name} has shape {shape!r}; it must list integers of at least 0')
+        raise SafetensorsError(
+            f'{path} is damaged: {name} has shape {reprlib.repr(shape)}; it must list integers of at least 0'
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise SafetensorsError(
-            f'{path} is damaged: {name} has data_offsets {offsets!r}; they must be two integers of at least 0, the '
-            'first not above the second'
+            f'{path} is damaged: {name} has data_offsets {reprlib.repr(offsets)}; they must be two integers of at '
+            'least 0, the first not above the second'
         )
     bits, extent = math.prod(shape) * _BITS[dtype], offsets[1] - offsets[0]
+    if bits >= 8 * _MOST_BYTES:
+        raise SafetensorsError(f'{path} is damaged: {name} has shape {reprlib.repr(shape)}, more than a file can have')
     if bits != 8 * extent:
         raise SafetensorsError(
             f'{path} is damaged: {name} lies in {extent} bytes (data_offsets {offsets}), but {dtype} of shape {shape} '
@@ -132,7 +138,7 @@ def _checked(
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < _MOST_BYTES for value in values)
 
 
 def _require_tiling(path: pathlib.Path, offsets: Mapping[str, Sequence[int]]) -> int:

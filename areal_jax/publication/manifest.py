@@ -149,10 +149,16 @@ def encode_manifest(manifest: Manifest) -> dict[str, dict[str, object]]:
 
 def decode_manifest(record: Mapping[str, Mapping[str, Any]]) -> dict[str, LeafDigest]:
     """The inverse of `encode_manifest`; raises KeyError, TypeError or ValueError for anything else."""
-    return {
-        path: LeafDigest(tuple(leaf['shape']), leaf['dtype'], (leaf['content'][0], leaf['content'][1]))
-        for path, leaf in record.items()
-    }
+    return {path: _decode_leaf(path, leaf) for path, leaf in record.items()}
+
+
+def _decode_leaf(path: str, leaf: Mapping[str, Any]) -> LeafDigest:
+    shape, dtype, content = leaf['shape'], leaf['dtype'], leaf['content']
+    if not isinstance(shape, list) or not all(type(axis) is int and 0 <= axis < 1 << 48 for axis in shape):
+        raise ValueError(f'the shape of the leaf {path[:80]!r} is no list of sizes')
+    if not isinstance(dtype, str) or [type(word) for word in content] != [int, int] or max(content) >> 32:
+        raise ValueError(f'the dtype or the sums of the leaf {path[:80]!r} are none')
+    return LeafDigest(tuple(shape), dtype, (content[0], content[1]))
 
 
 def require_equal(sent: Manifest, received: Manifest, version: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
@@ -21,6 +23,7 @@ from areal_jax.types import Tree
 Part: TypeAlias = bytes | bytearray | memoryview  # C-contiguous bytes
 RecordKind = Literal['whole', 'delta']
 FORMAT = 1  # of the header and of the parts
+_DELTA_BYTES, _DELTA_ELEMENT_BYTES = 64, 7  # most of the part of a delta: for itself, and for each element (delta.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +69,35 @@ def decode_header(content: Part) -> RecordHeader:
     """The inverse of `RecordHeader.encode`; raises PublicationError for anything else."""
     try:
         found = json.loads(bytes(content))
+        if type(found['version']) is not int or abs(found['version']) >> 63:
+            raise ValueError('the version is no integer of 64 bits')
         if found['format'] != FORMAT:
             raise ValueError(f'format {found["format"]}, and this program reads {FORMAT}')
         base = (
             None if found['base'] is None else Held(int(found['base']['version']), str(found['base']['manifest_hash']))
         )
         leaves = decode_manifest(found['leaves'])
-        header = RecordHeader(int(found['version']), leaves, tuple(int(size) for size in found['sizes']), base)
-        if len(header.sizes) != len(leaves) or min(header.sizes, default=0) < 0:
-            raise ValueError(f'{len(header.sizes)} sizes for {len(leaves)} leaves')
+        header = RecordHeader(found['version'], leaves, tuple(found['sizes']), base)
+        _require_sizes(header)
         if header.manifest_hash != found['manifest_hash']:
             raise ValueError('the manifest is not the one that its hash names')
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise PublicationError(
             f'the header of a record of weights is damaged ({type(error).__name__}: {error})'
         ) from error
     return header
+
+
+def _require_sizes(header: RecordHeader) -> None:
+    """Raises ValueError for sizes of parts that these leaves can not have: who reads a record takes room for them."""
+    if len(header.sizes) != len(header.leaves):
+        raise ValueError(f'{len(header.sizes)} sizes for {len(header.leaves)} leaves')
+    for (path, leaf), size in zip(sorted(header.leaves.items()), header.sizes, strict=True):
+        elements = math.prod(leaf.shape)
+        whole = elements * jnp.dtype(leaf.dtype).itemsize
+        fits = size == whole if header.base is None else 0 <= size <= _DELTA_BYTES + _DELTA_ELEMENT_BYTES * elements
+        if type(size) is not int or not fits:
+            raise ValueError(f'a part of {reprlib.repr(size)} bytes for the leaf {path[:80]!r} of {whole}')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 
-from areal_jax.files import JsonObject
+from areal_jax.files import JsonObject, decode_json
 from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.workers.exits import ENDED, SCORER_DIED, USAGE
@@ -161,7 +161,7 @@ class WorkerProcess:
 
 def _parse(line: bytes, keys: tuple[str, ...]) -> JsonObject:
     with contextlib.suppress(ValueError):
-        reply = json.loads(line)
+        reply = decode_json(line)
         if isinstance(reply, dict) and 'crash' in reply:
             raise WorkerDiedError(f'the worker has ended; its traceback, if any, is on stderr: {reply["crash"]}')
         if isinstance(reply, dict) and any(key in reply for key in keys):

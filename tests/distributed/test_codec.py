@@ -153,6 +153,9 @@ def _forged(header) -> bytes:
         _forged({'value': {'groups': [False, {'dict': {}}]}, 'arrays': []}),
         _forged({'value': {'Piece': [1]}, 'arrays': []}),
         _forged('[' * 5000),
+        struct.pack('!I', 5000) + b'[' * 5000,
+        struct.pack('!I', 5012) + b'{"value":' + b'[' * 5003,
+        _forged({'value': 1, 'arrays': [['<f4', [float('inf')], 0]]}),
     ],
 )
 def test_bytes_that_nobody_encoded_are_refused(body):

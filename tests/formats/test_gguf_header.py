@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 
@@ -33,6 +34,18 @@ def test_every_cut_of_the_header_is_named(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(GgufError, match=f'{path} is no GGUF file, or only a part of one'):
             read_gguf_shape(path)
+
+
+def test_lengths_and_counts_that_lie_are_refused(tmp_path):
+    """Each place of the header in turn has the largest numbers of 4 and of 8 bytes, or none."""
+    path = tmp_path / 'm.gguf'
+    write(path, file_tensors()[0])
+    content = path.read_bytes()
+    for place in range(4, 600, 3):
+        for lie in (b'\xff' * 8, b'\xff' * 4, bytes(8), b'\xff' * 7 + b'\x7f'):
+            path.write_bytes(content[:place] + lie + content[place + len(lie) :])
+            with contextlib.suppress(ValueError, EOFError):
+                read_gguf_header(path)
 
 
 def test_nonsense_is_refused_and_not_read_for_ever(tmp_path):

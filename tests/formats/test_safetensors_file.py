@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from areal_jax.formats.safetensors_file import SafetensorsError, list_tensors, write_tensors
+from tests.lying_headers import list_lies
 
 ENTRY = dict[str, Any]
 # 'a': six float32 in bytes 0 to 24, 'b': four float16 in 24 to 32, 'empty': none, 'c': three int8 in 32 to 35
@@ -123,3 +124,15 @@ def test_a_header_nested_too_deep_is_refused(tmp_path: pathlib.Path):
     (tmp_path / 'x').write_bytes(len(text).to_bytes(8, 'little') + text)
     with pytest.raises(SafetensorsError, match='its header cannot be read'):
         list_tensors(tmp_path / 'x')
+
+
+def test_a_header_that_lies_is_refused_by_its_reader(tmp_path: pathlib.Path):
+    refused, path = 0, tmp_path / 'x'
+    huge = json.dumps({'a': {'dtype': 'F4', 'shape': [10**4000, 10**4000 + 1], 'data_offsets': [0, 35]}}).encode()
+    for text in (*list_lies(HEADER), huge):
+        path.write_bytes(len(text).to_bytes(8, 'little') + text + DATA)
+        try:
+            list_tensors(path)
+        except SafetensorsError:
+            refused += 1
+    assert refused > 200

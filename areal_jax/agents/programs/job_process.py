@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.agents.programs.endings import describe_exit, find_secrets, hide_secrets, shorten
 from areal_jax.errors import UserError
-from areal_jax.files import JsonObject
+from areal_jax.files import JsonObject, decode_json
 
 _END_S = 5.0  # between SIGTERM and SIGKILL
 _EXIT_S = 1.0  # between the end of a socket and that of its process
@@ -123,7 +123,7 @@ class JobProcess:
             self._unsent.clear()
             while line := await reader.readline():
                 with contextlib.suppress(ValueError):  # cut by the end of the process
-                    self._take(json.loads(line))
+                    self._take(decode_json(line))
         except (OSError, ValueError) as error:
             self._reason = self._reason or f'it said what is no reply ({error})'
         finally:

@@ -25,7 +25,7 @@ from absl import flags
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.process.interrupt import Wakeups
 from areal_jax.errors import UserError
-from areal_jax.files import JsonObject
+from areal_jax.files import JsonObject, decode_json
 from areal_jax.publication.carriers.files_carrier import FilesReceiver
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.hf_receiver import HfReceiver, copy_template
@@ -97,10 +97,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         length = int(self.headers.get('Content-Length', '-1'))
         if self.path != '/versions' or not 0 <= length <= _MOST_BYTES:
             raise ValueError(f'{self.path} with {length} bytes')
-        asked = json.loads(self.rfile.read(length))
-        if type(asked['version']) is not int or not isinstance(asked['manifest_hash'], str):
-            raise TypeError(f'version={asked["version"]!r}, manifest_hash={asked["manifest_hash"]!r}')
-        return asked['version'], asked['manifest_hash']
+        asked = decode_json(self.rfile.read(length))
+        version, digest = (asked['version'], asked['manifest_hash']) if isinstance(asked, dict) else (None, None)
+        if type(version) is not int or not isinstance(digest, str):
+            raise TypeError(f'version={version!r}, manifest_hash={digest!r}')
+        return version, digest
 
     def _refuse(self, status: int, message: str) -> None:
         self._reply(status, {'error': {'message': message}}, {'Connection': 'close'})  # it may have sent more

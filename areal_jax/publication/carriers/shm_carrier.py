@@ -242,6 +242,7 @@ class ShmReceiver:
 
     def _search_order(self) -> list[int]:
         """All places, the newest chain first."""
+        self._segment.require_places()
         newest = self._segment.newest
         return sorted(range(self._segment.n_places), key=lambda place: place != newest)
 

@@ -48,5 +48,5 @@ def read_row(row: memoryview) -> ReaderRow | None:
     if _CRC.pack(zlib.crc32(content)) != crc:
         return None
     size, name, holds, when_ns, version, digest = _ROW.unpack(content)
-    held = None if version == _NOTHING else Held(version, digest.rstrip(b'\0').decode())
-    return ReaderRow(name[:size].decode(), holds, when_ns, held) if size else None
+    held = None if version == _NOTHING else Held(version, digest.rstrip(b'\0').decode(errors='replace'))
+    return ReaderRow(name[:size].decode(errors='ignore'), holds, when_ns, held) if size else None

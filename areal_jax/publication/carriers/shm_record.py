@@ -64,7 +64,9 @@ def read_entries(place: memoryview, n_records: int) -> list[Entry]:
             raise PublicationError(f'record {len(entries)} of a chain of weights in shared memory is damaged')
         _, version, header_bytes, total, digest, header_crc = _PREFIX.unpack(prefix)
         at = start + _align(_PREFIX_BYTES)
-        held = Held(version, digest.rstrip(b'\0').decode())
+        if at + header_bytes > start + total or start + total > len(place):
+            raise PublicationError(f'record {len(entries)} of a chain of weights in shared memory has {total} bytes')
+        held = Held(version, digest.rstrip(b'\0').decode(errors='replace'))
         entries.append(Entry(held, slice(at, at + header_bytes), header_crc, start + total))
         start += total
     return entries

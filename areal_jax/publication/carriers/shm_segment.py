@@ -93,6 +93,15 @@ class Segment:
     def is_valid(self) -> bool:
         return bool(self._words[_MAGIC_AT] == _MAGIC)
 
+    def require_places(self) -> None:
+        """Raises PublicationError where the control tells of more than the file holds; for readers."""
+        size = os.fstat(self.descriptor).st_size
+        if self.n_places > MOST_PLACES or CONTROL_BYTES + self.n_places * self.place_bytes > size:
+            raise PublicationError(
+                f'{self.path} is damaged: it has {size} bytes, and its control tells of {self.n_places} places of '
+                f'{self.place_bytes}: start the run again'
+            )
+
     def sequence(self, place: int) -> int:
         """Odd while the writer replaces the chain there, and another even number for each chain."""
         return int(self._words[self._row(place)])

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import enum
 import json
+import reprlib
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from areal_jax.files import decode_json
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Part
 
 FRAME_BYTES = 1 << 20  # of a part in one frame; the sender computes the crc of one while the reader checks another
 _MOST_BYTES = 64 << 20  # of any payload; a header has about 100 bytes a leaf
+_LEAVES, _BYTES, _VERSIONS = range(1 << 32), range(1 << 64), range(-(1 << 63), 1 << 63)  # what a prefix can say
 _MAGIC = b'ajw1'
 _FIELDS = struct.Struct('!4sB3xqIIQ')
 _CRC = struct.Struct('!I')
@@ -121,7 +124,7 @@ def decode_hello(payload: Part) -> Hello:
     """Raises FrameError for anything else."""
     found = _read_object(payload)
     name = found.get('name')
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or not name.isprintable():
         raise FrameError(f'a reader of weights has the name {name!r}')
     return Hello(name, _read_held(found.get('held')))
 
@@ -135,8 +138,11 @@ def decode_request(payload: Part) -> Request:
     """Raises FrameError for anything else."""
     found = _read_object(payload)
     version, leaf, offset = (_read_number(found, key) for key in ('version', 'leaf', 'offset'))
-    if min(leaf, offset) < 0:
-        raise FrameError(f'a reader of weights asks for the bytes from leaf {leaf}, offset {offset} on')
+    if version not in _VERSIONS or leaf not in _LEAVES or offset not in _BYTES:
+        raise FrameError(
+            f'a reader of weights asks for version {_shorten(version)}, the bytes from leaf {_shorten(leaf)}, offset '
+            f'{_shorten(offset)} on'
+        )
     return Request(version, _read_held(found.get('known')), _read_held(found.get('partial')), leaf, offset)
 
 
@@ -147,7 +153,7 @@ def encode_held(held: Held) -> bytes:
 def decode_held(payload: Part) -> Held:
     """Raises FrameError for anything else."""
     try:
-        held = _read_held(json.loads(bytes(payload)))
+        held = _read_held(decode_json(bytes(payload)))
     except ValueError as error:
         raise FrameError(f'a reader of weights sent no JSON ({error})') from error
     if held is None:
@@ -161,7 +167,7 @@ def _pair(held: Held) -> tuple[int, str]:
 
 def _read_object(payload: Part) -> Mapping[str, object]:
     try:
-        found = json.loads(bytes(payload))
+        found = decode_json(bytes(payload))
     except ValueError as error:
         raise FrameError(f'a reader of weights sent no JSON ({error})') from error
     if not isinstance(found, dict):
@@ -172,13 +178,20 @@ def _read_object(payload: Part) -> Mapping[str, object]:
 def _read_number(found: Mapping[str, object], key: str) -> int:
     value = found.get(key)
     if type(value) is not int:
-        raise FrameError(f'a reader of weights asks with {key}={value!r}')
+        raise FrameError(f'a reader of weights asks with {key}={_shorten(value)}')
     return value
 
 
 def _read_held(found: object) -> Held | None:
     if found is None:
         return None
-    if not isinstance(found, list) or [type(value) for value in found] != [int, str]:
-        raise FrameError(f'a reader of weights names the version {found!r}')
-    return Held(*found)
+    if isinstance(found, list) and [type(value) for value in found] == [int, str]:
+        version, digest = found
+        if version in _VERSIONS and digest.isascii():
+            return Held(version, digest)
+    raise FrameError(f'a reader of weights names the version {_shorten(found)}')
+
+
+def _shorten(value: object) -> str:
+    """A part of what the other end has sent, however deep or long it is."""
+    return reprlib.repr(value)

@@ -172,7 +172,13 @@ class StreamReceiver:
             raise FrameError(f'version {header.version} goes on at a place that nobody asked for')
         needed = sum(map(_align, header.sizes))
         if len(self._buffer) < needed:
-            self._buffer = bytearray(needed)
+            try:
+                self._buffer = bytearray(needed)
+            except (MemoryError, OverflowError) as error:
+                raise PublicationError(
+                    f'version {header.version} has {needed} bytes, and this process has no memory for them: give it '
+                    'more, or look what sends weights at that address'
+                ) from error
         return _PartialRecord(header, memoryview(self._buffer))
 
 
