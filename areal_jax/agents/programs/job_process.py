@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from areal_jax.agents.programs.endings import describe_exit, find_secrets, hide_secrets, shorten
 from areal_jax.errors import UserError
@@ -123,7 +124,7 @@ class JobProcess:
             self._unsent.clear()
             while line := await reader.readline():
                 with contextlib.suppress(ValueError):  # cut by the end of the process
-                    self._take(decode_json(line))
+                    self._take(cast(JsonObject, decode_json(line)))
         except (OSError, ValueError) as error:
             self._reason = self._reason or f'it said what is no reply ({error})'
         finally:
