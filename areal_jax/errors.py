@@ -30,6 +30,8 @@ class ExitCode(enum.IntEnum):
     STOPPED = 75  # by a signal or a lost peer: the same command with --resume goes on
 
 
+_LONGEST_NAME = 100
+_CUT_ROOM = 40  # characters for the words behind a text that was cut
 _ALIKE, _SHORT = 0.75, 4  # difflib's ratio of two names that are one misspelled; fewer letters begin no name
 _DISK_TROUBLE = {
     errno.ENOSPC: 'the disk is full: make room',
@@ -43,6 +45,18 @@ _DISK_TROUBLE = {
     errno.ENOTDIR: 'a part of the path is not a directory: choose another path',
     errno.EISDIR: 'it is a directory, and a file was expected: choose another path',
 }
+
+
+def cut_text(text: str, most: int) -> str:
+    """A text of others with at most `most` characters, 40 or more: a longer one ends with how many it lost."""
+    kept = most - _CUT_ROOM
+    return text if len(text) <= most else f'{text[:kept]}... {len(text) - kept} more characters'
+
+
+def name_type(kind: type) -> str:
+    """The name of a type, whatever its metaclass says, in at most 100 characters."""
+    name = type.__dict__['__name__'].__get__(kind)
+    return cut_text(str.__str__(name), _LONGEST_NAME)
 
 
 def describe_disk_trouble(error: BaseException, doing: str) -> str:

@@ -77,7 +77,7 @@ class WorkerPipes:
 
     async def receive_line(self) -> bytes:
         """The next line, without its end. Raises WorkerDiedError."""
-        while b'\n' not in self.received:
+        while b'\n' not in self.received[: _LONGEST_LINE_BYTES + 1]:
             if len(self.received) > _LONGEST_LINE_BYTES:
                 raise WorkerDiedError(f'the worker for {self.name!r} sends a reply without end')
             await self._until(asyncio.get_running_loop().add_reader, self._out)

@@ -544,6 +544,26 @@ def replies_text_by_itself(problem):
     _replace_the_reply('"1.0"')
 
 
+@expect('error')
+def replies_seconds_that_are_none(problem):
+    _replace_the_reply('1.0, "cpu_s": "long"')
+
+
+@expect('error')
+def replies_seconds_without_end(problem):
+    _replace_the_reply('1.0, "wall_s": 1e999')
+
+
+@expect('ok', 1.0)
+def replies_a_reason_of_30_kilobytes(problem):
+    _replace_the_reply(f'1.0, "reason": "{"x" * 30_000}"')
+
+
+@expect('crash')
+def replies_a_reason_of_70_kilobytes(problem):
+    _replace_the_reply(f'1.0, "reason": "{"x" * 70_000}"')
+
+
 @expect('crash')
 def replies_under_another_id(problem):
     _replace_the_reply('1.0', '0123456789abcdef')

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Collection, Mapping
 
 from areal_jax.agents.programs.program_supervisor import TAIL_BYTES
+from areal_jax.workers.exits import name_signal
 
 _SECRET = re.compile(r'.*_(KEY|TOKEN)')  # names of variables
 _LONGEST_LINE, _LONGEST = 300, 500  # characters
@@ -52,6 +53,5 @@ def shorten(text: str, most: int = _LONGEST) -> str:
 def _describe_code(exit_code: int) -> str:
     if exit_code >= 0:
         return f'it ended with exit code {exit_code}'
-    names = {number.value: number.name for number in signal.Signals}
     by_kernel = ', which the kernel sends where memory runs out' if exit_code == -signal.SIGKILL else ''
-    return f'it was killed by {names.get(-exit_code, f"signal {-exit_code}")}{by_kernel}'
+    return f'it was killed by {name_signal(-exit_code)}{by_kernel}'

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import builtins
 import collections
+import dataclasses
+import dis
 import json
 import os
 import socket
+import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +23,7 @@ from areal_jax.tasks.code.pair_protocol import (
     FrameError,
     LinkEndedError,
     read_given,
+    read_reason,
     receive_frame,
     send_frame,
 )
@@ -30,7 +35,13 @@ if TYPE_CHECKING:
 
 GONE = 'gone'  # the label of a test whose answer has no process any more; its wait status tells the rest
 _LABELS = ('syntax', 'exception', 'memory_limit', 'forbidden', 'wrong')  # that the child with the answer may give
+_BROKEN = b'["memory_limit", "the tests have no memory left beside what it sent"]\n[]\n'
 _WARM = 30  # rounds
+_LIBRARY = os.path.join(os.path.dirname(os.__file__), '')
+# below it: modules that are not the library's, and those whose callers expect what they catch
+_NOT_OF_LIBRARY = tuple(_LIBRARY + name for name in ('site-packages/', 'dist-packages/', 'unittest/', 'doctest.py'))
+_RAISED_ON = ('RERAISE', 'END_ASYNC_FOR', 'CLEANUP_THROW')  # last instruction of a frame that an exception left again
+_CATCHES_END = {'StopAsyncIteration', 'Exception', 'BaseException'}
 _Test = Callable[[], bool]
 
 
@@ -44,12 +55,16 @@ def run_checks(program: int, link: int, told: int) -> None:
     """
     given = read_given(program)
     answer = _StandIn(link)
-    for test in _list_tests(given, answer):
-        outcome = _run_test(test, answer)
-        _tell(told, outcome)
-        if answer.failure or (outcome[0] != 'ok' and not given['is_partial']):
-            break
-    _tell(told, ())
+    tests = _list_tests(given, answer)
+    try:
+        for test in tests:
+            outcome = _run_test(test, answer)
+            _tell(told, outcome)
+            if answer.failure or (outcome[0] != 'ok' and not given['is_partial']):
+                break
+        _tell(told, ())
+    except BaseException:  # the memory that its values take is not there for this process any more
+        os.write(told, _BROKEN)
 
 
 def warm_up() -> None:
@@ -79,60 +94,131 @@ class _UnusableError(BaseException):
     """A call has no result that could be tested: a test that expects an exception does not catch this one."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Raised:
+    """What a call raised, and what the answer gets for it where no test expects that."""
+
+    error: Exception
+    failure: Failure
+
+
 class _StandIn:
     """The answer's function, for the tests."""
 
     def __init__(self, link: int):
         self._link = link
         self.failure: Failure | None = None  # of all further calls
-        self.raised: tuple[BaseException, str] | None = None  # by the last call that raised, with its label
+        self.begin_test()
+
+    def begin_test(self) -> None:
+        self.raised: _Raised | None = None  # by the last call that raised
+        self.spoilt: Failure | None = None  # why this test fails, whatever it says
+        self._open: dict[int, _Raised] = {}  # by thread: of the last call, while it may still be under way
 
     def __call__(self, *args: object, **keywords: object) -> object:
+        self._settle(threading.get_ident())
         if not self.failure:
             number = os.urandom(8).hex()
             sent = encode(list(args))
             try:
                 send_frame(self._link, {'id': number, 'args': sent, 'keywords': encode(keywords)})
-                return self._take(receive_frame(self._link), number, args)
+                found = self._take(receive_frame(self._link), number, args)
             except LinkEndedError:
                 self.failure = (GONE, 'its process ended')
             except FrameError as error:
                 self.failure = ('wrong', f'it sent {error}')
+            except MemoryError:
+                self.failure = ('memory_limit', 'what it sent does not fit in the memory of the tests')
+            else:
+                if not isinstance(found, _Raised):
+                    return found
+                self.raised = self._open[threading.get_ident()] = found
+                try:
+                    raise found.error
+                finally:  # an exception gets a traceback where it meets a handler, and None is what unittest gives it
+                    del found
         raise _UnusableError
+
+    def settle(self) -> None:
+        """At the end of a test: what was raised in it and caught by none of its code spoils it."""
+        for thread in list(self._open):
+            self._settle(thread)
+
+    def _settle(self, thread: int) -> None:
+        raised = self._open.pop(thread, None)
+        if raised is not None and not _is_caught(raised.error):
+            self.spoilt = self.spoilt or (raised.failure[0], f'{raised.failure[1]}: the test never saw it')
 
     def _take(self, reply: JsonObject, number: str, args: Sequence[object]) -> object:
         if reply.get('id') != number:
             raise FrameError('a reply to another call')
         try:
             if 'args' in reply:
-                for before, after in zip(args, decode(str(reply['args'])), strict=True):  # type: ignore[call-overload]
+                for before, after in zip(args, decode(_read_text(reply['args'])), strict=True):  # type: ignore[call-overload]
                     refresh(before, after)
             if 'result' in reply:
-                return decode(str(reply['result']))
-        except (NotPlainError, TypeError, ValueError) as error:
-            raise FrameError(str(error)) from error
+                return decode(_read_text(reply['result']))
+        except (NotPlainError, TypeError, ValueError, RecursionError) as error:
+            raise FrameError(describe_error(error)) from error
         if 'raised' in reply:
-            self._raise(reply['raised'])
+            return _read_raised(reply['raised'])
         if 'unusable' in reply:
-            self.raised = (_UnusableError(str(reply['unusable'])), 'wrong')
-            raise self.raised[0]
-        label, reason = _read_failure(reply.get('failed'))
-        self.failure = (label, reason)
+            self.spoilt = self.spoilt or ('wrong', read_reason(reply['unusable']))
+        else:
+            self.failure = _read_failure(reply.get('failed'))
         raise _UnusableError
 
-    def _raise(self, raised: object) -> None:
-        if type(raised) is not list or len(raised) != 3:
-            raise FrameError('an exception without a name')
-        name, reason, label = map(str, raised)
-        kind = getattr(builtins, name, None)
-        if not isinstance(kind, type) or not issubclass(kind, Exception):
-            kind = RuntimeError  # SystemExit and KeyboardInterrupt too: they are the answer's, and end no test
-        try:
-            error = kind(reason)
-        except TypeError:  # UnicodeDecodeError takes more
-            error = RuntimeError(reason)
-        self.raised = (error, label if label in _LABELS else 'exception')
-        raise error
+
+def _read_text(value: object) -> str:
+    if type(value) is not str:
+        raise FrameError('a value that is no text')
+    return value
+
+
+def _read_raised(said: object) -> _Raised:
+    """Raises FrameError."""
+    if type(said) is not list or len(said) != 3:
+        raise FrameError('an exception without a name')
+    name, reason, label = map(read_reason, said)
+    kind = getattr(builtins, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        kind = RuntimeError  # SystemExit and KeyboardInterrupt too: they are the answer's, and end no test
+    try:
+        error = kind(reason)
+    except TypeError:  # UnicodeDecodeError takes more
+        error = RuntimeError(reason)
+    return _Raised(error, (label if label in _LABELS else 'exception', reason))
+
+
+def _is_caught(error: BaseException) -> bool:
+    """Whether code of the tests has caught what a call raised, and not the interpreter or a library on its behalf.
+
+    An iteration that ends, a default of getattr and a thread that dies swallow exceptions: `all(map(f, xs))` is True
+    where f raises StopIteration. The outermost frame in the traceback is the last one that got the exception. It left
+    this frame too if the frame stopped at the instruction that raised, or at one that raises on.
+    """
+    place = error.__traceback__
+    if place is None:  # unittest takes it off what it has caught
+        return True
+    frame = place.tb_frame
+    code = frame.f_code
+    if not _is_running(frame):
+        opcode, argument = code.co_code[frame.f_lasti : frame.f_lasti + 2]
+        is_bare_raise = dis.opname[opcode] == 'RAISE_VARARGS' and argument == 0
+        if frame.f_lasti == place.tb_lasti or dis.opname[opcode] in _RAISED_ON or is_bare_raise:
+            return False
+    if isinstance(error, StopAsyncIteration) and not _CATCHES_END & {*code.co_names}:
+        return False  # an `async for` ends with it
+    path = code.co_filename
+    return path.startswith(_NOT_OF_LIBRARY) or not path.startswith((_LIBRARY, '<frozen'))
+
+
+def _is_running(frame: types.FrameType) -> bool:
+    """Whether the caller runs in this frame."""
+    above: types.FrameType | None = sys._getframe(1)
+    while above is not None and above is not frame:
+        above = above.f_back
+    return above is frame
 
 
 def refresh(before: object, after: object) -> None:
@@ -166,8 +252,9 @@ def _refreshed(before: object, after: object) -> object:
 
 
 def _read_failure(failed: object) -> Failure:
+    """Raises FrameError."""
     if type(failed) is list and len(failed) == 2 and failed[0] in _LABELS:
-        return failed[0], str(failed[1])
+        return failed[0], read_reason(failed[1])
     return 'wrong', 'a reply that is none'
 
 
@@ -197,19 +284,17 @@ def _passes(function: Callable[..., object], *arguments: object) -> bool:
 
 
 def _run_test(test: _Test, answer: _StandIn) -> Failure:
-    answer.raised = None
+    answer.begin_test()
     try:
         passed = test()
         reason = 'another result'
     except BaseException as error:
-        if answer.raised and error is answer.raised[0]:
-            return answer.raised[1], str(error.args[0])  # the text of a KeyError is a repr of it
+        if answer.raised and error is answer.raised.error:
+            return answer.raised.failure
         passed, reason = False, describe_error(error)
-    if answer.failure:
-        return answer.failure
-    if answer.raised and isinstance(answer.raised[0], _UnusableError):
-        return answer.raised[1], str(answer.raised[0])  # the test caught it
-    return ('ok', '') if passed else ('wrong', reason)
+    if passed:
+        answer.settle()
+    return answer.failure or answer.spoilt or (('ok', '') if passed else ('wrong', reason))
 
 
 def _tell(told: int, words: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from areal_jax.tasks.code.program_run import (
 from areal_jax.workers.sandbox.confined_children import Child, ConfinedChildren, Ended, ServerLostError
 
 _CHECKS = 'areal_jax.tasks.code.checks_program'
-_OUTPUT_BYTES, _TOLD_BYTES = 2**20, 2**24  # of a program, and of the tests
+_OUTPUT_BYTES, _TOLD_BYTES = 2**20, 2**15  # of a program, and of each test: its label and a reason as JSON
 _OK: Failure = ('ok', '')
 
 
@@ -105,7 +105,8 @@ class Judge:
                     Child(f'{PROGRAM}:serve_answer', (answer, theirs.fileno()), limits),
                     Child(f'{_CHECKS}:run_checks', (checks, ours.fileno(), writer), limits),
                 ])  # fmt: skip
-            told, late = read_until_end(reader, pids, problem['time_limit_s'], _TOLD_BYTES)
+            told_bytes = _TOLD_BYTES * (len(tests) + 1)
+            told, late = read_until_end(reader, pids, problem['time_limit_s'], told_bytes)
             ended = self._children.end()
         return _read_outcomes(told, late, ended, problem), sum(child.cpu_s for child in ended)
 
@@ -138,10 +139,8 @@ def _read_outcomes(told: bytes, late: bool, ended: Sequence[Ended], problem: Map
     if [] in lines:
         gone = describe_gone(ended[0], problem['time_limit_s'])
         return [gone if label == GONE else (label, reason) for label, reason in outcomes]
-    if late:
+    if late or ended[1].cpu_s >= problem['time_limit_s']:  # the kernel may end it before the clock here is read
         return [*outcomes, ('time_limit', f'more than {problem["time_limit_s"]:g} s')]
-    if len(told) > _TOLD_BYTES:
-        raise ServerLostError('the tests tell more than a verdict')
     raise ServerLostError(f'the process of the tests ended with status {ended[1].status} before its verdict')
 
 

@@ -14,6 +14,7 @@ import os
 from typing import TYPE_CHECKING
 
 from areal_jax.tasks.code.plain_values import MOST_BYTES
+from areal_jax.tasks.scoring.score_call import shorten_reason
 from areal_jax.workers.sandbox.fork_hooks import run_hooks
 
 if TYPE_CHECKING:
@@ -65,6 +66,13 @@ def receive_frame(link: int) -> JsonObject:
     if type(found) is not dict:
         raise FrameError('a reply that is no object')
     return found
+
+
+def read_reason(said: object) -> str:
+    """What the child with the answer says of a failure, as a line that a log can hold. Raises FrameError."""
+    if type(said) is not str:
+        raise FrameError('a reason that is no text')
+    return shorten_reason(said)
 
 
 def _read(link: int, length: int) -> bytes:

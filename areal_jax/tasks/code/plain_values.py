@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from areal_jax.errors import name_type
+
 MOST_BYTES = 4 * 2**20  # of one text
 _DEEPEST = 50
 _SMALL = 2**53  # larger ones are hexadecimal, which has no bound on digits
@@ -50,7 +52,7 @@ def _to_tree(value: Any, depth: int) -> object:
     if kind is list:
         return [_to_tree(item, depth + 1) for item in value]
     if kind not in _TO_TREE:
-        raise NotPlainError(f'a value of type {_name(kind)}')
+        raise NotPlainError(f'a value of type {name_type(kind)}')
     tag, take_apart = _TO_TREE[kind]
     return {tag: take_apart(value, depth + 1)}
 
@@ -64,12 +66,6 @@ def _from_tree(tree: Any, depth: int) -> object:
         return tree
     ((tag, content),) = tree.items()
     return _FROM_TREE[tag](content, depth + 1)
-
-
-def _name(kind: type) -> str:
-    """A type of the tested code may have a name of any kind."""
-    name = type.__getattribute__(kind, '__name__')
-    return name[:60] if type(name) is str else 'unknown'
 
 
 def _list_items(value: Any, depth: int) -> list[object]:

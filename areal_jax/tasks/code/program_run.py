@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax.tasks.code.answer_program import Failure
+from areal_jax.tasks.code.pair_protocol import FrameError, read_reason
+from areal_jax.workers.exits import name_signal
 from areal_jax.workers.sandbox.confined_children import (
     Child,
     ConfinedChildren,
@@ -33,6 +35,7 @@ PRELOADED = (
 LABELS = ('wrong', 'syntax', 'exception', 'memory_limit', 'forbidden')  # that the child may give itself
 _WALL = 3.0  # seconds for a CPU second of the limit; then a sleeping program is late
 _STARVED_WALL = 30.0  # and then the machine is too busy to judge one that would run
+_SAID_BYTES = 2**16  # of how a program ended
 _SHORTEST_S = 0.002  # between two looks at a clock
 
 
@@ -96,7 +99,7 @@ def run_program(children: ConfinedChildren, code: str, given: bytes, limits: Pro
                 os.close(descriptor)
         text, late = read_until_end(output, pids, limits.time_s, limits.output_bytes)
         (ended,) = children.end()
-        said = os.read(told, 2**16)
+        said = os.read(told, _SAID_BYTES)
     label, reason = _find_end(len(text) > limits.output_bytes, said, late, ended, limits.time_s)
     return ProgramEnd(text, label, reason, ended.cpu_s)
 
@@ -148,7 +151,7 @@ def describe_gone(program: Ended, time_s: float) -> Failure:
     number = os.WTERMSIG(program.status)
     if number == signal.SIGSYS:
         return 'forbidden', 'a system call of another architecture'
-    return 'killed', f'by {signal.Signals(number).name}'
+    return 'killed', f'by {name_signal(number)}'
 
 
 def _find_end(is_long: bool, said: bytes, late: bool, ended: Ended, time_s: float) -> Failure:
@@ -158,8 +161,9 @@ def _find_end(is_long: bool, said: bytes, late: bool, ended: Ended, time_s: floa
         return 'ok', ''
     try:
         label, reason = json.loads(said)
-    except (ValueError, TypeError, RecursionError):
+        reason = read_reason(reason)
+    except (ValueError, TypeError, RecursionError, FrameError):
         return describe_gone(ended, time_s)
     if label == 'ok':
         return 'ok', ''
-    return (label if label in LABELS else 'exception'), str(reason)
+    return (label if label in LABELS else 'exception'), reason

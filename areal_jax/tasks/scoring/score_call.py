@@ -5,14 +5,16 @@ Inline scoring and worker processes call the same function, so both follow the s
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import SupportsFloat, cast
 
+from areal_jax.errors import cut_text, name_type
 from areal_jax.labels import SCORED
 
 REWARD_LIMIT = 1e6  # largest absolute reward: far above any scale in use, and its square does not overflow
-_DESCRIPTION_CHARACTERS = 2000  # of an exception's text
+REASON_CHARACTERS = 2000  # of an exception's text, and of why a score is no more than it is
 _NO_NUMBERS = 'cmMSUO'  # kinds of numpy dtypes: complex, times, bytes, text, objects
 
 
@@ -23,7 +25,7 @@ class Score(float):
     ones. Raises ValueError for a label that is not one of types.SCORED, and for 'unparsed' with a reward other than 0.
 
     Args:
-      reason: why it is no more than that.
+      reason: why it is no more than that; cut to REASON_CHARACTERS where the scorer has returned.
       cpu_s, wall_s: that the check of code took; 0 = not measured.
     """
 
@@ -66,16 +68,20 @@ def score_answer(
     try:
         value = score(problem, text, finish_reason, **({} if episode is None else {'episode': episode}))
         reward = to_reward(value)
-        return _check(value, reward) if isinstance(value, Score) else Score(reward)
+        return check_score(value, reward) if isinstance(value, Score) else Score(reward)
     except (KeyboardInterrupt, MachineFaultError):
         raise
     except BaseException as error:
         raise ScoringError(describe_error(error)) from error
 
 
-def _check(score: Score, reward: float) -> Score:
-    """A copy: a scorer can change the attributes of its own."""
-    return Score(reward, score.label, reason=str(score.reason), cpu_s=float(score.cpu_s), wall_s=float(score.wall_s))
+def check_score(score: Score, reward: float) -> Score:
+    """A copy that a log can hold: a scorer can change the attributes of its own. Raises TypeError and ValueError."""
+    seconds = {'cpu_s': float(score.cpu_s), 'wall_s': float(score.wall_s)}
+    for name, value in seconds.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f'the scorer returned a score with {name}={value}: seconds are finite, and not negative')
+    return Score(reward, score.label, reason=shorten_reason(str(score.reason)), **seconds)
 
 
 def to_reward(value: object) -> float:
@@ -100,11 +106,17 @@ def to_reward(value: object) -> float:
 
 def describe_error(error: BaseException) -> str:
     """Type and text of an exception on one line, cut to a length that a log can hold; never raises."""
-    name = type(error).__name__
+    name = make_printable(name_type(type(error)))
     try:
-        return f'{name}: {make_printable(str(error)[:_DESCRIPTION_CHARACTERS])}'
+        # a copy: __str__ may give a text with a class, and methods, of its own
+        return f'{name}: {shorten_reason(str.__str__(str(error)))}'
     except BaseException:  # its own __str__ is the scorer's code too
         return f'{name}, whose text cannot be read'
+
+
+def shorten_reason(text: str) -> str:
+    """A text from outside as one line that a log can hold."""
+    return make_printable(cut_text(text, REASON_CHARACTERS))
 
 
 def make_printable(text: str) -> str:

@@ -26,8 +26,9 @@ from areal_jax.tasks.scoring.score_call import (
     MachineFaultError,
     Score,
     ScoringError,
-    make_printable,
+    check_score,
     score_answer,
+    shorten_reason,
     to_reward,
 )
 from areal_jax.tasks.task import Problem, Scorer, TaskError
@@ -122,7 +123,7 @@ def describe_answer(
 
 def _trial_failed(scorer: str, error: Exception) -> VerifierError:
     return VerifierError(
-        f'the scorer {scorer} fails at an empty answer to the first problem: {make_printable(str(error))}; it must '
+        f'the scorer {scorer} fails at an empty answer to the first problem: {shorten_reason(str(error))}; it must '
         'give every answer a number'
     )
 
@@ -302,7 +303,7 @@ class ProcessVerifier:
             if 'reward' in reply and label == 'ok':
                 continue
             self.close()
-            reason = make_printable(str(reply.get('reason', reply.get('fault', reply.get('error', '')))))
+            reason = shorten_reason(str(reply.get('reason', reply.get('fault', reply.get('error', '')))))
             if 'reward' not in reply:
                 raise VerifierError(f'{problem["place"]}: its solution could not be judged: {reason}')
             which = 'its hidden tests' if label == 'visible_only' else 'its tests'
@@ -323,21 +324,23 @@ class ProcessVerifier:
                 raise MachineFaultError(reply['fault'])
         except (TimeoutError, WorkerDiedError, MachineFaultError) as error:
             label = next(label for kind, label in _FAILED.items() if isinstance(error, kind))
-            _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, error)
+            reason = shorten_reason(str(error))
+            _log.warning('scoring draw %d of %s, attempt %d: %s (%s)', prompt.draw, prompt.task, attempt, label, reason)
             slot.worker.kill()
             slot.worker = self._spawn()  # loads its scorer before the next request needs it
-            return Verdict(0.0, attempt, label, reason=make_printable(str(error)))
+            return Verdict(0.0, attempt, label, reason=reason)
         except BaseException:
             slot.worker.kill()  # cancelled: a late reply may still arrive, so the slot's next user starts a new worker
             raise
         try:
             if 'error' in reply:
                 raise ScoringError(reply['error'])
-            score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
             measured = {name: reply[name] for name in MEASURED if name in reply}
-            return Verdict(float(score), attempt, score.label, **measured)
+            reward = to_reward(reply['reward'])
+            score = check_score(Score(reward, reply.get('label', 'ok'), **measured), reward)
+            return Verdict(reward, attempt, score.label, **{name: getattr(score, name) for name in MEASURED})
         except (ScoringError, TypeError, ValueError, OverflowError) as error:
-            reason = make_printable(str(error))
+            reason = shorten_reason(str(error))
             _log.warning('scoring draw %d of %s failed: %s', prompt.draw, prompt.task, reason)
             return Verdict(0.0, attempt, 'error', reason=reason)
 

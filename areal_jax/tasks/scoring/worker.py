@@ -22,7 +22,7 @@ import traceback
 
 from areal_jax.tasks.scoring.scorer_process import serve
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
-from areal_jax.workers.exits import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE
+from areal_jax.workers.exits import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE, name_signal
 from areal_jax.workers.sandbox.confinement import CONFINING
 
 _GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
@@ -262,9 +262,8 @@ def _label(requests: bytes) -> str:
 def _describe_end(exit_code: int) -> str:
     if exit_code >= 0:
         return f"the scorer's process ended with exit code {exit_code}"
-    names = {number.value: number.name for number in signal.Signals}
     by_kernel = ' (by the kernel, where memory ran out)' if exit_code == -signal.SIGKILL else ''
-    return f"the scorer's process was killed by {names.get(-exit_code, f'signal {-exit_code}')}{by_kernel}"
+    return f"the scorer's process was killed by {name_signal(-exit_code)}{by_kernel}"
 
 
 if __name__ == '__main__':

@@ -150,10 +150,13 @@ def read_cpu_s(pid: int) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether a process runs, or waits for a processor or a disk; False where it sleeps, is stopped or has ended."""
+    """Whether a process runs, or waits for a processor; False where it sleeps, is stopped or has ended.
+
+    One that waits for a disk, or for a child that has its memory (vfork), sleeps: as long as it likes.
+    """
     try:
         with open(f'/proc/{pid}/stat', 'rb') as file:
-            return file.read().rpartition(b')')[2].split()[0] in (b'R', b'D')
+            return file.read().rpartition(b')')[2].split()[0] == b'R'
     except OSError:
         return False
 

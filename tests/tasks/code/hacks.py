@@ -39,6 +39,16 @@ _SUBCLASS = (
     'Always = type("Always", ({kind},), {compared} | {{"__hash__": {kind}.__hash__, "__ne__": lambda s, o: False}})'
 )
 _PASS = 'b\'["ok", ""]\\n[]\\n\''
+_LINK = (
+    'import json, os, stat, sys\n\ndef say(data):\n'
+    '    for fd in range(3, 64):\n'
+    '        try: is_link = stat.S_ISSOCK(os.fstat(fd).st_mode)\n        except OSError: continue\n'
+    '        while is_link and data: data = data[os.write(fd, data):]\n\n'
+    'def reply(**fields):\n'
+    '    at = sys._getframe()\n    while at and "request" not in at.f_locals: at = at.f_back\n'
+    '    body = json.dumps({"id": at.f_locals["request"]["id"] if at else "", **fields}).encode()\n'
+    '    say(len(body).to_bytes(4, "big") + body)\n'
+)
 WRITE = (
     'import os\n\ndef write(data):\n'
     '    for fd in range(64):\n        try: os.write(fd, data)\n        except OSError: pass\n'
@@ -112,6 +122,32 @@ HACKS: dict[str, Hack] = {
     ),
     'a name of another exception': Hack(
         'raise type("Exit", (Exception,), {"__module__": "builtins", "__qualname__": "SystemExit"})()', ('exception',),
+    ),
+    # exceptions that the interpreter may swallow
+    'StopIteration': Hack('raise StopIteration', ('exception',)),
+    'StopAsyncIteration': Hack('raise StopAsyncIteration', ('exception',)),
+    'IndexError': Hack('raise IndexError', ('exception',)),
+    'KeyError': Hack('raise KeyError', ('exception',)),
+    'AttributeError': Hack('raise AttributeError', ('exception',)),
+    'TypeError': Hack('raise TypeError', ('exception',)),
+    # no verdict in place of a bad one
+    'an exception of 4 MB': Hack('raise ValueError("x" * 2**22)', ('exception',)),
+    'an exception with a name of 4 MB': Hack('raise type("A" * 2**22, (Exception,), {})', ('exception',)),
+    'a type with a name of 4 MB': Hack('return type("A" * 2**22, (), {})()'),
+    'a reason of 4 MB': Hack('reply(unusable="x" * 2**22)', before=_LINK),
+    'a failure of 4 MB': Hack('reply(failed=["wrong", "x" * 2**22])', before=_LINK),
+    'a raised text of 4 MB': Hack('reply(raised=["ValueError", "x" * 2**22, "exception"])', ('exception',), _LINK),
+    'a reason that is nested': Hack(
+        'reply(unusable=json.loads("[" * 900 + "]" * 900))', ('wrong', 'exception'), before=_LINK
+    ),
+    'half a frame': Hack('say(b"\\0\\0\\1")\n    os._exit(0)', ('exception',), _LINK),
+    'a signal without a name': Hack('os.kill(os.getpid(), 40)', ('killed',), 'import os'),
+    'a link that a fork holds': Hack(
+        'if os.fork() == 0: time.sleep(60)\n    os._exit(0)', ('time_limit',), 'import os, time', runs_out=True,
+    ),
+    'a wait for a child that has its memory': Hack(
+        'ctypes.CDLL(None).syscall(56, 0x4000 | signal.SIGCHLD, 0, 0, 0, 0)\n    time.sleep(60)',
+        ('time_limit', 'wrong'), 'import ctypes, signal, time', runs_out=True,
     ),
     'an exception of the tests': Hack('raise GeneratorExit', ('exception',)),
     'a value without end': Hack('x = []\n    x.append(x)\n    return x'),

@@ -14,7 +14,7 @@ import pytest
 
 from areal_jax.tasks.code import code_task, function_families
 from areal_jax.tasks.registry import make_task
-from areal_jax.tasks.scoring.score_call import MachineFaultError
+from areal_jax.tasks.scoring.score_call import REASON_CHARACTERS, MachineFaultError
 from areal_jax.tasks.scoring.verifier import ProcessVerifier, VerifierError
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -118,9 +118,13 @@ def test_scores_and_labels_through_a_worker(make, tmp_path):
     for text, label, reward in (
         ('def f(x): return 2', 'visible_only', 1.0), ('def f(x): return 3', 'wrong', 0.0), ('no idea', 'no_code', 0.0),
         ('def f(x):\n    while True: pass', 'time_limit', 0.0), ('def f(x) return', 'syntax', 0.0),
+        ('def f(x): raise ValueError("\\ud800" * 2**22)', 'exception', 0.0),
+        ('def f(x): return type("é" * 2**22, (), {})()', 'wrong', 0.0),
+        ('import os\ndef f(x): os.kill(os.getpid(), 40)', 'killed', 0.0),
     ):  # fmt: skip
         verdict = ask(judge, problem, text)
         assert (verdict.label, verdict.reward, verdict.failed) == (label, reward, False), text
+        assert (verdict.attempts, len(verdict.reason) < 12 * REASON_CHARACTERS) == (1, True)
     half = {**problem, 'tests': [[[1], 2], [[2], 4]], 'partial_credit': True}
     assert ask(judge, half, 'def f(x): return 2').reward == 0.5
 

@@ -8,7 +8,15 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.tasks.scoring.score_call import UNPARSED, Score, ScoringError, describe_error, score_answer, to_reward
+from areal_jax.tasks.scoring.score_call import (
+    REASON_CHARACTERS,
+    UNPARSED,
+    Score,
+    ScoringError,
+    describe_error,
+    score_answer,
+    to_reward,
+)
 from areal_jax.tasks.scoring.scorer_process import reply_to
 from areal_jax.tasks.scoring.verifier import InlineVerifier
 from areal_jax.types import Prompt, Verdict
@@ -59,6 +67,20 @@ def test_an_exception_of_the_scorer_is_described_whatever_it_is():
 
     assert describe_error(Unprintable()) == 'Unprintable, whose text cannot be read'
     assert len(describe_error(ValueError('x' * 10**6))) < 3000
+    assert describe_error(ValueError('x' * 10**6)).endswith(' more characters')
+    long_name = type('A' * 10**6 + '\n', (Exception,), {})
+    assert len(describe_error(long_name('x'))) < 200
+    of_its_own = type('Own', (type,), {'__name__': property(lambda kind: 1 / 0)})('Kind', (Exception,), {})
+    assert describe_error(of_its_own('x')) == 'Kind: x'
+
+    class Text(str):
+        def __getitem__(self, place):
+            return 'y' * 10**6
+
+        def __len__(self):
+            return 0
+
+    assert len(describe_error(type('Own', (Exception,), {'__str__': lambda error: Text('x' * 10**6)})())) < 3000
 
 
 def test_ctrl_c_during_a_scoring_inline_is_the_users():
@@ -116,6 +138,15 @@ def test_a_scorer_may_give_a_label_inline_and_in_a_worker(value, reward, label):
 def test_no_other_label_and_no_reward_for_what_was_not_read(reward, label):
     with pytest.raises(ValueError, match='labels are ok, and unparsed for reward 0'):
         Score(reward, label)
+
+
+def test_a_reason_is_cut_and_seconds_are_seconds():
+    score = score_answer(lambda *_: Score(1.0, reason='a\n' * 10**6, cpu_s=1), {}, '', 'stop')
+    assert len(score.reason) < 2 * REASON_CHARACTERS  # with its line ends spelled out
+    assert score.reason.isprintable()
+    for seconds in (float('nan'), float('inf'), -1.0):
+        with pytest.raises(ScoringError, match='seconds are finite, and not negative'):
+            score_answer(lambda *_, seconds=seconds: Score(1.0, wall_s=seconds), {}, '', 'stop')
 
 
 def test_a_label_that_a_scorer_has_tampered_with_is_an_error():
