@@ -318,11 +318,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--json', default='')
     options = parser.parse_args(arguments)
-    rng, end_s = random.Random(options.seed), time.monotonic() + 60 * options.minutes
+    rng, judge = random.Random(options.seed), Judge('landlock')
     labels: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
     faults = []
-    judge = Judge('landlock')
+    end_s = time.monotonic() + 60 * options.minutes
     while time.monotonic() < end_s:
         kind = rng.choice(list(KINDS))
         code = KINDS[kind](rng)

@@ -26,9 +26,12 @@ def test_no_behaviour_of_its_process_costs_an_answer_its_verdict(kind, draws):
         judge.close()
 
 
-def test_the_command_counts_each_kind_and_finds_a_fault(tmp_path, monkeypatch):
+def test_the_command_ends_with_1_for_a_fault_and_where_a_kind_is_missing(tmp_path, monkeypatch):
     out = tmp_path / 'rows.json'
-    monkeypatch.setitem(hostile_children.KINDS, 'ends', lambda rng: 'def f(x):\n    return x\n')
-    monkeypatch.setattr(hostile_children, '_ENDS', ['return None'])
-    assert hostile_children.main(['--minutes=0', f'--json={out}']) == 1  # no kind was there
+    assert hostile_children.main(['--minutes=0', f'--json={out}']) == 1
     assert json.loads(out.read_text())['answers'] == 0
+    monkeypatch.setattr(
+        hostile_children, 'KINDS', {'ends': lambda rng: 'def f(x):\n    return "nobody guesses this"\n'}
+    )
+    assert hostile_children.main(['--minutes=0.001', f'--json={out}']) == 1
+    assert json.loads(out.read_text())['faults'][0]['fault'] == 'a label that no such answer may have'
