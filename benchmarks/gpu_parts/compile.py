@@ -21,6 +21,7 @@ from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_side_by_side
 from benchmarks.gpu_parts.cells import Cells, run_part
+from benchmarks.gpu_parts.kernels import covered
 from benchmarks.gpu_parts.shapes import SHAPES, TINY
 
 SEED = 0
@@ -47,12 +48,16 @@ class Compilations:
                 self._spans.append((now - duration_secs, now))
 
     def numbers(self) -> dict[str, Any]:
-        """How many, their seconds summed, and the seconds in which at least one was under way."""
-        covered, end = 0.0, float('-inf')
-        for first, last in sorted(self._spans):
-            covered += max(0.0, last - max(first, end))
-            end = max(end, last)
-        return {'programs': len(self._spans), 'summed_s': sum(b - a for a, b in self._spans), 'covered_s': covered}
+        """How many, their seconds summed, the longest, and the seconds in which at least one was under way."""
+        with self._lock:
+            spans = list(self._spans)
+        seconds = [last - first for first, last in spans]
+        return {
+            'programs': len(spans),
+            'summed_s': sum(seconds),
+            'longest_s': max(seconds, default=0.0),
+            'covered_s': covered(spans),
+        }
 
 
 def measure(cells: Cells, order: str, *, tiny: bool) -> None:
@@ -63,13 +68,18 @@ def measure(cells: Cells, order: str, *, tiny: bool) -> None:
     lowered = backend.lower_all(params)
     with Compilations() as compilations:
         began = time.perf_counter()
+
+        def note() -> None:
+            numbers = {'seconds': time.perf_counter() - began, 'cores': os.cpu_count(), **compilations.numbers()}
+            cells.add('compile', numbers)
+
         if order == 'beside':
             compile_side_by_side(lowered)
         else:
             for program in lowered:
                 program.compile()
-        seconds = time.perf_counter() - began
-    cells.add('compile', {'seconds': seconds, 'cores': os.cpu_count(), **compilations.numbers()})
+                note()  # a part that is ended leaves what it had
+        note()
 
 
 def make_backend(tiny: bool) -> JaxDecodeBackend:

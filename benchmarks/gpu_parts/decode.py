@@ -148,9 +148,10 @@ class Decoding:
                 self._state = backend.prefill(self.params, self._state, pieces)
 
     def repeat(self) -> None:
-        """The last dispatch once more."""
+        """The last dispatch once more; its tokens are not added to the answers."""
         self.generated -= self._case.decode_steps
         self.step()
+        self.outputs.pop()
 
     def step(self, steps: int | None = None) -> None:
         """One dispatch; its tokens are on the host when it returns."""

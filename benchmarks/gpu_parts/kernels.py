@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def trace_kernels(call: Callable[[], Any], calls: int = 2) -> dict[str, Any]:
         seconds[name] += duration_ns / 1e9
         counts[name] += 1
     return {
-        'busy_s': _covered((start, start + duration) for _, start, duration in events) / 1e9 / calls,
+        'busy_s': covered((start, start + duration) for _, start, duration in events) / 1e9 / calls,
         'kernels': [
             {'name': name[:120], 'seconds': spent / calls, 'count': counts[name] / calls}
             for name, spent in seconds.most_common(_SHOWN)
@@ -49,7 +49,7 @@ def trace_kernels(call: Callable[[], Any], calls: int = 2) -> dict[str, Any]:
     }
 
 
-def _covered(intervals: Any) -> float:
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of the union of (start, end)."""
     total, reached = 0.0, float('-inf')
     for start, end in sorted(intervals):

@@ -112,7 +112,7 @@ def decode_case(slots: int, context_tokens: int, tiny: bool) -> DecodeCase:
     """
     if tiny:
         long = context_tokens > 2048
-        return DecodeCase(TINY, max(2, slots // 64), 192 if long else 64, 160 if long else 16, 16, 4, 32)
+        return DecodeCase(TINY, max(2, slots // 64), 192 if long else 64, 172 if long else 16, 16, 4, 32)
     new_tokens = 1024 if context_tokens == 2048 else 256
     prompt_tokens = 512 if context_tokens == 2048 else context_tokens - new_tokens - 16
     return DecodeCase(SHAPES['1.5b'], slots, context_tokens, prompt_tokens, new_tokens, 16, 2048)

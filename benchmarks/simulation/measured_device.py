@@ -25,17 +25,17 @@ def predict(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """{'what', 'measured_s', 'predicted_s', 'error'} of each work; error = predicted / measured - 1."""
     shape, reached = shape_of('Qwen2.5-1.5B', SHAPES['1.5b']), Reached()
     roofline = Roofline(H200, shape, reached, step_overhead_s=step_overhead_s(H200, shape, reached))
-    before, after = parts['before'], parts['after']
-    train, rebuild = before['train_1.5b']['numbers'], after['decode_64']['numbers']['swap']
+    numbers = {name: parts['later'][name]['numbers'] for name in ('train_1.5b', 'decode_64', 'decode_16k')}
+    train, rebuild = numbers['train_1.5b'], numbers['decode_64']['swap']
     segments, case = train['case']['segments'], decode_case(64, 2048, tiny=False)
     row = case.prompt_tokens + case.new_tokens - 1
     rows = {
         'decode step, 64 rows of 1,024 positions': (
-            after['decode_64']['numbers']['decode']['step_ms'] / 1e3,
+            numbers['decode_64']['decode']['step_ms'] / 1e3,
             roofline.step_s(case.slots, case.slots * mean_positions(case)),
         ),
         'decode step, 64 rows of 16,240 positions': (
-            before['decode_16k']['numbers']['decode']['step_ms'] / 1e3,
+            numbers['decode_16k']['decode']['step_ms'] / 1e3,
             roofline.step_s(64, 64 * mean_positions(decode_case(64, 16384, tiny=False))),
         ),
         'rebuild of 64 rows of 1,535 tokens': (

@@ -1,15 +1,22 @@
 """Parts fail, hang and run out of time by themselves; packages and wheels; the table."""
 
+import dataclasses
 import json
 import sys
 import zipfile
 
+import jax.monitoring
 import pytest
 
+from areal_jax.app.parts.compilations import EVENT
+from areal_jax.models.decoder import Decoder
 from benchmarks import gpu
 from benchmarks.gpu_parts import packages, summary
 from benchmarks.gpu_parts.cells import run_part
+from benchmarks.gpu_parts.compile import Compilations
+from benchmarks.gpu_parts.decode import SEED, Decoding
 from benchmarks.gpu_parts.parts import FAILED, LEFT_OUT, RAN, TIMED_OUT, Part, run_parts
+from benchmarks.gpu_parts.shapes import TINY, DecodeCase
 from benchmarks.gpu_parts.tests import Found
 
 CELLS = {'first': lambda: 1, 'second': lambda: {}['kernel'], 'third': lambda: 3}
@@ -121,3 +128,31 @@ def test_what_pytest_found_is_written_after_every_test(tmp_path):
     assert 'wrong' in failed['message']
     assert skipped['name'].endswith('test_four')
     assert len(numbers['slowest_s']) == 4
+
+
+def test_what_is_rebuilt_fits_the_context_however_often_the_last_dispatch_is_repeated():
+    model = dataclasses.replace(TINY, vocab_size=32, n_layers=1)
+    case = DecodeCase(
+        model, slots=2, context_tokens=64, prompt_tokens=45, new_tokens=16, decode_steps=8, prefill_tokens=64
+    )
+    decoding = Decoding(case, Decoder(case.model).init(SEED), 'float32')
+    decoding.prefill()
+    while decoding.generated < case.new_tokens:
+        decoding.step()
+    tokens = decoding.rebuild()
+    assert tokens == case.slots * (case.prompt_tokens + case.new_tokens - 1)
+    for _ in range(3):
+        decoding.repeat()
+    assert decoding.generated == case.new_tokens
+    assert decoding.rebuild() == tokens
+
+
+def test_seconds_of_compilations_are_summed_and_those_at_once_are_covered_once():
+    with Compilations() as compilations:
+        for name, seconds in ((EVENT, 3.0), (EVENT, 2.0), ('/jax/other', 9.0)):
+            jax.monitoring.record_event_duration_secs(name, seconds)
+    jax.monitoring.record_event_duration_secs(EVENT, 9.0)
+    numbers = compilations.numbers()
+    assert numbers['programs'] == 2
+    assert (numbers['summed_s'], numbers['longest_s']) == (pytest.approx(5.0), pytest.approx(3.0))
+    assert numbers['covered_s'] == pytest.approx(3.0, abs=0.5)  # the shorter one lies inside of the longer one
