@@ -63,7 +63,8 @@ class Subject:
     LONGEST tokens, and a version whose weights differ gives other tokens. `prepare` runs before a check, `close` after
     it. `score(prompt, answer, versions)`, all int [n], gives the log-probs float [n] that the answer has under the
     weights of its versions, each token after everything before it; None: only the engine knows them. `has_begun` says
-    whether an answer has a token, for a server in real time that can tell before it delivers.
+    whether an answer has a token, for a server in real time that can tell before it delivers. `served` gives the samples
+    of the requests in the order in which the engine of a server took them.
     """
 
     engine: RolloutEngine
@@ -74,6 +75,7 @@ class Subject:
     score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None
     tolerance: float = 1e-5  # of a log-prob
     has_begun: Callable[[], bool] | None = None
+    served: Callable[[], list[int]] | None = None
 
 
 _MOST_WAITS = 200  # of 0.005 s each
@@ -408,10 +410,12 @@ def open_requests_are_in_the_order_of_service(make):
         bench.engine.resume()
         await bench.end_of(*found)
         await bench.pass_time(0.001)
+        assert order == sorted(order)  # of arrival, and so of service
+        if bench.subject.served is not None:
+            assert list(dict.fromkeys(bench.subject.served())) == list(range(9))
         # answers of one length end in the order of service
         assert sorted(ended) == list(range(9))
         assert all(abs(place - sample) <= bench.setting.slack for place, sample in enumerate(ended)), ended
-        assert ended[-len(order) :] == order
 
     if set(Bench(make).engine.capabilities.pause_modes) & {'retract', 'in_place'}:
         Bench(make).run(script)

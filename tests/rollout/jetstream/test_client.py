@@ -15,10 +15,12 @@ from tests.rollout.http.clients.test_own import LIMITS, PACE, Factory, make_cloc
 from tests.rollout.jetstream.rig import JetstreamToyServer, needs_jetstream
 
 pytestmark = [pytest.mark.slow, needs_jetstream]
+SLOTS = 2  # of the toy server: what is decoded together
 
 
 class JetstreamFactory(Factory):
-    setting = Setting(make_clock, PACE)
+    # JetStream gives the ends of one step to as many streams of gRPC, which do not wait for each other
+    setting = Setting(make_clock, PACE, slack=SLOTS - 1)
 
     def __call__(self, clock, log):
         from areal_jax.rollout.jetstream.channel import JetstreamConnection
@@ -34,12 +36,19 @@ class JetstreamFactory(Factory):
             await engine.stage(self.published(0))
             await engine.swap(0)
 
-        return Subject(engine, engine.start, self.published, prepare, engine.close)
+        served, generate = [], self.server.engine.generate
+
+        def note(asked):
+            served.append(asked.sample)
+            return generate(asked)
+
+        self.server.engine.generate = note
+        return Subject(engine, engine.start, self.published, prepare, engine.close, served=lambda: served)
 
 
 @pytest.fixture
 def server():
-    with JetstreamToyServer(slots=2) as server:
+    with JetstreamToyServer(slots=SLOTS) as server:
         server.backend.step_s = 0.005 * PACE
         yield server
 
