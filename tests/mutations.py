@@ -1956,6 +1956,34 @@ MUTATIONS = [
         'pass',
         'tests/app/parts/test_record_channels.py',
     ),
+    Mutation(
+        'read a config that was edited without a look at its types',
+        'areal_jax.config.saved:read_saved',
+        'require_saved(values, str(path), fix)',
+        'pass',
+        'tests/app/workdir/test_edited_states.py',
+    ),
+    Mutation(
+        'take any list of a metrics file for a histogram',
+        'areal_jax.telemetry.metrics:_is_sound',
+        'type(entry) in (int, float)',
+        'True',
+        'tests/telemetry/test_metrics.py',
+    ),
+    Mutation(
+        'take facts of other types',
+        'areal_jax.telemetry.facts:read_facts',
+        'if not check_of(hints[name])(value)',
+        'if False',
+        'tests/app/workdir/test_edited_states.py',
+    ),
+    Mutation(
+        'read a checkpoint whose parts are not within its arrays',
+        'areal_jax.checkpoint.pieces:require_whole',
+        'start < 0 or size < 0 or start + size > length',
+        'False',
+        'tests/app/workdir/test_edited_states.py',
+    ),
 ]
 
 

@@ -107,8 +107,14 @@ def verify_arrays(leaves: Iterable[StoredArray]) -> None:
 
 
 def require_whole(shapes: Mapping[str, Sequence[int]], index: Index) -> None:
-    """Raises ValueError that names a leaf of which parts are missing."""
+    """Raises ValueError that names a leaf of which parts are missing, or are not within it."""
     for name, shape in shapes.items():
+        for piece in index[name]:
+            places = zip(piece.start, piece.shape, shape, strict=True)
+            if any(type(one) is not int for one in (*piece.start, *piece.shape, *shape)) or any(
+                start < 0 or size < 0 or start + size > length for start, size, length in places
+            ):
+                raise ValueError(f'a part of leaf {name!r} is not within it')
         written = sum({tuple(piece.start): math.prod(piece.shape) for piece in index[name]}.values())
         if written != math.prod(shape):
             raise ValueError(f'{written} of the {math.prod(shape)} values of leaf {name!r} were written')

@@ -2,7 +2,8 @@
 
 A field is declared as `name: Annotated[type, comment]`, an optional one as `name: NotRequired[Annotated[type,
 comment]]`; a literal, which names its record, needs no comment. The types are the JSON types: bool, int, float (which
-takes an int too), str, None, lists of them, unions and literals.
+takes an int too), str, None, lists of them, unions and literals. `check_of` also knows objects: mappings from names,
+TypedDicts and dataclasses.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, NotRequired, Union
 
 Check = Callable[[object], bool]  # whether a value is of the declared type
+_LISTS, _OBJECTS = (list, tuple, Sequence), (dict, Mapping)
 _PLAIN = frozenset((str, bool, types.NoneType))  # whose instances are the values of the type
 
 
@@ -67,33 +69,42 @@ def _describe_field(name: str, hint: object) -> Field:
         kind, comment = annotated, ''
     else:
         raise TypeError(f'field {name!r} is declared as {annotated}; use Annotated[type, comment]')
-    return Field(name, _type_name(kind), comment, optional, _check_of(kind))
+    return Field(name, name_type(kind), comment, optional, check_of(kind))
 
 
-def _type_name(kind: object) -> str:
+def name_type(kind: object) -> str:
+    """In words: 'list of int'."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return ' or '.join(map(repr, arguments))
     if _is_union(kind):
-        return ' or '.join(map(_type_name, arguments))
+        return ' or '.join(map(name_type, arguments))
     if typing.get_origin(kind) is list:
-        name = _type_name(arguments[0])
+        name = name_type(arguments[0])
         return f'list of ({name})' if _is_union(arguments[0]) else f'list of {name}'
     return 'null' if kind is types.NoneType else str(getattr(kind, '__name__', kind))
 
 
-def _check_of(kind: object) -> Check:
+def check_of(kind: object) -> Check:
+    """Whether a value of JSON is of a type; a sequence is a list there. Raises TypeError for no type of JSON."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return lambda value: value in arguments
     if _is_union(kind) and set(arguments) <= _PLAIN:
         return lambda value: isinstance(value, arguments)
     if _is_union(kind):
-        checks = [_check_of(argument) for argument in arguments]
+        checks = [check_of(argument) for argument in arguments]
         return lambda value: any(check(value) for check in checks)
-    if typing.get_origin(kind) is list:
-        check = _check_of(arguments[0])
+    if typing.get_origin(kind) in _LISTS:
+        check = check_of(arguments[0])
         return lambda value: isinstance(value, list) and all(map(check, value))
+    if typing.get_origin(kind) in _OBJECTS:
+        check, is_name = check_of(arguments[1]), str.isdecimal if arguments[0] is int else bool
+        return lambda value: isinstance(value, dict) and all(map(check, value.values())) and all(map(is_name, value))
+    if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        return _check_of_fields(typing.cast(type, kind))
+    if kind is object or kind is typing.Any:
+        return lambda value: True
     if kind is int:
         return lambda value: isinstance(value, int) and not isinstance(value, bool)
     if kind is float:
@@ -102,6 +113,20 @@ def _check_of(kind: object) -> Check:
         plain = typing.cast(type, kind)
         return lambda value: isinstance(value, plain)
     raise TypeError(f'{kind} is no type of JSON; use bool, int, float, str, None, a list, a union or a literal')
+
+
+def _check_of_fields(kind: type) -> Check:
+    """Of a TypedDict or a dataclass; fields that are unknown are of a later version."""
+    hints = typing.get_type_hints(kind)
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        required = {one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING}
+    else:
+        required = set(kind.__required_keys__)  # type: ignore[attr-defined]
+    checks = {name: check_of(typing.get_args(hint)[0] if typing.get_origin(hint) is NotRequired else hint)
+              for name, hint in hints.items()}  # fmt: skip
+    fits = lambda value: all(check(value[name]) for name, check in checks.items() if name in value)
+    return lambda value: isinstance(value, dict) and required <= value.keys() and fits(value)
 
 
 def _is_union(kind: object) -> bool:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
+import typing
 from collections.abc import Mapping, Sequence
 
 from areal_jax import files
+from areal_jax.errors import show
+from areal_jax.events.records import check_of, name_type
 from areal_jax.labels import CODE
 from areal_jax.telemetry.energy.description import EnergyFacts
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
@@ -21,6 +24,7 @@ DURING = 'during'  # key in it: rows of the evaluations beside training; the oth
 HELD_OUT_SCORES = 'held-out scores'  # with these words RunFacts.missing begins to tell of an evaluation
 
 _FIX = 'restore the file as the run wrote it, or remove it'
+_WITHOUT = 'remove it: a report can be made without it'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,19 @@ class EvaluationScores:
     sampled: tuple[tuple[float, ...], ...]  # scores of the sampled answers
     most_frequent_answer_share: float | None = None  # see most_frequent_share
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)  # answers by label, greedy ones included
+
+
+_ARE_SCORES = check_of(EvaluationScores)
+
+
+class _Row(typing.TypedDict):
+    """What an evaluation beside training has in addition to its scores."""
+
+    version: int
+    seconds: float
+
+
+_ARE_ROWS = check_of(list[_Row])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +129,18 @@ class RunFacts:
             values[name] = _scores(values.get(name))
         for name in ('idle_fields', 'prolonged', 'missing', 'warnings'):
             values[name] = tuple(values.get(name, ()))
-        return cls(**values | {'eta': None if values['eta'] is None else float(values['eta'])})
+        try:
+            eta = None if values['eta'] is None else float(values['eta'])
+        except ValueError as error:
+            fault = f'eta={values["eta"]!r}, which is no number'
+            raise files.FileError(f'{pathlib.Path(workdir) / FILE} has {fault}; {_WITHOUT}') from error
+        return cls(**values | {'eta': eta})
 
 
 def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
     """The fields of the dataclass `kind` in WORKDIR/facts.json, as JSON has them; raises FileError."""
     path = pathlib.Path(workdir) / FILE
-    fix = 'remove it: a report can be made without it'
+    fix = _WITHOUT
     values = files.read_json(path, fix)
     fields = dataclasses.fields(kind)
     required = {field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING}
@@ -126,6 +148,14 @@ def read_facts(workdir: pathlib.Path | str, kind: type) -> files.JsonObject:
         raise files.FileError(
             f'{path} was written by another version (fields that are missing or unknown: {wrong}); {fix}'
         )
+    # as the file has them: infinity as a text, what was no number as null
+    hints = typing.get_type_hints(kind) | {
+        'eta': str | None,
+        'held_out_pairs': Mapping[int, Mapping[str, float | None]],
+    }
+    for name, value in values.items():
+        if not check_of(hints[name])(value):
+            raise files.FileError(f'{path} has {name}={show(value)}, which is not {name_type(hints[name])}; {fix}')
     return values
 
 
@@ -162,21 +192,16 @@ def read_curve(path: pathlib.Path) -> list[VersionScores]:
     Raises FileError for a file that holds something else.
     """
     rows = files.read_json(path, _FIX).get(DURING, []) if path.exists() else []
-    try:
-        found = [(int(row['version']), float(row['seconds']), row) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise files.FileError(f'{path}: {DURING!r} does not hold rows of evaluations; {_FIX}') from error
-    return [VersionScores(version, seconds, _read_scores(path, DURING, row)) for version, seconds, row in found]
+    if not _ARE_ROWS(rows):
+        raise files.FileError(f'{path}: {DURING!r} does not hold rows of evaluations; {_FIX}')
+    return [VersionScores(row['version'], row['seconds'], _read_scores(path, DURING, row)) for row in rows]
 
 
 def _read_scores(path: pathlib.Path, phase: str, values: files.JsonObject) -> EvaluationScores:
-    try:
-        scores = _scores(values)
-        assert scores is not None
-        for score in (*scores.greedy, *(score for row in scores.sampled for score in row)):
-            float(score)
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise files.FileError(f'{path}: {phase!r} does not hold the scores of an evaluation; {_FIX}') from error
+    if not _ARE_SCORES(values):
+        raise files.FileError(f'{path}: {phase!r} does not hold the scores of an evaluation; {_FIX}')
+    scores = _scores(values)
+    assert scores is not None
     return scores
 
 
@@ -185,5 +210,5 @@ def _scores(values: files.JsonObject | None) -> EvaluationScores | None:
         return None
     sampled = tuple(tuple(scores) for scores in values['sampled'])
     return EvaluationScores(
-        tuple(values['greedy']), sampled, values['most_frequent_answer_share'], values.get('labels', {})
+        tuple(values['greedy']), sampled, values.get('most_frequent_answer_share'), values.get('labels', {})
     )

@@ -6,11 +6,13 @@ Written by app/run/observer.py and app/run/supervised.py, read by report/ and ap
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 from areal_jax import files
+from areal_jax.errors import show
 from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
 from areal_jax.telemetry.names import EVALUATION, EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
 from areal_jax.telemetry.tensorboard import TensorBoardWriter
@@ -19,6 +21,7 @@ from areal_jax.telemetry.values import Line, Value
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
 Metric = TypeVar('Metric', bound=Value)
+_LARGEST_COUNT = 1 << 63  # of tokens
 _NUMBER = (int, float, type(None))  # null where it was not finite
 
 
@@ -114,12 +117,25 @@ def read_metrics(path: pathlib.Path | str) -> list[Line]:
     lines = cast(list[Line], read_json_lines(path))
     for number, line in enumerate(lines, start=1):
         require_fields(path, number, line, {STEP: int} | {name: _kind(name) for name in line.keys() - {STEP}})
+        for name, value in line.items():
+            if not _is_sound(name, value):
+                raise files.FileError(
+                    f'{path}: line {number} has {name}={show(value)}, which is no metric: it was edited or is of '
+                    'another program; remove it'
+                )
         if number > 1 and line[STEP] != _step(lines[number - 2]) + 1:
             raise files.FileError(
                 f'{path}: line {number} is of update {line[STEP]}, after one of update {lines[number - 2][STEP]}: '
                 'lines were removed, added or moved; restore the file as the run wrote it'
             )
     return lines
+
+
+def _is_sound(name: str, value: object) -> bool:
+    """Numbers that are none are null in the file, and histograms hold counts."""
+    if isinstance(value, list) and name in HISTOGRAMS:
+        return all(type(entry) in (int, float) and 0 <= entry < _LARGEST_COUNT for entry in value)
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _step(line: Line) -> int:

@@ -63,8 +63,8 @@ class Subject:
     LONGEST tokens, and a version whose weights differ gives other tokens. `prepare` runs before a check, `close` after
     it. `score(prompt, answer, versions)`, all int [n], gives the log-probs float [n] that the answer has under the
     weights of its versions, each token after everything before it; None: only the engine knows them. `has_begun` says
-    whether an answer has a token, for a server in real time that can tell before it delivers. `served` gives the samples
-    of the requests in the order in which the engine of a server took them.
+    whether an answer has a token, for a server in real time that can tell before it delivers. `served` gives the
+    samples of the requests in the order in which the engine of a server took them.
     """
 
     engine: RolloutEngine

@@ -107,3 +107,18 @@ def test_metrics_of_an_evaluation_are_in_tensorboard_at_the_version_that_they_ar
     events = [event for path in (tmp_path / 'tensorboard').iterdir() for event in _tensorboard_events(path)]
     steps = {value.tag: event.step for event in events for value in event.summary.value}
     assert steps == {'evaluation/version': 8, 'evaluation/greedy_accuracy': 8, 'reward/mean': 11}
+
+
+@pytest.mark.parametrize('value', ['[1, [2]]', '[1, null]', '[-1]', f'[{10**30}]', '[NaN]', '[true]'])
+def test_a_histogram_that_holds_no_counts_is_refused(tmp_path, value):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_text(f'{{"step": 1, "{names.HISTOGRAMS[0]}": {value}}}\n')
+    with pytest.raises(FileError, match=r'line 1 has .*, which is no metric'):
+        read_metrics(path)
+
+
+def test_a_metric_that_is_no_number_is_null_in_the_file(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_text('{"step": 1, "loss": NaN}\n')
+    with pytest.raises(FileError, match='has loss=nan, which is no metric'):
+        read_metrics(path)

@@ -10,6 +10,7 @@ from areal_jax import files
 from areal_jax.app.workdir.run_directory import WEIGHTS
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.saved import read_saved
 from areal_jax.evaluation import answers
 from areal_jax.events.schema import FILE as EVENTS
 
@@ -72,7 +73,7 @@ class EvaluationWorkdir:
             )
 
     def _require_same_config(self) -> None:
-        saved = dict(flatten(files.read_json(self.path / CONFIG, _FIX)))
+        saved = dict(flatten(read_saved(self.path / CONFIG, _FIX)))
         current = dict(flatten(self._values))
         fields = [field for field in current if not field.startswith(_MAY_CHANGE)]
         if different := sorted(field for field in fields if saved.get(field) != current[field]):

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import jax
 
-from areal_jax import files
 from areal_jax.app.export.finished_export import DIRECTORY, RECORD
 from areal_jax.app.export.model_card import FILE as CARD
 from areal_jax.app.export.model_card import ExportedModel, render_card
@@ -22,6 +21,7 @@ from areal_jax.app.workdir.run_directory import Values
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import find_objective
+from areal_jax.config.saved import read_saved
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json
@@ -188,7 +188,7 @@ def _host_device() -> jax.Device:
 
 def _read_values(workdir: pathlib.Path) -> Values:
     """The run's config by 'section.field', with defaults where config.json has no such field."""
-    return {**dict(flatten(default_config())), **dict(flatten(files.read_json(workdir / CONFIG, _FIX)))}
+    return {**dict(flatten(default_config())), **dict(flatten(read_saved(workdir / CONFIG, _FIX)))}
 
 
 def _token_ids(model: Model) -> dict[str, int]:

@@ -18,6 +18,7 @@ from areal_jax.config import CONFIG, default_config
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method, find_objective
 from areal_jax.config.sandbox_fields import find_sandbox_warnings
+from areal_jax.config.saved import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events
@@ -189,7 +190,7 @@ def _read_config(workdir: pathlib.Path) -> Config:
     path = workdir / CONFIG
     if not path.exists():
         raise ReportError(f'{workdir} holds no run: there is no {CONFIG}; give the --workdir of a run')
-    return files.read_json(path, 'restore the file as the run wrote it')
+    return read_saved(path)
 
 
 def _field(workdir: pathlib.Path, config: Config, path: str, kind: type[Value]) -> Value:

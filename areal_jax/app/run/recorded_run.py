@@ -18,6 +18,7 @@ from areal_jax.app.parts.own_code import Digests
 from areal_jax.app.run.start_records import FILE as STARTS
 from areal_jax.app.run.start_records import Start, read_starts
 from areal_jax.config import CONFIG
+from areal_jax.config.saved import read_saved, require_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
@@ -112,7 +113,7 @@ def read_log(path: pathlib.Path) -> Log:
             raise files.FileError(
                 f'{file} has no {CONFIG} beside it, which says what the log must keep: check it in its own workdir'
             )
-        log = Log(str(file), parse_events(content, str(file)), str(config), files.read_json(config, _FIX))
+        log = Log(str(file), parse_events(content, str(file)), str(config), read_saved(config, _FIX))
     if not log.events:
         raise files.FileError(f'{log.name} holds no event: name the log of a run')
     return log
@@ -145,6 +146,7 @@ def parse_run(parts: Mapping[str, bytes], name: str) -> RecordedRun:
         if part not in parts:
             raise files.FileError(f'{name} has no {part}; {_FIX}')
     config = files.parse_object(parts[CONFIG], f'{name}/{CONFIG}', _FIX)
+    require_saved(config, f'{name}/{CONFIG}', _FIX)
     facts = files.parse_object(parts[FACTS], f'{name}/{FACTS}', _FIX) if FACTS in parts else {}
     own_code = files.parse_object(parts[OWN_CODE], f'{name}/{OWN_CODE}', _FIX) if OWN_CODE in parts else {}
     events = parse_events(parts[EVENTS], f'{name}/{EVENTS}')

@@ -19,9 +19,12 @@ from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import TrackedConfig, default_config, flatten
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.saved import require_saved
 from areal_jax.config.simulation_fields import TASK as PROMPTS_OF_TASK
 from areal_jax.config.splits import FIELD, OFF, plan_file
 from areal_jax.config.structure import unknown_field
+from areal_jax.errors import show
+from areal_jax.events.records import check_of
 from areal_jax.telemetry.facts import EVALUATIONS
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
@@ -48,6 +51,17 @@ class Start(TypedDict):
     # evaluations.json at that time: which versions the starts before had evaluated after their last checkpoint
     evaluations: files.JsonObject | None
     sandbox: NotRequired[SandboxRecord | None]  # of the scorer; absent in records of earlier versions
+
+
+_REQUIRED = frozenset({'seq', 'config', 'environment', 'data'})  # of every version
+_CHECKS = {
+    'seq': check_of(int),
+    'config': check_of(Mapping[str, Mapping[str, Any]]),
+    'environment': check_of(Environment),
+    'data': check_of(Mapping[str, DataFile]),
+    'evaluations': check_of(Mapping[str, Any] | None),
+    'sandbox': check_of(SandboxRecord | None),
+}
 
 
 def note_start(
@@ -87,12 +101,15 @@ def read_starts(content: bytes, name: str) -> list[Start]:
     if not isinstance(starts, list):
         raise files.FileError(f"{name} has no list 'starts'; {_FIX}")
     for number, start in enumerate(starts, start=1):
-        for field, kind in (('seq', int), ('config', dict), ('environment', dict), ('data', dict)):
-            if not isinstance(start, dict) or not isinstance(start.get(field), kind):
+        for field, fits in _CHECKS.items():
+            if not isinstance(start, dict) or (field not in start and field in _REQUIRED):
                 raise files.FileError(f'{name}: start {number} has no {field!r}; {_FIX}')
-        for field in Environment.__required_keys__:
-            if field not in start['environment']:
-                raise files.FileError(f'{name}: start {number} has no environment.{field}; {_FIX}')
+            if field in start and not fits(start[field]):
+                raise files.FileError(
+                    f'{name}: start {number} has {field}={show(start[field])}, where a part is missing or of another '
+                    f'type; {_FIX}'
+                )
+        require_saved(start['config'], f'{name}: start {number}', _FIX)
     return starts
 
 

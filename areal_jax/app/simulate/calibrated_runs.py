@@ -15,6 +15,7 @@ from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config import CONFIG
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.saved import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
@@ -77,7 +78,7 @@ def load_log(run: pathlib.Path) -> list[Event]:
     """The events of a real run; raises UserError."""
     if not (run / EVENTS).is_file():
         raise UserError(f'{run} has no {EVENTS}: name the workdir of a run')
-    config = read_json(run / CONFIG, 'name the workdir of a run')
+    config = read_saved(run / CONFIG, 'name the workdir of a run')
     if config.get('simulation', {}).get('prices'):
         raise UserError(f'{run} is a simulation: prices are fitted to real runs')
     if not parse_engines(engines := config.get('cluster', {}).get('engines', '1 x shared')).has_equal_engines:

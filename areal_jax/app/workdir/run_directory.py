@@ -9,7 +9,7 @@ import hashlib
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
@@ -17,7 +17,9 @@ from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FREE
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.saved import read_saved
 from areal_jax.errors import UserError
+from areal_jax.events.records import check_of
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report import report
 from areal_jax.telemetry import metrics
@@ -43,6 +45,22 @@ _SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores befor
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 _RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
+
+
+class _Prolongation(TypedDict):
+    at_update: int
+    from_steps: int
+    to_steps: int
+
+
+class _Count(TypedDict):
+    """Of optimizer steps."""
+
+    applied: int
+    skipped: int
+
+
+_ARE_PROLONGATIONS, _IS_COUNT = check_of(list[_Prolongation]), check_of(_Count)
 
 
 def holds_run(workdir: pathlib.Path) -> bool:
@@ -132,7 +150,10 @@ def describe_unexported(error: UserError, workdir: pathlib.Path) -> UserError:
 def read_prolongations(workdir: pathlib.Path) -> list[dict[str, int]]:
     """{'at_update', 'from_steps', 'to_steps'} for every time that run.steps was raised."""
     path = workdir / PROLONGATIONS
-    return files.read_json(path, _RESTORE)['prolongations'] if path.exists() else []
+    found = files.read_json(path, _RESTORE).get('prolongations') if path.exists() else []
+    if not _ARE_PROLONGATIONS(found):
+        raise files.FileError(f"{path} has no list 'prolongations' of updates and steps; {_RESTORE}")
+    return cast(list[dict[str, int]], found)
 
 
 def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
@@ -140,6 +161,8 @@ def read_report(workdir: pathlib.Path, steps: int) -> Report | None:
     path = workdir / report.FILE
     found = files.read_json(path, 'remove it: --resume writes it again') if path.exists() else {}
     made_by_the_run = found.get('steps') == steps and found.get('finished', True)  # main_report reports unfinished runs
+    if made_by_the_run and not _IS_COUNT(found.get('optimizer_steps')):
+        raise files.FileError(f"{path} does not tell 'optimizer_steps'; remove it: --resume writes it again")
     return found if made_by_the_run else None
 
 
@@ -188,7 +211,7 @@ def _holds_updates(workdir: pathlib.Path) -> bool:
 def _read_config(workdir: pathlib.Path) -> Values:
     """By 'section.field'; empty if no run has started."""
     path = workdir / CONFIG
-    return dict(flatten(files.read_json(path, _RESTORE))) if path.exists() else {}
+    return dict(flatten(read_saved(path, _RESTORE))) if path.exists() else {}
 
 
 def _write_config(workdir: pathlib.Path, values: Values) -> None:
