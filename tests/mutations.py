@@ -1958,7 +1958,7 @@ MUTATIONS = [
     ),
     Mutation(
         'read a config that was edited without a look at its types',
-        'areal_jax.config.saved:read_saved',
+        'areal_jax.config.structure:read_saved',
         'require_saved(values, str(path), fix)',
         'pass',
         'tests/app/workdir/test_edited_states.py',

@@ -1,11 +1,16 @@
-"""Sections and fields of a config against the declared ones: unknown names, with the nearest known one, and types."""
+"""Sections and fields of a config against the declared ones: unknown names, with the nearest known one, and types.
+
+Also of one in the config.json of a run, which a user may have edited.
+"""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable, Mapping
 
 from ml_collections import config_dict
 
+from areal_jax import files
 from areal_jax.config.declarations import SECTIONS
 from areal_jax.config.near_names import find_field, find_flag
 from areal_jax.config.ranges import ConfigError
@@ -13,6 +18,7 @@ from areal_jax.errors import ask_whether, suggest
 
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
 _SEE = '; areal-config lists them'
+_RESTORE = 'restore the file as the run wrote it'
 
 
 def suggest_flag(flag: str, own: Iterable[str]) -> str:
@@ -49,3 +55,35 @@ def require_declared(config: config_dict.ConfigDict) -> None:
             if name not in values:
                 raise ConfigError(f'the config has no field {section}.{name}: {_HINT}')
             field.require_type(f'{section}.{name}', values[name])
+
+
+def read_saved(path: pathlib.Path, fix: str = _RESTORE) -> files.JsonObject:
+    """The config in a file, nested by section; raises FileError, which ends with `fix`, for what no run has written."""
+    values = files.read_json(path, fix)
+    require_saved(values, str(path), fix)
+    return values
+
+
+def require_saved(values: Mapping[str, object], where: str, fix: str = _RESTORE) -> None:
+    """Raises FileError, which begins with `where`, for a section that is none and a value of another type.
+
+    Fields that are missing or unknown are of another version, and no fault.
+    """
+    for section, fields in values.items():
+        if not isinstance(fields, dict):
+            raise files.FileError(f'{where} has {section}={fields!r}, which is no section with fields; {fix}')
+        for name, value in fields.items():
+            field = SECTIONS.get(section, {}).get(name)
+            if field is None:
+                continue
+            try:
+                field.require_type(f'{section}.{name}', _as_given(value))
+            except ConfigError as error:
+                raise files.FileError(f'{where} is not of a run: {error}; {fix}') from error
+
+
+def _as_given(value: object) -> object:
+    """Tuples are lists in JSON, also those in options."""
+    if isinstance(value, list):
+        return tuple(map(_as_given, value))
+    return {name: _as_given(inner) for name, inner in value.items()} if isinstance(value, dict) else value

@@ -10,7 +10,7 @@ from areal_jax import files
 from areal_jax.app.workdir.run_directory import WEIGHTS
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.saved import read_saved
+from areal_jax.config.structure import read_saved
 from areal_jax.evaluation import answers
 from areal_jax.events.schema import FILE as EVENTS
 

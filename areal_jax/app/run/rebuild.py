@@ -18,7 +18,7 @@ from areal_jax.config import CONFIG, default_config
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method, find_objective
 from areal_jax.config.sandbox_fields import find_sandbox_warnings
-from areal_jax.config.saved import read_saved
+from areal_jax.config.structure import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.event_log import load_events

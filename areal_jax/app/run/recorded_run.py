@@ -18,7 +18,7 @@ from areal_jax.app.parts.own_code import Digests
 from areal_jax.app.run.start_records import FILE as STARTS
 from areal_jax.app.run.start_records import Start, read_starts
 from areal_jax.config import CONFIG
-from areal_jax.config.saved import read_saved, require_saved
+from areal_jax.config.structure import read_saved, require_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event

@@ -19,10 +19,9 @@ from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import TrackedConfig, default_config, flatten
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.saved import require_saved
 from areal_jax.config.simulation_fields import TASK as PROMPTS_OF_TASK
 from areal_jax.config.splits import FIELD, OFF, plan_file
-from areal_jax.config.structure import unknown_field
+from areal_jax.config.structure import require_saved, unknown_field
 from areal_jax.errors import show
 from areal_jax.events.records import check_of
 from areal_jax.telemetry.facts import EVALUATIONS

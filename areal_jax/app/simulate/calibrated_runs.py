@@ -15,7 +15,7 @@ from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config import CONFIG
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.saved import read_saved
+from areal_jax.config.structure import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event

@@ -17,7 +17,7 @@ from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FREE
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.saved import read_saved
+from areal_jax.config.structure import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.records import check_of
 from areal_jax.events.schema import FILE as EVENTS
