@@ -675,6 +675,27 @@ MUTATIONS = [
         'tests/tasks/code/test_judge.py -k MB',
     ),
     Mutation(
+        'log every call of a program whole',
+        'areal_jax.agents.gateway.session:Session.take',
+        'size <= self._most_bytes',
+        'True',
+        'tests/agents/gateway/test_gateway.py -k no_context',
+    ),
+    Mutation(
+        'let a call refer to one that is not logged',
+        'areal_jax.agents.gateway.session:Session._describe',
+        'lambda one: one.is_logged',
+        'None',
+        'tests/agents/gateway/test_gateway.py -k no_context',
+    ),
+    Mutation(
+        'log a text of any length',
+        'areal_jax.control.event_writer:EventLog.write',
+        'cut_text(text, TEXT_CHARACTERS)',
+        'text',
+        'tests/control/test_event_writer.py -k text',
+    ),
+    Mutation(
         'know the signals that have a name',
         'areal_jax.workers.exits:name_signal',
         "_SIGNALS.get(number, f'signal {number}')",

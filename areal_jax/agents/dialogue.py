@@ -15,12 +15,15 @@ import numpy as np
 
 from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests, to_json
 from areal_jax.control.episode import Call, Episode
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, cut_text
 from areal_jax.protocols import Clock, Generator
 from areal_jax.types import NOT_GENERATED, GenerationRequest, Prompt, SamplingParams, Segment, Work
 
 # why an episode ended; the first three are scored and trained, the others have no reward
 Label: TypeAlias = Literal['stop', 'length', 'turns', 'deadline', 'agent_error', 'env_error', 'cancelled']
+
+
+_MOST_FAULT = 2000  # characters of why a tool cannot do its work
 
 
 class EpisodeEnd(BaseException):
@@ -296,7 +299,7 @@ async def _describe_result(tool: Callable[[], Awaitable[str]], deadline_s: float
         async with asyncio.timeout(deadline_s):
             text = str(await tool())
     except ToolFailedError as error:
-        return {'text': str(error), 'failed': True}
+        return {'text': cut_text(str(error), _MOST_FAULT), 'failed': True}
     except TimeoutError:
         text = f'error: no result within {deadline_s:g} s'
     except Exception as error:

@@ -68,7 +68,7 @@ class ProgramAgent:
         work = Work('program', 1.0, detail, recorded=True)
         next_event = lambda: self._clock.call(self._lane, session.next, work, self._deadline_s + _GRACE_S)
         try:
-            while (event := await next_event())['event'] == 'call':
+            while (event := await next_event())['event'] in ('call', 'too_long'):
                 answering.begin(event)
         finally:
             session.close()
@@ -90,6 +90,10 @@ class _Answering:
         self._has_ended = False
 
     def begin(self, event: JsonObject) -> None:
+        if event['event'] == 'too_long':
+            self._messages.append([])
+            self._refuse(event['number'], EpisodeEnd('length'))
+            return
         before = [] if event['of'] is None else self._messages[event['of']]
         self._messages.append([*before[: event['kept']], *event['messages']])
         self._tasks.append(asyncio.get_running_loop().create_task(self._answer(event), name='call of a program'))

@@ -12,11 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from areal_jax import files
+from areal_jax.errors import cut_text
 from areal_jax.events import schema
 
 _FIX = 'restore the file as the run wrote it, or start anew in another --workdir'
 _WRITTEN_HERE = schema.HEADER.allowed | {'kind'}
 _REQUIRED = {kind: record.required - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
+TEXT_CHARACTERS = 2000  # of a text: a reason, an address, a name
+# fields of the completions, under a check sum already; what a reply holds is bounded where it comes in
+_WHOLE = {'run_done', 'deadline', 'signal'}
+_TEXTS = {
+    kind: [field.name for field in record.fields if field.type_name == 'str' and field.name not in _WRITTEN_HERE]
+    for kind, record in schema.KINDS.items() if kind not in _WHOLE
+}  # fmt: skip
 _ALLOWED = {kind: record.allowed - _WRITTEN_HERE for kind, record in schema.KINDS.items()}
 
 
@@ -51,11 +59,16 @@ class EventLog:
     def write(self, kind: str, lane: str | None = None, **fields: object) -> None:
         """Append one event; raises ValueError for a kind or a field that the schema lacks, or a field left out.
 
+        A text is cut to TEXT_CHARACTERS, whoever it comes from; what a replay writes is cut alike.
         Types are not checked here, because this runs several times per request; tests check them with `check_types`.
         """
         names = fields.keys()
         if names != _REQUIRED.get(kind) and not (kind in _REQUIRED and _REQUIRED[kind] <= names <= _ALLOWED[kind]):
             raise ValueError(_describe_misuse(kind, names))
+        for name in _TEXTS.get(kind, ()):
+            text = fields.get(name)
+            if isinstance(text, str) and len(text) > TEXT_CHARACTERS:
+                fields[name] = cut_text(text, TEXT_CHARACTERS)
         event = {'seq': self.next_seq, 'time': self._now(), 'lane': lane, 'kind': kind, **fields}
         self.next_seq += 1
         if self._file:

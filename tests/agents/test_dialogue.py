@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -119,6 +120,16 @@ def test_an_environment_that_fails_ends_the_episode_without_an_answer():
 
     run = Run(lambda prompt, dialogue: with_tool(prompt, dialogue, work), ids_of('T'))
     assert run.ends == ('env_error', None)
+
+
+@pytest.mark.parametrize('kind', [ToolFailedError, ValueError])
+def test_what_a_tool_says_of_its_failure_is_cut_where_it_enters(kind):
+    async def work():
+        raise kind('x' * 10**7)
+
+    run = Run(lambda prompt, dialogue: with_tool(prompt, dialogue, work), ids_of('T'), ids_of('b'))
+    (recorded,) = run.episode.results
+    assert len(json.dumps(recorded)) < 3000
 
 
 # Budgets.

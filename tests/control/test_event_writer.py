@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.event_writer import EventLog, check_types, truncate_events
+from areal_jax.control.event_writer import TEXT_CHARACTERS, EventLog, check_types, truncate_events
 from areal_jax.events.schema import KINDS, VERSION
 from areal_jax.files import FileError
 
@@ -136,3 +136,21 @@ def test_a_log_of_a_later_version_is_not_continued(tmp_path):
     with pytest.raises(FileError, match=rf'^{path}: line 1 says that the event log has version {VERSION + 1}; this'):
         truncate_events(path, 1)
     assert json.loads(path.read_text()) == event
+
+
+LONG = '\U0001f600' * 10**6
+VALUES = {'int': 1, 'float': 1.0, 'str': LONG, 'bool': True}
+
+
+@pytest.mark.parametrize('kind', sorted(KINDS.keys() - {'run_done', 'deadline', 'signal'}))  # they have a check sum
+def test_no_text_of_an_event_is_longer_than_a_line_holds(tmp_path, kind):
+    path = tmp_path / 'events.jsonl'
+    log = EventLog(path)
+    written = [field for field in KINDS[kind].fields if field.name not in ('seq', 'time', 'lane', 'kind')]
+    log.write(kind, **{field.name: VALUES.get(field.type_name, []) for field in written})
+    log.close()
+    (line,) = path.read_bytes().splitlines()
+    texts = [value for name, value in json.loads(line).items() if name not in ('kind', 'lane') and type(value) is str]
+    assert len(texts) == sum(field.type_name == 'str' for field in written)
+    assert all(len(text) <= TEXT_CHARACTERS and text.endswith(' more characters') for text in texts)
+    assert len(line) < 13 * TEXT_CHARACTERS * len(texts) + 1000

@@ -16,6 +16,7 @@ from areal_jax.agents.programs.endings import shorten
 from areal_jax.agents.programs.program_host import Ending, Record, SaidTurn
 from areal_jax.files import JsonObject
 
+_MOST_OUTCOME_BYTES = 2**16  # of the event log, which has each outcome
 _LISTS = ('nodes', 'errors')  # of a trace: a delta has what is new
 
 
@@ -95,6 +96,8 @@ def _read_ending(trace: JsonObject, head: JsonObject) -> Ending:
         'metrics': trace.get('metrics') or {},
         'stop': trace.get('stop_condition'),
     }
+    if (size := len(json.dumps(outcome))) > _MOST_OUTCOME_BYTES:
+        return lost(f' gave an outcome of {size} bytes, and {_MOST_OUTCOME_BYTES} is the most: return fewer metrics')
     return Ending('ended', record=Record(said, outcome))
 
 

@@ -66,7 +66,7 @@ class Gateway:
 
     def open(self, sampling: SamplingParams, prompt: Prompt, sample: int) -> Session:
         """An episode whose program starts when its first event is asked for; `sampling` is that of its turns."""
-        return Session(functools.partial(self._run, prompt, sample), sampling)
+        return Session(functools.partial(self._run, prompt, sample), sampling, self._settings.context_tokens)
 
     # On the I/O loop.
 

@@ -6,18 +6,24 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from areal_jax.agents.dialogue import Turn
 from areal_jax.agents.gateway.call_reader import AskedCall
 from areal_jax.agents.gateway.record_join import join_record
 from areal_jax.agents.programs.program_host import Ending
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, cut_text
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.types import SamplingParams
 
+LEAST_LOGGED_BYTES, LOGGED_BYTES_PER_TOKEN = (
+    2**16,
+    64,
+)  # of one call in the event log: no text within a context has more
 _MOST_REFUSED = 8  # calls without a turn, as behind a budget: then the program is ended
+_MOST_DETAIL = 2000  # characters
 _ENDED = 'the episode of this key has ended'
 
 
@@ -30,6 +36,7 @@ class AskedExchange:
     key: str  # Idempotency-Key; '' = none
     outcome: asyncio.Future[Sequence[Turn]]
     requests: int = 0  # that wait for the outcome
+    is_logged: bool = True  # its messages are in the event log, for later calls to refer to
     is_delivered: bool = False  # a reply went out
 
 
@@ -38,12 +45,14 @@ class Session:
 
     Args:
       run: the program, given this session; it returns when the program has ended.
+      context_tokens: of a row; a call whose messages and tools cannot fit in it is not logged, and gets no turn.
     """
 
-    def __init__(self, run: Callable[[Session], Awaitable[Ending]], sampling: SamplingParams):
+    def __init__(self, run: Callable[[Session], Awaitable[Ending]], sampling: SamplingParams, context_tokens: int):
         self.counts: collections.Counter[str] = collections.Counter()
         self.sampling = sampling
         self._run = run
+        self._most_bytes = max(LEAST_LOGGED_BYTES, LOGGED_BYTES_PER_TOKEN * context_tokens)
         self._events: asyncio.Queue[JsonObject] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None  # None: nothing has begun, as in a replay
         self._runner: asyncio.Task[None] | None = None
@@ -55,8 +64,9 @@ class Session:
         """What happens next, for the log: a call of the program, or its end.
 
         {event: 'call', number, messages, tools, n, one_tool_call, wish}, where of `messages` the first `kept` ones are
-        those of call `of`; {event: 'end', status, detail, undelivered, counts, outcome}, the last of an environment;
-        {event: 'fault', detail}: no program can run.
+        those of call `of`; {event: 'too_long', number, bytes}: a call that no context holds, in a short line; {event:
+        'end', status, detail, undelivered, counts, outcome}, the last of an environment; {event: 'fault', detail}: no
+        program can run.
         """
         if self._runner is None:
             self._loop = asyncio.get_running_loop()
@@ -91,7 +101,11 @@ class Session:
         exchange.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._exchanges.append(exchange)
         self.counts.update(asked.counts)
-        self._events.put_nowait({'event': 'call', 'number': exchange.number, **self._describe(exchange)})
+        described = self._describe(exchange)
+        size = len(json.dumps(described))
+        exchange.is_logged = size <= self._most_bytes
+        event = {'event': 'call', **described} if exchange.is_logged else {'event': 'too_long', 'bytes': size}
+        self._events.put_nowait({**event, 'number': exchange.number})
         return exchange
 
     async def wait(self, exchange: AskedExchange) -> Sequence[Turn]:
@@ -106,7 +120,7 @@ class Session:
         """The call, without the messages that it has in common with the call that it repeats most of."""
         turns, call = exchange.asked.messages, exchange.asked.call
         kept, of = 0, None
-        for before in self._exchanges[: exchange.number]:
+        for before in filter(lambda one: one.is_logged, self._exchanges[: exchange.number]):
             common = _count_common(turns, before.asked.messages)
             if common > kept:
                 kept, of = common, before.number
@@ -120,7 +134,7 @@ class Session:
         try:
             ending = await self._program
         except UserError as error:
-            self._events.put_nowait({'event': 'fault', 'detail': str(error)})
+            self._events.put_nowait({'event': 'fault', 'detail': cut_text(str(error), _MOST_DETAIL)})
             return
         except asyncio.CancelledError:
             if not self._program.cancelled():

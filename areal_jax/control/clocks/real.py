@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from areal_jax.control.clocks.lanes import Interval
 from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
 from areal_jax.control.event_writer import EventLog, check_of
+from areal_jax.errors import name_type
 from areal_jax.lanes import is_upkeep_lane
 from areal_jax.protocols import Event
 
@@ -155,7 +156,7 @@ class RealClock(LoopClock):
         """With what a replay needs: the outcome of a call, and a check sum of what cannot be computed again."""
         if interval is not None and interval.work.recorded:
             error = interval.error
-            outcome = {'reply': json.dumps(interval.result)} if error is None else {'failure': type(error).__name__}
+            outcome = {'reply': json.dumps(interval.result)} if error is None else {'failure': name_type(type(error))}
             fields |= outcome
         event = {'seq': self.log.next_seq, 'time': self._now, 'lane': lane, 'kind': kind, **fields}
         self.log.write(kind, lane, **fields, check=check_of(event))

@@ -61,6 +61,15 @@ def test_a_record_with_a_changed_field_is_read_or_refused(delta, most):
     assert outcomes.count(None) > 20
 
 
+@pytest.mark.parametrize('given', [{'metrics': {'x' * 10**6: 1.0}}, {'stop_condition': 'x' * 10**6}])
+def test_an_outcome_that_would_fill_the_event_log_is_lost(given):
+    record = EpisodeRecord()
+    record.add({**DELTA, 'set': {**DELTA['set'], **given}})
+    ending = record.finish(REPLY)
+    assert (ending.status, ending.record.outcome) == ('lost', None)
+    assert 'and 65536 is the most: return fewer metrics' in ending.detail
+
+
 @pytest.mark.parametrize('value', [b'\xff', {b'\xff': 1}, {('a',): 1}, msgpack.Timestamp(1)])
 def test_scores_that_the_event_log_cannot_hold_are_refused(value):
     record = EpisodeRecord()

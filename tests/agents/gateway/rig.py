@@ -12,8 +12,10 @@ from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
 from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_host import Ending
 from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.clocks.replay import ReplayClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
+from areal_jax.control.recording import Recording
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
@@ -81,7 +83,10 @@ class Client:
 
 
 class Run:
-    """One episode: its program, and the ids that the pool answers with."""
+    """One episode: its program, and the ids that the pool answers with.
+
+    `recorded`: the events of another one, which this one replays without a program.
+    """
 
     def __init__(
         self,
@@ -95,11 +100,17 @@ class Run:
         prompt=PROMPT,
         chat_format=None,
         sampling=SAMPLING,
+        recorded=None,
         **budgets,
     ):
         self.episode, self.errors, self.log = episode or Episode(2), [], EventLog()
         self.pool, self.host = pool or ToyPool(*answers), host or CoroutineHost(program)
-        clock = RealClock({'program': 64, 'tools': 2}, self.log, 30.0, end_of_work_s=1.0)
+        lanes = {'program': 64, 'tools': 2}
+        if recorded is None:
+            clock = RealClock(lanes, self.log, 30.0, end_of_work_s=1.0)
+        else:
+            recording = Recording(recorded, 0, len(recorded), 'log')
+            clock = ReplayClock(lanes, self.log, recording, failures={})
         gateway = make_gateway(self.host, required, chat_format)
 
         def make(prompt, episode):

@@ -8,8 +8,11 @@ import json
 import pytest
 
 from areal_jax.agents.dialogue import ProgramsError
+from areal_jax.agents.gateway.session import LEAST_LOGGED_BYTES
 from areal_jax.errors import UserError
+from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.types import NOT_GENERATED
+from tests.agents.gateway import rig
 from tests.agents.gateway.rig import CHAT, PROMPT, SAMPLING, CoroutineHost, Run, make_gateway, never
 from tests.agents.test_dialogue import saved
 from tests.agents.toy_format import SlowPool, ToyFormat, ids_of, result, user
@@ -253,6 +256,57 @@ def test_a_budget_ends_the_turns_and_a_program_that_goes_on_asking_is_ended():
     assert statuses[:4] == [200, 200, 200, 400]
     assert len(statuses) < 3 + 12
     assert run.ends == ('turns', 'length')
+
+
+def read_as_lines(run):
+    return [json.dumps(event) for event in run.log.events]
+
+
+@pytest.mark.parametrize('give', ['messages', 'tools', 'a wish'])
+def test_a_call_that_no_context_holds_costs_a_short_line_and_the_run_replays(monkeypatch, give):
+    monkeypatch.setattr(rig, 'LIMITS', Limits(body_bytes=2**23, body_s=20.0))
+    giant, seen = 'é' * 2**20, []
+    body = {
+        'messages': {'messages': [user(giant)]},
+        'tools': {'messages': [user('q')], 'tools': [{**TOOLS[0], 'function': {'name': 'add', 'description': giant}}]},
+        'a wish': {
+            'messages': [user('q')],
+            'response_format': {'type': 'json_schema', 'json_schema': {'name': 'n', 'schema': {'description': giant}}},
+        },
+    }[give]
+
+    async def program(client):
+        seen.append(await client.post(body))
+        if give == 'messages':
+            seen.append(await client.post({'messages': [user(giant), user('again')]}))
+        await client.chat(user('q'))
+        await client.chat(user('r' * 250))
+
+    run = Run(program, ids_of('a'), ids_of('b'))
+    for status, refused in seen:
+        assert status == 400
+        assert 'the maximum context length is reached' in refused['error']['message']
+    assert (run.ends, run.episode.counts['refused']) == (('length', 'length'), len(seen))
+    lines = read_as_lines(run)
+    assert max(map(len, lines)) < 1000, [len(line) for line in lines]
+    assert sum('too_long' in line for line in lines) == len(seen)
+    again = Run(None, ids_of('a'), ids_of('b'), recorded=[json.loads(line) for line in lines])
+    assert (read_as_lines(again), again.rows, again.ends) == (lines, run.rows, run.ends)
+
+
+def test_a_call_is_logged_up_to_a_bound_that_follows_from_the_context(monkeypatch):
+    monkeypatch.setattr(rig, 'LIMITS', Limits(body_bytes=2**23, body_s=20.0))
+    fits, seen = 'x' * (LEAST_LOGGED_BYTES - 1000), []
+
+    async def program(client):
+        seen.append((await client.post({'messages': [user(fits)]}))[0])
+        seen.append((await client.post({'messages': [user(fits), user(fits)]}))[0])  # the first is known already
+
+    run = Run(program)
+    assert seen == [400, 400]
+    sizes = [len(line) for line in read_as_lines(run)]
+    assert sum(size > 60_000 for size in sizes) == 2
+    assert max(sizes) < LEAST_LOGGED_BYTES + 1000
 
 
 @pytest.mark.parametrize(
