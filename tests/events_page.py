@@ -18,8 +18,8 @@ _HEAD = f"""# The event log
 A log without the event `log` has version 1: each start of the program counts its runs from 0 there. Kinds and optional
 fields may be added, which raises the version; nothing that is listed here is ever changed.
 
-What comes from outside is cut where it enters: a text to 2,000 characters, the reply of a scorer to 64 KiB, the
-result of a tool to `agent.tool_bytes`, the outcome of an environment to 64 KiB. A call of a program is here with what no
+What comes from outside is cut where it enters: a text to 2,000 characters, the reply of a scorer to 64 KiB, the result
+of a tool to `agent.tool_bytes`, the outcome of an environment to 64 KiB. A call of a program is here with what no
 earlier call has said, up to 64 bytes a token of `rollout.context_tokens` (at least 64 KiB); a longer one fits in no
 context, gets no turn and is a short line with its size.
 
