@@ -86,6 +86,7 @@ def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts)
 
 def _parse_process(values: flags.FlagValues) -> RoleProcess:
     from areal_jax.app.roles.roles import RoleProcess, parse_index
+    from areal_jax.config.addresses import ALL_ADDRESSES
     from areal_jax.config.cluster import Role
     from areal_jax.errors import suggest
 
@@ -93,7 +94,7 @@ def _parse_process(values: flags.FlagValues) -> RoleProcess:
     if values.role not in roles:
         near = suggest(values.role or '', list(roles))
         raise UserError(f'--role={values.role or ""} is none of {", ".join(roles)}{near}')
-    if values.role == 'learner' and values.host in ('0.0.0.0', '::'):
+    if values.role == 'learner' and values.host in ALL_ADDRESSES:
         raise UserError(f'--host={values.host}: name the interface at which the other roles reach this learner process')
     index = 0 if values.role in ('controller', 'exporter') and values.index is None else parse_index(values.index)
     return RoleProcess(cast(Role, values.role), index, pathlib.Path(values.workdir), values.host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
-    from areal_jax.app.parts.extras import API_KEY, require_serving
+    from areal_jax.app.parts.api_key import find_key, require_key
+    from areal_jax.app.parts.extras import require_serving
     from areal_jax.app.process.setup import set_up_process, silence_libraries
     from areal_jax.app.roles.server_front import enter_interpreter, find_front
 
@@ -47,7 +47,10 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.rollout.http.server.thread import bind
 
+    workdir = None if values.workdir is None else pathlib.Path(values.workdir)
+    api_key = find_key(workdir)
     listener = bind(values.host, values.port)
+    require_key(listener, api_key, is_insecure=values.insecure)
 
     set_up_process()
 
@@ -55,7 +58,6 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print('starting', flush=True)  # importing jax takes seconds
 
     with contextlib.ExitStack() as parts:
-        workdir = None if values.workdir is None else pathlib.Path(values.workdir)
         heartbeat = None if workdir is None else parts.enter_context(_register(workdir, values.name, listener))
 
         from areal_jax.app.roles.serve import serve_model
@@ -66,7 +68,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
             command.config,
             listener,
             model=values.model,
-            api_key=os.environ.get(API_KEY, ''),
+            api_key=api_key,
+            host=values.host,
             overrides=command.overrides,
             interrupts=interrupts,
             heartbeat=heartbeat,
@@ -101,6 +104,12 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         'port', None, 'Port to listen on; 0 = a free one.', lower_bound=0, upper_bound=65535, flag_values=values
     )
+    flags.DEFINE_bool(
+        'insecure',
+        False,
+        'Listen for other machines without a key: any of them controls it.',
+        flag_values=values,
+    )
     flags.DEFINE_string('workdir', None, 'The run that this server registers with.', flag_values=values)
     flags.DEFINE_string(
         'name', None, 'Of the server in the registry of its run; without it HOST-PORT.', flag_values=values
@@ -113,7 +122,7 @@ COMMAND = Command(
     purpose='Serves a model over HTTP, with the interfaces of OpenAI and Anthropic, or behind JetStream.',
     usage=(
         '--config=FILE[:ARGUMENT] --port=N [--model=RUN|CHECKPOINT|HF_DIR|GGUF] [--host=ADDRESS] '
-        '[--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
+        '[--insecure] [--workdir=RUN [--name=NAME]] [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,
     examples=(
@@ -135,10 +144,11 @@ COMMAND = Command(
         'rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.cache_tokens',
         'rollout.prefill_buckets', 'rollout.attention', 'publication.dtype', 'cluster.engines', 'server.max_requests',
         'server.max_streams', 'server.request_timeout_s', 'server.drain_timeout_s', 'server.required',
-        'server.notation',
+        'server.notation', 'server.hosts',
     ),
     exits={**EXITS, ExitCode.FINISHED: 'told to stop by a signal, after the answers under way'},
-    notes='Where the environment variable AREAL_JAX_API_KEY is set, clients must send its value as their key.',
+    notes='Where the environment variable AREAL_JAX_API_KEY is set, clients must send its value as their key. A '
+    'server of a run (--workdir) asks for the key in RUN/registry/api_key where it is not set.',
 )  # fmt: skip
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import socket
+from collections.abc import Iterable
 
 from areal_jax.errors import UserError
 
-_MOST_PORT = 65535
+ALL_ADDRESSES = ('0.0.0.0', '::')  # of a machine, where a server listens
+_MOST_PORT, _PORT_DIGITS = 65535, 5
+_AUTHORITY = re.compile(r'(\[[0-9a-f:.]+\]|[0-9a-z._-]+)(?::[0-9]*)?', re.ASCII | re.IGNORECASE)
 
 
 def join_address(host: str, port: int) -> str:
@@ -18,9 +23,37 @@ def split_address(text: str) -> tuple[str, int] | None:
     """(host, port) of 'host', 'host:port', '[v6]' or '[v6]:port'; port 0 where none is named. None for other texts."""
     has_port = ':' in text and not text.endswith(']')
     host, port = text.rsplit(':', 1) if has_port else (text, '0')
-    if not host or not port.isdecimal() or int(port) > _MOST_PORT or (':' in host and not host.startswith('[')):
+    if not host or not port.isdecimal() or (':' in host and not host.startswith('[')):
+        return None
+    if len(port) > _PORT_DIGITS or int(port) > _MOST_PORT:
         return None
     return host.strip('[]'), int(port)
+
+
+def parse_host(authority: str) -> str:
+    """The host of 'host', 'host:port', '[v6]' or '[v6]:port', as hosts are compared; '' for any other text."""
+    match = _AUTHORITY.fullmatch(authority)
+    return match[1].lower().strip('[]').removesuffix('.') if match else ''
+
+
+def name_hosts(names: Iterable[str]) -> frozenset[str]:
+    """Names and addresses as hosts are compared, without other texts and what stands for all addresses of a machine."""
+    return frozenset(host for host in map(_parse_name, names) if host and host not in ALL_ADDRESSES)
+
+
+def _parse_name(name: str) -> str:
+    try:
+        return ipaddress.ip_address(name).compressed
+    except ValueError:
+        return '' if ':' in name else parse_host(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host that `parse_host` gave is this machine's own, which nobody else reaches: 127.0.0.0/8, ::1."""
+    try:
+        return host == 'localhost' or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def address_family(host: str) -> socket.AddressFamily:

@@ -19,6 +19,7 @@ from areal_jax.config.fields import (
     ChoiceOrOwn,
     Field,
     Flag,
+    Hosts,
     Integer,
     Lengths,
     Options,
@@ -340,6 +341,7 @@ SECTIONS: Mapping[str, Section] = {
             ('refuse', 'wish'),
             'requests whose answers must be a call or JSON: refused with 400, or shown to the model, misses counted',
         ),
+        hosts=Hosts((), 'by which clients without a key may call it, next to --host, localhost and 127.0.0.1'),
         notation=Text(HERMES, 'of calls in answers to requests with tools: see agent.notation'),
     ),
     'diagnostics': Section(

@@ -12,6 +12,7 @@ from typing import ClassVar, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.config.addresses import name_hosts
 from areal_jax.config.ranges import ConfigError, Range
 from areal_jax.plugins import is_own
 
@@ -215,6 +216,20 @@ class Texts(Field):
 
     def has_type(self, value: object) -> bool:
         return isinstance(value, tuple) and all(isinstance(element, str) for element in value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts(Texts):
+    """Names and addresses of machines."""
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        assert isinstance(value, tuple)
+        for text in value:
+            if not name_hosts([str(text)]):
+                raise ConfigError(f'{path}={value} must {self.rule()}, and {text!r} is none')
+
+    def rule(self) -> str:
+        return "be a tuple of names or addresses without scheme and port, ('gpu7', '10.0.0.5')"
 
 
 class Section(Mapping[str, Field]):

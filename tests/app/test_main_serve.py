@@ -52,10 +52,11 @@ def serving(*arguments):
         process.wait()
 
 
-def ask(url, path, body=None):
+def ask(url, path, body=None, **headers):
     data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {'Content-Type': 'application/json', **headers})
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, json.loads(reply.read() or b'null')
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read() or b'null')
@@ -115,7 +116,9 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
     run = [f'--workdir={tmp_path}', f'--model={published.handle}', '--config.learner.n_minibatches=1',
            '--config.cluster.engines=2 x shared']  # fmt: skip
     with serving(*run) as (process, url):
-        _, info = ask(url, '/model_info')
+        without, _ = ask(url, '/model_info')
+        key = (tmp_path / 'registry' / 'api_key').read_text().strip()
+        _, info = ask(url, '/model_info', Authorization=f'Bearer {key}')
         [entry] = read_registry(tmp_path)
         assert (entry.url, entry.kind, entry.is_leaving) == (url, 'own', False)
         config = TrackedConfig(load_config(str(ROOT / CONFIG)))
@@ -125,6 +128,7 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
         assert (entry.facts, config.rollout.kv_policy) == (needs, 'recompute')
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+    assert without == 401  # a server of a run has a key, also where nobody has set one
     assert (info['weight_version'], info['manifest_hash']) == ('3', published.manifest_hash)
     assert [entry.is_leaving for entry in read_registry(tmp_path)] == [True]
 
@@ -132,6 +136,11 @@ def test_a_server_of_a_run_serves_a_published_version_and_registers(tmp_path):
 @pytest.mark.parametrize(('arguments', 'says'), [
     ((f'--config={CONFIG}',), '--port is missing'),
     ((f'--config={CONFIG}', '--port=0', '--host=nowhere.invalid'), "--host='nowhere.invalid'"),
+    (
+        (f'--config={CONFIG}', '--port=0', '--host=0.0.0.0'),
+        '--host=0.0.0.0 lets other machines reach this server, and without a key any of them controls it: set '
+        'AREAL_JAX_API_KEY, or add --insecure',
+    ),
     ((f'--config={CONFIG}', '--port=0', '--model=nowhere'), '--model=nowhere'),
     ((f'--config={CONFIG}', '--port=0', '--config.cluster.engines=2 x shared'), 'a server has one'),
     ((f'--config={CONFIG}', '--port=0', '--config.run.clock=virtual'), 'run.clock=real'),

@@ -66,7 +66,8 @@ def is_healthy(url):
 
 def ask(url, path, body=None):
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=30) as reply:
+    request = urllib.request.Request(url + path, data, {'Content-Type': 'application/json'})
+    with urllib.request.urlopen(request, timeout=30) as reply:
         return reply.status, json.loads(reply.read() or b'null')
 
 

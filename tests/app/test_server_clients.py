@@ -40,7 +40,7 @@ class Supervisor:
 def make_client(entry, **fields):
     config = TrackedConfig(small_config(rollout__server='own', **fields))
     clock = Clock()
-    return ClientMaker(config, clock, None, Supervisor(), vocab_size=16)(entry), clock
+    return ClientMaker(config, clock, None, Supervisor(), vocab_size=16, api_key='')(entry), clock
 
 
 def entry(kind='own', **facts):
@@ -60,7 +60,7 @@ def test_a_server_that_fits_gets_its_client_and_its_lanes():
 
 def test_an_engine_has_its_index_as_number_and_other_servers_the_next_free_one():
     config = TrackedConfig(small_config(rollout__server='own'))
-    make = ClientMaker(config, Clock(), None, Supervisor(), vocab_size=16)
+    make = ClientMaker(config, Clock(), None, Supervisor(), vocab_size=16, api_key='')
     came = [('engine-2', 2), ('by-hand', None), ('engine-1', 1), ('engine-0', 0), ('engine-2', 2), ('by-hand', None)]
     names = [make(dataclasses.replace(entry(), name=name, index=index)).name for name, index in came]
     # engine-0 comes when its number is taken

@@ -1,6 +1,7 @@
 import importlib
 import math
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -24,11 +25,20 @@ def test_every_config_validates(name):
 
 def test_every_declared_default_is_of_its_type_and_allowed():
     assert {type(field).__name__ for field in FIELDS.values()} == {
-        *('Integer', 'Real', 'Flag', 'Text', 'Choice', 'ChoiceOrOwn', 'Lengths', 'Texts', 'Options')
+        *('Integer', 'Real', 'Flag', 'Text', 'Choice', 'ChoiceOrOwn', 'Lengths', 'Texts', 'Hosts', 'Options')
     }
     for path, field in FIELDS.items():
         field.require_type(path, field.default)
         require_allowed({path: field.default})
+
+
+@pytest.mark.parametrize('host', ['', 'http://gpu7', 'gpu7:8000', '0.0.0.0', '*', 'a b', '[::1]'])
+def test_a_host_is_a_name_or_an_address_alone(host):
+    require_allowed({'server.hosts': ('gpu7', 'Gpu-8.example', '10.0.0.5', 'fd00::5')})
+    with pytest.raises(
+        ConfigError, match=rf'^server\.hosts=.* must be a tuple of names .* {re.escape(repr(host))} is none'
+    ):
+        require_allowed({'server.hosts': ('gpu7', host)})
 
 
 def test_every_field_has_a_meaning():

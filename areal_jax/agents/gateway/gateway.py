@@ -18,6 +18,7 @@ from areal_jax.agents.gateway.call_reader import DIALECTS, read_asked_call, read
 from areal_jax.agents.gateway.reply_writer import MODEL, make_answers, render
 from areal_jax.agents.gateway.session import Session
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
+from areal_jax.rollout.http.server.callers import refuse_pages
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
@@ -25,12 +26,14 @@ from areal_jax.rollout.http.server.replies import LIMITS, Handler, guard, read_b
 from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
+from areal_jax.rollout.http.wire.request_fields import read_integer
 from areal_jax.rollout.http.wire.wishes import Required, find_misses
 from areal_jax.types import Prompt, SamplingParams
 
 _BACKLOG = 1024
 _KEY_BYTES = 32  # random
 _NAMING_S = 2.0
+_MOST_RETRIES = 10**9
 _SESSION = 'X-Session-ID'  # header that the server of an environment gives the requests that it relays
 _HERE = '127.0.0.1,localhost'  # a proxy of the machine does not reach it
 _log = logging.getLogger(__name__)
@@ -113,7 +116,7 @@ class Gateway:
         listener = bind('127.0.0.1', 0)
         self._url = describe_url(listener)
         connections = ConnectionLimits(count_connections(limits.connections), limits.header_s, limits.write_s)
-        app = web.Application(middlewares=[guard('')], client_max_size=limits.body_bytes)
+        app = web.Application(middlewares=[guard(self._admit)], client_max_size=limits.body_bytes)
         app[LIMITS] = limits
         app.add_routes(self._list_routes())
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -165,12 +168,14 @@ class Gateway:
         await self._find_session(request)
         return web.json_response(render_models(ReplyInfo(MODEL, 0), self._settings.context_tokens))
 
+    def _admit(self, request: web.Request) -> None:
+        """Raises RequestError for what a web page may have sent; the routes ask for the key of an episode."""
+        refuse_pages(request, frozenset(), is_proven=any(key in self._sessions for key in _list_keys(request)))
+
     async def _find_session(self, request: web.Request) -> Session:
         """Raises RequestError for a key that is none of a running episode."""
-        bearer = request.headers.get('Authorization', '').removeprefix('Bearer ')
-        keys = [bearer, request.headers.get('x-api-key', '')]
-        if (of_trace := request.headers.get(_SESSION)) is not None:
-            keys += [f'{key}.{of_trace}' for key in keys]
+        keys = _list_keys(request)
+        if _SESSION in request.headers:
             with contextlib.suppress(TimeoutError):  # a server may ask before it has told of its episode
                 async with asyncio.timeout(_NAMING_S):
                     while not any(key in self._sessions for key in keys):
@@ -184,7 +189,14 @@ class Gateway:
         return session
 
 
+def _list_keys(request: web.Request) -> list[str]:
+    """What may be the key of an episode: as OpenAI's and Anthropic's clients send it, and of an episode of a server."""
+    keys = [request.headers.get('Authorization', '').removeprefix('Bearer '), request.headers.get('x-api-key', '')]
+    if (of_trace := request.headers.get(_SESSION)) is not None:
+        keys += [f'{key}.{of_trace}' for key in keys]
+    return keys
+
+
 def _is_retried(request: web.Request) -> bool:
     """As the clients of OpenAI and Anthropic mark it."""
-    count = request.headers.get('x-stainless-retry-count', '0')
-    return count.isdecimal() and int(count) > 0
+    return bool(read_integer(request.headers.get('x-stainless-retry-count', '0'), _MOST_RETRIES))

@@ -18,8 +18,6 @@ from areal_jax.config.sandbox_fields import HUMAN_EVAL, NAME
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment
 
-API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
-
 EXTRAS = {
     'tensorboardX': 'tensorboard',
     'matplotlib': 'plots',

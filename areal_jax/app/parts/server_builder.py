@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from areal_jax.app.model.text_model import read_shape
-from areal_jax.app.parts.extras import API_KEY
+from areal_jax.app.parts.api_key import find_key
 from areal_jax.app.parts.part_settings import build_requirements
 from areal_jax.app.parts.server_parts import EndedBy, Servers, ServersBeside
 from areal_jax.config import TrackedConfig
@@ -118,8 +117,9 @@ def build_servers(
     config.note_used(kind.reads)
     ended_by = EndedBy(stop)
     builder = _PoolBuilder(
-        config, clock, supervisor, vocab_size, published, score, _find_reader(config, kind, workdir), ended_by.note
-    )
+        config, clock, supervisor, vocab_size, published, score, _find_reader(config, kind, workdir), ended_by.note,
+        find_key(None if kind.takes_urls else workdir),
+    )  # fmt: skip
     settings, first = build_server_settings(config, probe_prompt), find_first_beside(config)
     is_beside = lambda entry: entry.index is not None and entry.index >= first
     pool, watch = builder.build(log, settings, lambda entry: not is_beside(entry), server_lanes)
@@ -149,6 +149,7 @@ class _PoolBuilder:
     score: Score
     read: Callable[[], Sequence[ServerEntry]]
     on_no_server: Callable[[str], None]
+    api_key: str
 
     def build(
         self,
@@ -163,7 +164,7 @@ class _PoolBuilder:
             requirements=build_requirements(self.config),
             warn=lambda sentence: print(f'warning: {sentence}', file=sys.stderr, flush=True),
         )  # fmt: skip
-        make = ClientMaker(self.config, self.clock, log, self.supervisor, self.vocab_size, name_lanes)
+        make = ClientMaker(self.config, self.clock, log, self.supervisor, self.vocab_size, self.api_key, name_lanes)
         read = lambda: [entry for entry in self.read() if is_own(entry)]
         return pool, RegistryWatch(self.clock, pool, read, make)
 
@@ -185,6 +186,7 @@ class ClientMaker:
         log: EventLog,
         supervisor: Supervisor,
         vocab_size: int,
+        api_key: str,
         name_lanes: Callable[[int], ServerLanes] = server_lanes,
     ):
         rollout, server = config.rollout, config.server
@@ -192,7 +194,7 @@ class ClientMaker:
         kind = find_server(rollout.server)
         self._clients = {client.name: client for client in kind.clients}
         self._clock, self._log, self._supervisor = clock, log, supervisor
-        self._api_key = os.environ.get(API_KEY, '')
+        self._api_key = api_key
         slots = min(server.max_streams, server.max_requests) if kind.limits_streams else rollout.slots
         self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens, find_forms(config))
         self._needs = find_needs(config)

@@ -67,5 +67,6 @@ def _build(parts: FrontParts) -> Front:
 
     return JetstreamFront(
         parts.inbox, parts.model, parts.listener,
-        limits=parts.limits, decode_steps=parts.decode_steps, api_key=parts.api_key, on_death=parts.on_death,
+        limits=parts.limits, decode_steps=parts.decode_steps, api_key=parts.callers.api_key,
+        on_death=parts.on_death,
     )  # fmt: skip

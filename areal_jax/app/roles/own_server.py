@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.parts.extras import API_KEY, require_serving
+from areal_jax.app.parts.api_key import find_key
+from areal_jax.app.parts.extras import require_serving
 from areal_jax.app.process.ending import code_of_stopped_server
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
@@ -49,7 +49,7 @@ def serve_engine(
         serve_model(
             select_engine(config, process.index),
             bind(process.host, 0),
-            api_key=os.environ.get(API_KEY, ''),
+            api_key=find_key(process.workdir),
             interrupts=interrupts,
             heartbeat=heartbeat,
             front=front,

@@ -1,8 +1,9 @@
 """Makes the directories of versions that one server of others loads: python -m areal_jax.app.roles.receiver
 --publication=DIR --template=VERSION --directory=DIR --port=PORT [...].
 
-server_program.py starts it beside its server, on the same machine. It takes versions from the learner by what changed
-(publication/hf_receiver.py); the client of the server asks for one before it tells the server to load it:
+server_program.py starts it next to its server, on the same machine. It takes versions from the learner by what changed
+(publication/hf_receiver.py); the client of the server asks for one before it tells the server to load it. It sends the
+key of the run, which this process has in its environment variable AREAL_JAX_API_KEY:
 
   POST /versions {"version": 4, "manifest_hash": "..."}
       200 {"directory": ".../v000004"}, or 409 {"error": {"message": "..."}} for a version that cannot be had
@@ -12,6 +13,7 @@ server_program.py starts it beside its server, on the same machine. It takes ver
 
 from __future__ import annotations
 
+import hmac
 import http.server
 import json
 import pathlib
@@ -22,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from areal_jax.app.parts.api_key import API_KEY, find_key
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.process.interrupt import Wakeups
 from areal_jax.errors import UserError
@@ -29,6 +32,7 @@ from areal_jax.files import JsonObject, decode_json
 from areal_jax.publication.carriers.files_carrier import FilesReceiver
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.hf_receiver import HfReceiver, copy_template
+from areal_jax.rollout.http.wire.request_fields import read_integer
 
 _MOST_BYTES = 1 << 16  # of a request
 _NO_HEADERS: Mapping[str, str] = {}
@@ -38,11 +42,13 @@ _SOCKET_S = 30.0  # for the bytes of a request
 def main(argv: Sequence[str]) -> int:
     """Serves until it is told to stop; what earlier versions left in --directory is removed."""
     values = parse_flags(argv)
+    if not (api_key := find_key()):
+        raise UserError(f'{API_KEY} is not set: give it the key that whoever asks for versions sends')
     directory = pathlib.Path(values.directory)
     shutil.rmtree(directory, ignore_errors=True)
     template = copy_template(pathlib.Path(values.template), directory / 'template')
     receiver = HfReceiver(FilesReceiver(values.publication, template.config, values.name), template, directory)
-    with Wakeups() as wakeups, Serving(receiver, values.host, values.port):
+    with Wakeups() as wakeups, Serving(receiver, values.host, values.port, api_key):
         print(f'versions are made in {directory}', flush=True)
         while not wakeups.wait(None)[0]:
             pass
@@ -51,10 +57,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Serving:
-    """Answers on a thread for each request while the block runs; `url` is where."""
+    """Answers on a thread for each request while the block runs; `url` is where.
 
-    def __init__(self, receiver: HfReceiver, host: str, port: int):
-        handler = type('Handler', (_Handler,), {'receiver': receiver})
+    Args:
+      api_key: that requests for versions must send.
+    """
+
+    def __init__(self, receiver: HfReceiver, host: str, port: int, api_key: str):
+        handler = type('Handler', (_Handler,), {'receiver': receiver, 'api_key': api_key})
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self.url = f'http://{host}:{self._server.server_address[1]}'
@@ -71,6 +81,7 @@ class Serving:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     receiver: HfReceiver
+    api_key: str
     timeout = _SOCKET_S
     protocol_version = 'HTTP/1.1'
 
@@ -81,6 +92,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(404, f'{self.path} is not served; ask /health, or POST /versions')
 
     def do_POST(self) -> None:
+        if not self._has_key():
+            self._refuse(401, f'Authorization must be "Bearer KEY" with the key of the run: send that in {API_KEY}')
+            return
         try:
             version, manifest_hash = self._read_request()
         except (ValueError, KeyError, TypeError) as error:
@@ -93,10 +107,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._reply(200, {'directory': str(directory)})
 
+    def _has_key(self) -> bool:
+        given, wanted = self.headers.get('Authorization', ''), f'Bearer {self.api_key}'
+        return hmac.compare_digest(given.encode('latin-1', 'replace'), wanted.encode('utf-8', 'surrogateescape'))
+
     def _read_request(self) -> tuple[int, str]:
-        length = int(self.headers.get('Content-Length', '-1'))
-        if self.path != '/versions' or not 0 <= length <= _MOST_BYTES:
-            raise ValueError(f'{self.path} with {length} bytes')
+        length = read_integer(self.headers.get('Content-Length', ''), _MOST_BYTES)
+        if self.path != '/versions' or length is None:
+            raise ValueError(f'{self.path} without a length of at most {_MOST_BYTES} bytes')
         asked = decode_json(self.rfile.read(length))
         version, digest = (asked['version'], asked['manifest_hash']) if isinstance(asked, dict) else (None, None)
         if type(version) is not int or not isinstance(digest, str):

@@ -12,6 +12,7 @@ import tempfile
 
 from absl import flags
 
+from areal_jax.app.parts.api_key import API_KEY, find_key
 from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.publication.versions import list_versions
 
@@ -29,6 +30,7 @@ class ReceiverProcess:
         port = find_free_port(values.host)
         self.url = f'http://{join_address(values.host, port)}'
         self._publication = pathlib.Path(values.publication)
+        self._api_key = find_key(pathlib.Path(values.workdir))
         self._words = [
             *(sys.executable, '-m', 'areal_jax.app.roles.receiver', f'--publication={values.publication}'),
             f'--directory={find_directory(pathlib.Path(values.workdir), values.name)}',
@@ -66,7 +68,7 @@ class ReceiverProcess:
         if not versions:
             return  # the learner is replacing them
         # the device of this machine is the server's
-        variables = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+        variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', API_KEY: self._api_key}
         self._process = subprocess.Popen([*self._words, f'--template={versions[max(versions)]}'], env=variables)
 
 

@@ -27,6 +27,7 @@ from areal_jax.app.process.interrupt import StopRequests
 from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
 from areal_jax.app.roles.version_loader import OpenReceiver, VersionLoader
 from areal_jax.config import TrackedConfig, validate_evaluation
+from areal_jax.config.addresses import name_hosts
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
@@ -42,6 +43,7 @@ from areal_jax.publication.versions import parse_version
 from areal_jax.registry.entries import FencedError
 from areal_jax.registry.heartbeat import Heartbeat
 from areal_jax.rollout.decode.scoring import JaxScoring
+from areal_jax.rollout.http.server.callers import Callers
 from areal_jax.rollout.http.server.descriptors import raise_limit
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.server_names import reachable
@@ -70,6 +72,7 @@ def serve_model(
     *,
     model: str | None = None,
     api_key: str = '',
+    host: str = '',
     overrides: Collection[str] = (),
     interrupts: StopRequests | None = None,
     heartbeat: Heartbeat | None = None,
@@ -82,6 +85,7 @@ def serve_model(
       listener: the bound socket.
       model: see evaluate.evaluate_model; None = what config.model says.
       api_key: that clients must send; '' = none.
+      host: a name or an address by which clients without a key may call this server, as those in server.hosts.
       heartbeat: of a server of a run, which is in its registry from its start and gets its address there when it
         serves. The config is the run's, of which a server reads a part; `model` may be a version that the run has
         published.
@@ -99,7 +103,8 @@ def serve_model(
         described = TrackedConfig(config) if version is not None else None
         open_receiver = number_readers(tracked, None if heartbeat is None else heartbeat.workdir)
         source = _Source(version, described)
-        server = _Server(tracked, source, listener, api_key, interrupts, front, open_receiver, parts)
+        callers = Callers(api_key, name_hosts((host, *tracked.server.hosts)))
+        server = _Server(tracked, source, listener, callers, interrupts, front, open_receiver, parts)
         server.run(heartbeat)
 
 
@@ -165,7 +170,7 @@ class _Server:
         config: TrackedConfig,
         source: _Source,
         listener: socket.socket,
-        api_key: str,
+        callers: Callers,
         interrupts: StopRequests | None,
         front: FrontKind,
         open_receiver: OpenReceiver | None,
@@ -188,7 +193,7 @@ class _Server:
             label=source.label(self._model), model_path=config.model.path, digest=source.digest,
             scorer=Scorer(self.engine, JaxScoring(self._backend), self.clock),
         )  # fmt: skip
-        self.front = front.build(self._describe_front(listener, api_key))
+        self.front = front.build(self._describe_front(listener, callers))
         self._heartbeat: Heartbeat | None = None
         self._fenced: FencedError | None = None  # another process has taken the name
         self._drain_s = config.server.drain_timeout_s
@@ -266,7 +271,7 @@ class _Server:
             on_failed_dispatch=traceback.print_exception if self._kind.survives else None,
         )  # fmt: skip
 
-    def _describe_front(self, listener: socket.socket, api_key: str) -> FrontParts:
+    def _describe_front(self, listener: socket.socket, callers: Callers) -> FrontParts:
         config, model = self._config, self._model
         self.url, self._name = describe_url(listener), _name_model(model, config)
         shape = model.decoder.config
@@ -291,7 +296,7 @@ class _Server:
         )
         raise_limit()
         return FrontParts(
-            self.service.inbox, served, listener, limits, config.rollout.decode_steps, api_key, self._note_death
+            self.service.inbox, served, listener, limits, config.rollout.decode_steps, callers, self._note_death
         )
 
     def _note_death(self, error: BaseException) -> None:

@@ -11,6 +11,7 @@ from areal_jax.config.kinds import OWN, OWN_CLIENT, SERVER, ClientKind, find_ser
 
 if TYPE_CHECKING:
     from areal_jax.protocols import Inbox
+    from areal_jax.rollout.http.server.callers import Callers
     from areal_jax.rollout.http.server.limits import Limits
     from areal_jax.rollout.http.server.thread import ServedModel
 
@@ -35,7 +36,7 @@ class FrontParts:
       inbox: of the service that the requests are for.
       listener: the bound socket.
       decode_steps: most tokens of an answer in one dispatch.
-      api_key: that clients must send; '' = none.
+      callers: whom the server obeys.
       on_death: called on a thread of the front where an error has ended it.
     """
 
@@ -44,7 +45,7 @@ class FrontParts:
     listener: socket.socket
     limits: Limits
     decode_steps: int
-    api_key: str
+    callers: Callers
     on_death: Callable[[BaseException], None]
 
 
@@ -63,7 +64,7 @@ def build_http(parts: FrontParts) -> Front:
 
     return HttpThread(
         parts.inbox, parts.model, parts.listener,
-        limits=parts.limits, api_key=parts.api_key, on_death=parts.on_death,
+        limits=parts.limits, callers=parts.callers, on_death=parts.on_death,
     )  # fmt: skip
 
 

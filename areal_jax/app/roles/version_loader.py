@@ -25,6 +25,7 @@ from areal_jax.publication.weights_reader import WeightsReader
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
+from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
 from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights, Weights
 
@@ -114,8 +115,8 @@ def load_directory(published: PublishedWeights, *, decoder: Decoder, place: Plac
     directory = published.handle
     assert isinstance(directory, WeightsDirectory)
     path = pathlib.Path(directory.path)
-    named = int(directory.label) if directory.label.isdecimal() else parse_version(path)
-    found = find_version(path, named or 0)
+    named = read_integer(directory.label, LARGEST_VERSION)
+    found = find_version(path, (parse_version(path) or 0) if named is None else named)
     _require_shape(path, decoder)
     params = trees.cast(load_version(found, decoder.config, place, verify=True), dtype)
     require_finite_shards(params, f'{path} as {dtype}', 'get the files again, or load other weights')

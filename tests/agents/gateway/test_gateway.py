@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from unittest import mock
 
 import pytest
+from aiohttp import web
 
 from areal_jax.agents.dialogue import ProgramsError
 from areal_jax.agents.gateway.session import LEAST_LOGGED_BYTES
@@ -63,6 +65,19 @@ def test_a_marked_retry_gets_the_recorded_reply_and_an_equal_call_another_one(ma
     assert texts == (['a', 'a'] if marked else ['a', 'b'])
     assert [row.fork for row in run.episode.rows] == ([''] if marked else ['', 'resampled'])
     assert run.episode.counts == ({'retried': 1} if marked else {})
+
+
+@pytest.mark.parametrize('count', ['9' * 5000, '-1', '1e3', '\u0661', '1_0', ''])
+def test_a_count_of_retries_that_is_no_count_marks_none(count):
+    statuses = []
+
+    async def program(client):
+        body = {'messages': [user('q')]}
+        for more in ({}, {'x-stainless-retry-count': count}):
+            statuses.append((await client.post(body, **more))[0])
+
+    run = Run(program, ids_of('a'), ids_of('b'))
+    assert (statuses, len(run.pool.requests)) == ([200, 200], 2)
 
 
 def test_a_key_of_idempotency_marks_a_retry_whatever_else_is_equal():
@@ -408,3 +423,34 @@ def test_programs_see_the_model_and_count_tokens():
         await client.chat(user('q'))
 
     assert Run(program, ids_of('a')).ends == ('stop', 'stop')
+
+
+PAGE, JSON = {'Origin': 'http://evil.example'}, {'Content-Type': 'application/json'}
+
+
+@pytest.mark.parametrize(('headers', 'status'), [
+    (PAGE | JSON, 403), ({'Origin': 'null', 'Content-Type': 'text/plain'}, 403),
+    ({'Sec-Fetch-Site': 'cross-site'} | JSON, 403), ({'Host': 'evil.example'} | JSON, 403),
+    ({'Content-Type': 'text/plain'}, 415), ({'Content-Type': 'application/x-www-form-urlencoded'}, 415), (JSON, 401),
+])  # fmt: skip
+def test_no_web_page_is_heard_on_any_route(headers, status):
+    """Also one that knows the key of an episode; programs with the key may send any type of body and any Host."""
+
+    async def program(client):
+        key = {'Authorization': f'Bearer {client.key}'}
+        routes = {(route.method, route.resource.canonical) for app in apps for route in app.router.routes()}
+        posts = sorted(path.removeprefix('/v1') for method, path in routes if method == 'POST')
+        assert len(posts) == 4
+        for path in posts:
+            for more in ({}, key):
+                async with client.http.post(
+                    client.url + path, data=b'{"messages": 7}', headers=headers | more
+                ) as reply:
+                    is_page = 'Origin' in headers or 'Sec-Fetch-Site' in headers
+                    assert (path, reply.status) == (path, 400 if more and not is_page else status)
+        await client.chat(user('q'))
+
+    apps, make = [], web.AppRunner
+    with mock.patch.object(web, 'AppRunner', lambda app, **more: apps.append(app) or make(app, **more)):
+        run = Run(program, ids_of('a'))
+    assert (run.ends, len(run.pool.requests)) == (('stop', 'stop'), 1)

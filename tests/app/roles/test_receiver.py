@@ -1,12 +1,15 @@
 """The receiver beside a server: its requests and refusals, and its process, which is started again when it dies."""
 
 import asyncio
+import contextlib
+import http.client
 import os
 import signal
 import time
 
 import pytest
 
+from areal_jax.app.parts.api_key import find_key
 from areal_jax.app.roles.receiver import Serving
 from areal_jax.app.roles.receiver_process import ReceiverProcess, find_directory
 from areal_jax.app.roles.server_program import parse_flags
@@ -16,12 +19,14 @@ from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from tests.publication.bits16 import Carrier, make_versions, open_channel, over
 from tests.publication.tiny import CONFIG, assert_bit_equal
 
+KEY = 'clé'
 
-def ask(url, *requests):
+
+def ask(url, *requests, key=KEY):
     """(status, JSON or sentence) of each (method, path, body)."""
 
     async def run():
-        connection = Connection(url)
+        connection = Connection(url, key)
         try:
             return [await connection.request(*one) for one in requests]
         finally:
@@ -31,6 +36,17 @@ def ask(url, *requests):
         (reply.status, reply.fields().values if reply.status == 200 else reply.message())
         for reply in asyncio.run(run())
     ]
+
+
+def post_length(url, length):
+    """The status of a request for a version with that Content-Length."""
+    connection = http.client.HTTPConnection(url.removeprefix('http://'), timeout=20)
+    with contextlib.closing(connection):
+        connection.putrequest('POST', '/versions')
+        connection.putheader('Content-Length', length)
+        connection.putheader('Authorization', f'Bearer {KEY}'.encode())
+        connection.endheaders()
+        return connection.getresponse().status
 
 
 def body(published):
@@ -45,7 +61,7 @@ def test_a_version_is_asked_for_by_its_manifest(tmp_path):
     channel.transfer(0, versions[0])
     published = channel.transfer(1, versions[1])
     receiver = HfReceiver(carrier, template, tmp_path / 'made')
-    with Serving(receiver, '127.0.0.1', 0) as serving:
+    with Serving(receiver, '127.0.0.1', 0, KEY) as serving:
         replies = ask(
             serving.url,
             ('GET', '/health'),
@@ -57,6 +73,14 @@ def test_a_version_is_asked_for_by_its_manifest(tmp_path):
             ('POST', '/other', body(published)),
             ('GET', '/other'),
         )
+        strangers = [
+            ask(serving.url, ('POST', '/versions', body(published)), key=key)[0] for key in ('', 'cle', 'clé ')
+        ]
+        assert ask(serving.url, ('GET', '/health'), key='') == [(200, {})]
+        length = post_length(serving.url, '9' * 5000)
+    assert [status for status, _ in strangers] == [401] * 3
+    assert 'Authorization must be "Bearer KEY"' in strangers[0][1]
+    assert length == 400
     made = tmp_path / 'made' / 'v000001'
     assert replies[:2] == [(200, {}), (200, {'directory': str(made)})]
     assert [status for status, _ in replies[2:]] == [409, 400, 400, 400, 400, 404]
@@ -65,11 +89,11 @@ def test_a_version_is_asked_for_by_its_manifest(tmp_path):
     assert_bit_equal(load_version(find_version(made, 1), CONFIG, verify=True), versions[1])
 
 
-def await_reply(url, *request):
+def await_reply(url, *request, key):
     end_s = time.monotonic() + 60
     while True:
         try:
-            return ask(url, request)[0]
+            return ask(url, request, key=key)[0]
         except NoReplyError:
             assert time.monotonic() < end_s
             time.sleep(0.1)
@@ -84,7 +108,8 @@ def test_a_receiver_that_is_killed_reads_again_what_it_held(tmp_path, monkeypatc
     published = [channel.transfer(version, params) for version, params in enumerate(versions)]
     flags = ['', f'--workdir={tmp_path}', '--name=0', f'--publication={tmp_path / "publication"}', '--receiver']
     with ReceiverProcess(parse_flags(flags)) as process:
-        status, first = await_reply(process.url, 'POST', '/versions', body(published[1]))
+        key = find_key(tmp_path)
+        status, first = await_reply(process.url, 'POST', '/versions', body(published[1]), key=key)
         assert (status, first) == (200, {'directory': str(find_directory(tmp_path, '0') / 'v000001')})
         process.ensure()  # it runs
         os.kill(process.pid, signal.SIGKILL)
@@ -92,7 +117,7 @@ def test_a_receiver_that_is_killed_reads_again_what_it_held(tmp_path, monkeypatc
         while process.is_alive:
             assert time.monotonic() < end_s
         process.ensure()
-        status, second = await_reply(process.url, 'POST', '/versions', body(published[2]))
+        status, second = await_reply(process.url, 'POST', '/versions', body(published[2]), key=key)
         assert status == 200
         assert_bit_equal(load_version(find_version(second['directory'], 2), CONFIG, verify=True), versions[2])
     assert not process.is_alive

@@ -357,5 +357,5 @@ def connect(parts: ClientParts, dialect: Dialect) -> ServerEngine:
     return ServerEngine(
         parts.lanes, dialect, Connection(parts.entry.url, parts.api_key), parts.clock, parts.log,
         locate=parts.locate, limits=parts.limits,
-        receiver=Connection(parts.entry.receiver) if parts.entry.receiver else None,
+        receiver=Connection(parts.entry.receiver, parts.api_key) if parts.entry.receiver else None,
     )  # fmt: skip

@@ -14,12 +14,12 @@ from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, 
 from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
 from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
+from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
 from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')
 _TROUBLE = (NoReplyError, StatusError, TimeoutError)  # of a call; none of them says what the server has done
-_VERSION_DIGITS = 18  # of the largest name of a version: below 2**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,8 @@ class Server:
 
 def read_version(name: str) -> int:
     """The version in a server's name of its weights; NOT_GENERATED if this project did not make the name."""
-    return int(name) if name.isascii() and name.isdigit() and len(name) <= _VERSION_DIGITS else NOT_GENERATED
+    version = read_integer(name, LARGEST_VERSION)
+    return NOT_GENERATED if version is None else version
 
 
 def _holds_weights(directory: pathlib.Path) -> bool:

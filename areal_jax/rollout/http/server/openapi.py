@@ -13,6 +13,7 @@ from aiohttp import web
 
 from areal_jax.columns import cut, declared, find, of_models, of_tokens
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.callers import RULE
 from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
 from areal_jax.rollout.http.wire.column_fields import ASKED
@@ -266,7 +267,7 @@ def describe_server() -> JsonObject:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
     return {
         'openapi': '3.1.0',
-        'info': {'title': 'areal_jax', 'version': __version__},
+        'info': {'title': 'areal_jax', 'version': __version__, 'description': RULE},
         'paths': paths,
         'components': {'securitySchemes': {'key': {'type': 'http', 'scheme': 'bearer'}}},
         'security': [{}, {'key': []}],
@@ -318,6 +319,7 @@ def render_page() -> str:
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
     title = f'areal_jax {html.escape(__version__)}: routes of this server'
     lead = '<p>For programs: <a href="openapi.json">openapi.json</a>. Unknown fields are refused by name.</p>'
+    lead += f'<p>{html.escape(RULE)}</p>'
     return f'<!doctype html><html lang="en"><head>{head}<title>{title}</title></head><body><h1>{title}</h1>{lead}' + (
         '\n'.join(parts) + '</body></html>'
     )
@@ -333,7 +335,7 @@ def _render(path: str, method: str, operation: JsonObject) -> str:
         f'{html.escape(str(schema.get("description", "")))}</td></tr>'
         for name, schema in body['schema']['properties'].items()
     )
-    example = html.escape(f"curl $URL{path} -d '{json.dumps(body['example'])}'")
+    example = html.escape(f"curl $URL{path} -H 'content-type: application/json' -d '{json.dumps(body['example'])}'")
     table = f'<table><tr><th>field</th><th>value</th><th></th></tr>{rows}</table>' if rows else ''
     return f'<details><summary>{title}</summary><pre>{example}</pre>{table}</details>'
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from types import ModuleType
@@ -25,8 +24,6 @@ from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
 LIMITS: web.AppKey[Limits] = web.AppKey('limits', Limits)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# no key: probes of clusters have none, and none of these paths generates anything
-_OPEN_PATHS = ('/health', '/ready', '/ping', '/metrics')
 _SGLANG_PATHS = (
     '/generate', '/abort_request', '/pause_generation', '/continue_generation', '/flush_cache',
     '/update_weights_from_disk', '/health_generate', '/model_info', '/get_model_info', '/server_info',
@@ -78,10 +75,11 @@ async def read_fields(request: web.Request) -> Fields:
     return Fields(await read_body(request))
 
 
-def guard(api_key: str, holder: Callable[[], str] = str) -> Middleware:
-    """A middleware: asks for the key, and answers every refusal in the dialect of the path.
+def guard(admit: Callable[[web.Request], None], holder: Callable[[], str] = str) -> Middleware:
+    """A middleware: takes no request that is not admitted, and answers every refusal in the dialect of the path.
 
     Args:
+      admit: raises RequestError for a request of somebody whom this server does not serve, see callers.py.
       holder: gives the name of this process in the registry of its run; requests that name another one are refused.
     """
 
@@ -90,10 +88,7 @@ def guard(api_key: str, holder: Callable[[], str] = str) -> Middleware:
         if isinstance(request.protocol, Progress):
             request.protocol.note_request(request.body_exists)
         try:
-            if api_key and request.path not in _OPEN_PATHS and not _has_key(request, api_key):
-                raise RequestError(
-                    'Authorization', 'Authorization must be "Bearer KEY" with the key of this server', 401
-                )
+            admit(request)
             _require_meant(request, holder())
             return await handler(request)
         except web.HTTPException as error:
@@ -140,13 +135,6 @@ def _require_meant(request: web.Request, holder: str) -> None:
         raise RequestError(
             INCARNATION, f'{INCARNATION}: {meant} is not this server, which is {holder}: look again', 409
         )
-
-
-def _has_key(request: web.Request, api_key: str) -> bool:
-    # surrogates represent bytes that are not UTF-8, in headers as in environment variables
-    encode = lambda text: text.encode('utf-8', 'surrogateescape')
-    matches = lambda name, wanted: hmac.compare_digest(encode(request.headers.get(name, '')), encode(wanted))
-    return matches('Authorization', f'Bearer {api_key}') or matches('x-api-key', api_key)  # the second is Anthropic's
 
 
 def _allowed(error: web.HTTPException) -> dict[str, str]:

@@ -18,6 +18,7 @@ from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server import control, generation, openapi, state, tokens
 from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server.callers import KEYLESS, Callers
 from areal_jax.rollout.http.server.complaints import bounded_log
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
@@ -53,7 +54,7 @@ class HttpThread:
 
     Args:
       listener: a bound socket, see `bind`.
-      api_key: '' = none is asked for.
+      callers: whom it obeys.
       on_death: called on this thread where the loop ends by an error.
     """
 
@@ -64,11 +65,11 @@ class HttpThread:
         listener: socket.socket,
         *,
         limits: Limits,
-        api_key: str = '',
+        callers: Callers = KEYLESS,
         on_death: Callable[[BaseException], None] = lambda error: None,
     ):
         self._inbox, self._model, self._listener, self._limits = inbox, model, listener, limits
-        self._api_key, self._on_death = api_key, on_death
+        self._callers, self._on_death = callers, on_death
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -122,7 +123,7 @@ class HttpThread:
     def _build_app(self, limits: Limits, table: ConnectionTable) -> web.Application:
         model = self._model
         app = web.Application(
-            middlewares=[guard(self._api_key, lambda: model.facts.holder)], client_max_size=limits.body_bytes
+            middlewares=[guard(self._callers.admit, lambda: model.facts.holder)], client_max_size=limits.body_bytes
         )
         app[FACTS], app[CONNECTIONS], app[LIMITS] = model.facts, table, limits
         app[BRIDGE] = Bridge(

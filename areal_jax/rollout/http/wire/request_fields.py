@@ -15,9 +15,9 @@ from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import Call, RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
+LARGEST_VERSION = 2**63 - 1  # of weights that a text names
 _LONGEST_NAME = 80  # characters of a field's name that a sentence repeats: clients choose the names of unknown fields
 _LONGEST_TEXT = 4096  # characters of a name, an id or a path: replies and events repeat some of them
-_LONGEST_ID = 10  # digits of the largest token id
 MOST_PROMPTS = 4096  # of one request, and entries of other lists of texts
 _MOST_BIASES = 1024
 MOST_LEVELS = 128  # of JSON that goes to the model or comes from it
@@ -212,9 +212,9 @@ class Fields:
         found = []
         for token, bias in value.items():
             name = f'{field}.{token}'
-            if not _is_token_id(token):
+            if (token_id := read_integer(token, _LARGEST_TOKEN)) is None:
                 raise self.refuse(name, bias, 'is not named by a token id: use the id as a string')
-            found.append((int(token), self._require_number(name, bias, -100, 100)))
+            found.append((token_id, self._require_number(name, bias, -100, 100)))
         return tuple(sorted(found))
 
     def take_fields(self, field: str) -> Fields:
@@ -274,10 +274,16 @@ def count_levels(value: object) -> int:
     return levels
 
 
-def _is_token_id(text: str) -> bool:
-    """The length comes first: int() raises ValueError for thousands of digits."""
-    digits = text.isascii() and text.isdigit()
-    return digits and len(text.lstrip('0')) <= _LONGEST_ID and int(text.lstrip('0') or '0') <= _LARGEST_TOKEN
+def read_integer(text: str, most: int) -> int | None:
+    """The whole number that a text of ASCII digits is; None for any other text, and for a number above `most`.
+
+    Whatever comes as text over HTTP is read here: int() raises ValueError for thousands of digits.
+    """
+    digits = text.lstrip('0')
+    if not (text.isascii() and text.isdigit()) or len(digits) > len(str(most)):
+        return None
+    number = int(digits or '0')
+    return number if number <= most else None
 
 
 def read_token_ids(field: str, value: object, least: int = 1) -> np.ndarray:

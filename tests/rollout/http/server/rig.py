@@ -16,6 +16,7 @@ import aiohttp
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.rollout.http.server.callers import Callers
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
 from areal_jax.rollout.http.server.texts import Texts
@@ -60,6 +61,7 @@ class ToyServer:
 
     on_failed_dispatch = None  # see LocalEngine
     context, vocabulary = CONTEXT, 10
+    hosts = frozenset()  # names under which clients without a key may call it
 
     def __init__(
         self, *, slots=4, decode_steps=1, limits=None, api_key='', tokenizer=None, required='refuse',
@@ -99,7 +101,7 @@ class ToyServer:
         return None
 
     def make_front(self, model, listener, limits, api_key):
-        return HttpThread(self.service.inbox, model, listener, limits=limits, api_key=api_key)
+        return HttpThread(self.service.inbox, model, listener, limits=limits, callers=Callers(api_key, self.hosts))
 
     def _execute(self):
         async def program():
@@ -179,7 +181,9 @@ class Client:
         self.session, self.url = session, url
 
     async def post(self, path, body=None, **options):
+        headers = {'Content-Type': 'application/json', **options.pop('headers', {})}
         content = options if 'data' in options else {'json': body, **options}
+        content['headers'] = headers
         async with self.session.post(self.url + path, **content) as reply:
             return await self._read(reply)
 

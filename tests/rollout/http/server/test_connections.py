@@ -25,6 +25,7 @@ from tests.rollout.http.server.rig import ToyServer, body, until
 ROOT = pathlib.Path(__file__).parents[4]
 FEW = 8
 LIMITS = Limits(connections=FEW, header_s=0.4, requests=FEW)
+POST = b'POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n'
 
 
 def connect(server, content=b''):
@@ -73,9 +74,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection():
         assert 0.3 < server.run(script) < 4
 
 
-@pytest.mark.parametrize(
-    'opening', [b'', b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{', b'GET /health HT']
-)
+@pytest.mark.parametrize('opening', [b'', b'%sContent-Length: 99\r\n\r\n{' % POST, b'GET /health HT'])
 def test_the_longest_silent_connection_makes_room(opening):
     with ToyServer(limits=dataclasses.replace(LIMITS, header_s=60.0)) as server:
         silent = [connect(server, opening) for _ in range(4 * FEW)]
@@ -115,7 +114,7 @@ async def _open(server, count):
 def test_a_client_that_never_reads_its_answer_is_let_go(monkeypatch):
     monkeypatch.setattr(connections, 'SWEEP_S', 0.05)
     content = json.dumps(body(390, sampling={'n': 64})).encode()
-    head = b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n' % len(content)
+    head = b'%sContent-Length: %d\r\n\r\n' % (POST, len(content))
     with ToyServer(limits=dataclasses.replace(LIMITS, write_s=0.3, requests=200, connections=300), slots=64) as server:
         server.backend.step_s = 0.0
         reader = socket.socket()

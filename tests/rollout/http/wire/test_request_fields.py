@@ -3,7 +3,7 @@
 import pytest
 
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, parse_json, read_token_ids
+from areal_jax.rollout.http.wire.request_fields import Fields, parse_json, read_integer, read_token_ids
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,11 @@ def test_json_is_read():
     assert parse_json('{"a": "é"}'.encode()) == {'a': 'é'}
     with pytest.raises(RequestError, match=r'^body=\[1\] must be a JSON object'):
         Fields([1])
+
+
+@pytest.mark.parametrize(('text', 'number'), [
+    ('0', 0), ('7', 7), ('0' * 5000 + '7', 7), ('900', 900), ('901', None), ('9' * 5000, None), ('', None),
+    ('-1', None), ('+1', None), ('1_0', None), (' 1', None), ('1.0', None), ('\u0661', None), ('\xb2', None),
+])  # fmt: skip
+def test_text_over_http_is_an_integer_or_none(text, number):
+    assert read_integer(text, 900) == number
