@@ -265,25 +265,25 @@ def test_a_refusal_says_what_to_do_in_the_form_of_the_dialect(path, headers, sta
 
 
 def find_curls(text):
-    """(path, headers, body) of each curl line of a page, as curl would send it."""
+    """(method, path, headers, body) of each curl line of a page, as curl would send it."""
     for line in re.findall(r'^curl (.*?)$', text.replace('\\\n', ' '), re.MULTILINE):
         start = text.replace('\\\n', ' ').index(line)
         words = shlex.split(_whole(text.replace('\\\n', ' ')[start:]))
-        url, headers, body = '', {}, None
+        method, url, headers, body = 'GET', '', {}, None
         options = iter(words)
         for word in options:
             if word in ('-H', '--header'):
                 name, _, value = next(options).partition(':')
                 headers[name.lower()] = value.strip()
             elif word in ('-d', '--data'):
-                body = next(options)
-            elif word in ('-X', '--request', '-s'):
-                assert word == '-s' or next(options) == 'POST'
+                method, body = 'POST', next(options)
+            elif word in ('-X', '--request'):
+                method = next(options)
             else:
                 url = word
         if body is not None:
             headers.setdefault('content-type', 'application/x-www-form-urlencoded')  # as curl does
-        yield re.sub(r'^(http://[^/]*|\$URL)', '', url), list(headers.items()), body
+        yield method, re.sub(r'^(http://[^/]*|\$URL)', '', url), list(headers.items()), body
 
 
 def _whole(text):
@@ -305,13 +305,12 @@ def list_pages():
 def test_every_curl_line_of_the_pages_is_taken(acting):
     calls = [call for page in list_pages() for call in find_curls(page)]
     with WatchedServer() as server:
-        posts = {path for method, path in server.routes if method == 'POST'}
-        for path, headers, body in calls:
-            status, text = server.ask('POST', path, headers, (body or '').encode())
+        for method, path, headers, body in calls:
+            status, text = server.ask(method, path, headers, (body or '').encode())
             assert status not in REFUSED, (path, headers, text)
             if body is not None:
                 json.loads(body)
-        assert {path for path, _, _ in calls} <= posts
+        assert {call[:2] for call in calls} <= server.routes
     assert len(calls) >= 20
 
 
