@@ -298,6 +298,7 @@ class ToyRun:
         eta: float = 2,
         engines: int = 1,
         slots: int = 4,
+        cache_blocks: int | None = None,
         decode_steps: int = 2,
         kv_policy: str = 'recompute',
         schedule: str = 'natural',
@@ -352,11 +353,11 @@ class ToyRun:
                 ring.add(channel.transfer(held, w))
             ring.add(published)
             published = ring.in_use(state['generated_update'] if state else None)
-        self.backends = [ToyBackend(slots) for _ in range(engines)]
+        self.backends = [ToyBackend(slots, cache_blocks) for _ in range(engines)]
         self.pinned_backends = [ToyBackend(3) if evaluation_every else None for _ in range(engines)]
         self.engines = [
             LocalEngine(
-                i, backend, self.clock, self.log, receive=lambda published: self.receive(published),
+                i, backend, self.clock, self.engine_log(), receive=lambda published: self.receive(published),
                 version=published.version, params=published.handle, kv_policy=kv_policy, decode_steps=decode_steps,
                 evaluation=self.pinned_backends[i], every_dispatches=every_dispatches,
                 hardware=hardware[i] if hardware else '',
@@ -392,6 +393,10 @@ class ToyRun:
         self.beside = self._build_beside(evaluation_every, steps, sampling) if evaluation_every else None
         if state:
             self.controller.restore(state)
+
+    def engine_log(self) -> EventLog:
+        """The log as an engine writes to it."""
+        return self.log
 
     def build_pool(self, published: PublishedWeights) -> Any:
         return Pool(self.engines, self.clock, self.log, self.supervisor, spare_slots=self.spare_slots)

@@ -28,14 +28,14 @@ def plant(events: Events, planter: Planter, seed: int) -> Events | None:
     return changed
 
 
-def _pick(events: Events, rng: random.Random, kind: str, condition: Callable[[dict[str, Any]], bool] = bool) -> int:
+def pick(events: Events, rng: random.Random, kind: str, condition: Callable[[dict[str, Any]], bool] = bool) -> int:
     found = [index for index, event in enumerate(events) if event['kind'] == kind and condition(event)]
     return rng.choice(found) if found else -1
 
 
-def _edit(kind: str, change: Callable[[dict[str, Any]], object], condition: Callable[..., bool] = bool) -> Planter:
+def edit(kind: str, change: Callable[[dict[str, Any]], object], condition: Callable[..., bool] = bool) -> Planter:
     def planter(events: Events, rng: random.Random) -> Events | None:
-        if (index := _pick(events, rng, kind, condition)) < 0:
+        if (index := pick(events, rng, kind, condition)) < 0:
             return None
         change(events[index])
         return events
@@ -43,18 +43,18 @@ def _edit(kind: str, change: Callable[[dict[str, Any]], object], condition: Call
     return planter
 
 
-def _delete(kind: str, condition: Callable[..., bool] = bool) -> Planter:
+def delete(kind: str, condition: Callable[..., bool] = bool) -> Planter:
     def planter(events: Events, rng: random.Random) -> Events | None:
-        if (index := _pick(events, rng, kind, condition)) < 0:
+        if (index := pick(events, rng, kind, condition)) < 0:
             return None
         return events[:index] + events[index + 1 :]
 
     return planter
 
 
-def _double(kind: str) -> Planter:
+def double(kind: str) -> Planter:
     def planter(events: Events, rng: random.Random) -> Events | None:
-        if (index := _pick(events, rng, kind)) < 0:
+        if (index := pick(events, rng, kind)) < 0:
             return None
         later = rng.choice([index, min(len(events) - 1, index + rng.randrange(40))])
         return [*events[: later + 1], {**events[index], 'time': events[later]['time']}, *events[later + 1 :]]
@@ -62,7 +62,7 @@ def _double(kind: str) -> Planter:
     return planter
 
 
-def _move(events: Events, source: int, target: int) -> Events:
+def move(events: Events, source: int, target: int) -> Events:
     """The event stands at `target` instead, with the time of that line."""
     moved = {**events[source], 'time': events[target]['time']}
     rest = events[:source] + events[source + 1 :]
@@ -86,7 +86,7 @@ def _change_reward(event: dict[str, Any]) -> None:
 
 def _without_rebuild(events: Events, rng: random.Random) -> Events | None:
     """The dispatch that computes interrupted answers again, with its run."""
-    index = _pick(events, rng, 'prefill', lambda event: event['rebuilt'] > 0)
+    index = pick(events, rng, 'prefill', lambda event: event['rebuilt'] > 0)
     if index < 0:
         return None
     lane = events[index]['lane']
@@ -109,7 +109,7 @@ def _admitted_against_eq_3(batch: int, eta: float) -> Planter:
             return None
         version, admit = rng.choice(list(tight.items()))
         loaded = next(i for i, event in enumerate(events) if event['kind'] == 'publish' and event['version'] == version)
-        return _move(_move(events, admit - 1, loaded), admit, loaded + 1)
+        return move(move(events, admit - 1, loaded), admit, loaded + 1)
 
     return planter
 
@@ -141,19 +141,19 @@ def _versions_exchanged(events: Events, rng: random.Random) -> Events | None:
 
 
 def _loaded_early(events: Events, rng: random.Random) -> Events | None:
-    index = _pick(events, rng, 'load')
+    index = pick(events, rng, 'load')
     if index < 0:
         return None
     version = events[index]['version']
     published = next((i for i, e in enumerate(events) if e['kind'] == 'publish' and e['version'] == version), index)
-    return _move(events, index, published) if published < index else None
+    return move(events, index, published) if published < index else None
 
 
 def _scored_early(events: Events, rng: random.Random) -> Events | None:
-    index = _pick(events, rng, 'reward')
+    index = pick(events, rng, 'reward')
     answer = events[index]['draw'], events[index]['sample']
     finish = next(i for i, e in enumerate(events) if e['kind'] == 'finish' and (e['draw'], e['sample']) == answer)
-    return _move(events, index, finish)
+    return move(events, index, finish)
 
 
 def _earlier(events: Events, rng: random.Random) -> Events | None:
@@ -166,43 +166,43 @@ def _earlier(events: Events, rng: random.Random) -> Events | None:
 def faults(batch: int, eta: float) -> Mapping[str, Planter]:
     """Planters by name, for a run of learner.groups_per_update=batch and staleness.eta."""
     return {
-        'a missing reward': _delete('reward'),
-        'a changed reward': _edit('reward', _change_reward, lambda event: event['label'] == 'ok'),
-        'a finish with a token too many': _edit('finish', _lengthen, lambda event: event['tokens']),
-        'a finish that lacks a version': _edit('finish', _forget_version, lambda event: len(event['versions']) > 1),
-        'a decode event that lacks a token': _edit('decode', lambda event: event.update(tokens=event['tokens'] - 1)),
+        'a missing reward': delete('reward'),
+        'a changed reward': edit('reward', _change_reward, lambda event: event['label'] == 'ok'),
+        'a finish with a token too many': edit('finish', _lengthen, lambda event: event['tokens']),
+        'a finish that lacks a version': edit('finish', _forget_version, lambda event: len(event['versions']) > 1),
+        'a decode event that lacks a token': edit('decode', lambda event: event.update(tokens=event['tokens'] - 1)),
         'a missing rebuild': _without_rebuild,
         'an admission against Eq. 3': _admitted_against_eq_3(batch, eta),
         'a group trained twice': _trained_twice,
         'versions out of order': _versions_exchanged,
         'a load before its publication': _loaded_early,
         'other draws than the lowest': _wrong_lowest,
-        'a score given twice': _double('reward'),
+        'a score given twice': double('reward'),
         'a score before the answer': _scored_early,
-        'a run that ends twice': _double('run_done'),
+        'a run that ends twice': double('run_done'),
         'a time that goes back': _earlier,
         # beyond the fifteen
-        'a rebuild of nothing': _edit(
+        'a rebuild of nothing': edit(
             'prefill', lambda event: event.update(rebuilt=0), lambda event: event['tokens'] > event['prompt_tokens']
         ),
-        'a rebuild that lacks a token': _edit(
+        'a rebuild that lacks a token': edit(
             'prefill',
             lambda event: event.update(rebuilt=event['rebuilt'] - 1, tokens=event['tokens'] - 1),
             lambda event: event['tokens'] > event['prompt_tokens'],
         ),
-        'a missing prefill': _delete('prefill'),
-        'a missing interruption': _delete('interrupt'),
-        'a missing dispatch': _delete('decode'),
-        'a decode event with a token too many': _edit('decode', lambda event: event.update(tokens=event['tokens'] + 1)),
-        'a missing finish': _delete('finish'),
-        'a finish of another reason': _edit('finish', lambda event: event.update(reason='cancelled')),
-        'a finish with a token too few': _edit(
+        'a missing prefill': delete('prefill'),
+        'a missing interruption': delete('interrupt'),
+        'a missing dispatch': delete('decode'),
+        'a decode event with a token too many': edit('decode', lambda event: event.update(tokens=event['tokens'] + 1)),
+        'a missing finish': delete('finish'),
+        'a finish of another reason': edit('finish', lambda event: event.update(reason='cancelled')),
+        'a finish with a token too few': edit(
             'finish', lambda event: event.update(tokens=event['tokens'] - 1), lambda event: event['tokens'] > 1
         ),
-        'a finish given twice': _double('finish'),
-        'a group that is partial': _edit('buffer', lambda event: event.update(partial=not event['partial'])),
-        'a missing admission': _delete('admit'),
-        'a group that enters the buffer twice': _double('buffer'),
-        'a missing publication': _delete('publish'),
-        'another version decoded with': _edit('decode', lambda event: event.update(version=event['version'] + 1)),
+        'a finish given twice': double('finish'),
+        'a group that is partial': edit('buffer', lambda event: event.update(partial=not event['partial'])),
+        'a missing admission': delete('admit'),
+        'a group that enters the buffer twice': double('buffer'),
+        'a missing publication': delete('publish'),
+        'another version decoded with': edit('decode', lambda event: event.update(version=event['version'] + 1)),
     }

@@ -11,9 +11,18 @@ import collections
 from collections.abc import Iterator
 
 from areal_jax.events.episode_events import FinishEvent
-from areal_jax.events.schema import DecodeEvent, Event
+from areal_jax.events.schema import DecodeEvent, Event, PreemptEvent
+from areal_jax.events.server_events import MoveEvent
 from areal_jax.report.prompt_lengths import PromptLengths
 from areal_jax.report.rules.cache_rules import Answer, CacheRules, Dispatch
+
+
+KINDS = frozenset(
+    (
+        'log', 'evaluate', 'route', 'save', 'decode', 'finish', 'preempt', 'move', 'leave', 'prefill', 'interrupt', 'load',
+        'run_start', 'run_done',
+    )
+)  # fmt: skip
 
 
 class GenerationRules:
@@ -24,6 +33,8 @@ class GenerationRules:
       single_turn: whether an answer is one request; else the lengths of answers are not compared with dispatches.
       max_new_tokens: of an answer.
     """
+
+    kinds = KINDS
 
     def __init__(self, *, keeps_cache: bool, single_turn: bool, max_new_tokens: int):
         self._single_turn, self._max_new_tokens = single_turn, max_new_tokens
@@ -54,6 +65,8 @@ class GenerationRules:
             yield from self._lengths.apply_waiting()
         elif event['kind'] == 'finish':
             yield from self._finish(event)
+        elif event['kind'] == 'preempt' or event['kind'] == 'move':
+            yield from self._give_up(event)
         elif event['kind'] == 'leave':
             del self._dispatches[event['engine']]  # one that joins under its name counts anew
         yield from self._cache.apply(event)
@@ -130,10 +143,28 @@ class GenerationRules:
             yield f'{dispatch.name} has generated {dispatch.tokens} tokens, and its answers had {had} of it'
         elif dispatch.positions is not None and not unknown:
             if not self._lengths.learn(dispatch.prompts, dispatch.positions - dispatch.seen):
-                yield f'{dispatch.name} has seen {dispatch.positions} positions, against what others of its prompts saw'
+                yield f'{dispatch.name} has seen {dispatch.positions} positions, against what others of its prompts saw, and preempted requests told'
         elif dispatch.positions is not None:
             prompts = [*dispatch.prompts, *(prompt for prompt, _ in dispatch.ended)]
             yield self._lengths.check(prompts, dispatch.compare_ended)
+
+    def _give_up(self, event: PreemptEvent | MoveEvent) -> Iterator[str]:
+        """A request leaves its slot, or its engine, with all tokens; of a preempted one the prompt counts too."""
+        request, tokens = event['request'], event['tokens']
+        answer = self._answers.get(request)
+        if answer is None or not self._single_turn:
+            if answer is None:
+                yield f'{request} is given up with {tokens} tokens, and is not under way'
+        elif event['kind'] == 'move':
+            if tokens != answer.tokens:
+                yield f'{request} moves with {tokens} tokens, and its dispatches gave it {answer.tokens}'
+        else:
+            had, length = answer.tokens, self._lengths.known.get(answer.prompt)
+            name = f'the preempted {request} has {tokens} tokens'
+            if length is not None and tokens != length + had:
+                yield f'{name}, and its prompt of {length} with {had} of its answer makes {length + had}'
+            elif length is None and not self._lengths.learn({answer.prompt: 1}, tokens - had):
+                yield f'{name}, {had} of its answer, against what dispatches saw of its prompt'
 
     def _finish(self, event: FinishEvent) -> Iterator[str]:
         request = self._requests.pop((event['draw'], event['sample']), '')

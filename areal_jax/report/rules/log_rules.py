@@ -1,15 +1,17 @@
 """The rules that every event log keeps, checked line by line: what the loop promises, as its log shows it.
 
-draw_ledger.py has the rule of draws: each is in exactly one state and only moves forward.
+draw_ledger.py has the rule of draws: each is in exactly one state and only moves forward. The other modules here have
+rules of parts of the loop; docs/events.md lists them all.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from areal_jax.config.kinds import find_server
 from areal_jax.control.recording import find_edit
@@ -21,13 +23,23 @@ from areal_jax.events.schema import (
     FinishEvent,
     InterruptEvent,
     LoadEvent,
-    RunDoneEvent,
 )
 from areal_jax.report.draw_ledger import DrawLedger
+from areal_jax.report.rules.batch_rules import BatchRules
+from areal_jax.report.rules.engine_rules import EngineRules
 from areal_jax.report.rules.generation_rules import GenerationRules
+from areal_jax.report.rules.request_rules import RequestRules
 from areal_jax.report.rules.reward_rules import RewardRules
+from areal_jax.report.rules.run_rules import RunRules
 from areal_jax.types import NOT_GENERATED
 
+_RESTARTS_VERSION = 6  # of the log from which on it is cut off where a checkpoint was saved
+_FOLLOWED = frozenset(
+    (
+        'log', 'restore', 'draw', 'admit', 'buffer', 'drop', 'consume', 'publish', 'join', 'leave', 'load', 'interrupt',
+        'decode', 'spare', 'route', 'finish',
+    )
+)  # fmt: skip
 _DELAY = re.compile(r'(fixed|uniform|every)\((?:0, ?)?(\d+)\)')
 
 
@@ -46,6 +58,8 @@ class Limits:
     max_new_tokens: int
     keeps_cache: bool  # answers keep their KV cache under new weights
     single_turn: bool  # an answer is one request
+    max_token_age: int | None  # beyond which a group is dropped; None = none is
+    is_inline: bool  # the scorer runs in the process of the run
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
@@ -65,6 +79,8 @@ class Limits:
             max_new_tokens=int(rollout['max_new_tokens']),
             keeps_cache=rollout['kv_policy'] == 'keep',
             single_turn=rollout['workflow'] == 'single_turn' and not config.get('simulation', {}).get('turns'),
+            max_token_age=config['staleness']['max_token_age'] if config['staleness']['over_age'] == 'drop' else None,
+            is_inline=config['task']['verifier'] == 'inline',
         )
 
 
@@ -74,17 +90,24 @@ def _longest_delay(schedule: str) -> float:
     return math.inf if match is None else float(match[2]) - (match[1] == 'every')
 
 
+class Rules(Protocol):
+    """The rules of a part of the loop."""
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of the events that they follow."""
+        ...
+
+    def apply(self, event: Event) -> Iterator[str]:
+        """Which rules the event breaks, each as a sentence; '' is none."""
+        ...
+
+
 class LogRules:
     """Follows a log event by event."""
 
     def __init__(self, limits: Limits):
         self._limits, self._ledger = limits, DrawLedger()
-        self._parts: list[GenerationRules | RewardRules] = [RewardRules(limits.group_size)]
-        if limits.in_process:
-            generation = GenerationRules(
-                keeps_cache=limits.keeps_cache, single_turn=limits.single_turn, max_new_tokens=limits.max_new_tokens
-            )
-            self._parts.append(generation)
         self._before: Event | None = None
         self._admitted = 0  # N of Eq. 3: groups that were dropped left it
         self._version = self._published = 0  # that admission counts with; of the last `publish`
@@ -93,16 +116,21 @@ class LogRules:
         self._buffered: set[int] = set()
         self._engines: dict[str, int] = {}  # version by engine
         self._left_out: set[str] = set()  # engines that get no new requests (rollout.slow_engines)
-        self._runs: dict[int, tuple[str | None, str, float]] = {}  # under way: lane, work, amount
-        self._begun: set[int] = set()  # numbers of runs, unique in a log since version 2
+        self._followers: dict[str, list[Rules]] = collections.defaultdict(list)  # by kind of event
+        for rules in _build_parts(limits, self._ledger):
+            for kind in rules.kinds:
+                self._followers[kind].append(rules)
 
     def apply(self, event: Event) -> str:
         """Which rule the event breaks, as a sentence; '' for none."""
-        edit, self._before = find_edit(event, self._before), event
-        broken = [edit or self._apply_ledger(event), *self._break_rules(event)]
-        for part in self._parts:
-            broken += part.apply(event)
-        return next(filter(None, broken), '')
+        before, self._before = self._before, event
+        broken = find_edit(event, before) or self._apply_ledger(event)
+        for found in self._break_rules(event, before):
+            broken = broken or found
+        for rules in self._followers.get(event['kind'], ()):
+            for found in rules.apply(event):
+                broken = broken or found
+        return broken
 
     def _apply_ledger(self, event: Event) -> str:
         known = len(self._ledger.violations)
@@ -110,16 +138,16 @@ class LogRules:
         new = self._ledger.violations[known:]
         return new[0].partition(': ')[2] + ', and a draw is in one state and only moves forward' if new else ''
 
-    def _break_rules(self, event: Event) -> Iterator[str]:
+    def _break_rules(self, event: Event, before: Event | None) -> Iterator[str]:
         kind = event['kind']
+        if kind not in _FOLLOWED:
+            return
         if event['kind'] == 'log':
-            self._runs.clear()
             self._engines.clear()
-            if event['version'] < 2:
-                self._begun.clear()
+            if event['version'] >= _RESTARTS_VERSION and before is not None and before['kind'] != 'save':
+                yield f'the program starts again after {before["kind"]!r}, and its log is cut off where one is saved'
         elif event['kind'] == 'restore':
             self._version = self._published = event['update']
-            yield from self._restored(event['update'])
         elif event['kind'] == 'draw':
             if event['draw'] != self._next_draw:
                 yield f'draw {event["draw"]} is taken, where {self._next_draw} is the next of the stream'
@@ -149,17 +177,6 @@ class LogRules:
             yield f'{event["request"]} goes to {event["engine"]}, which gets no new requests'
         elif event['kind'] == 'finish':
             yield from self._finish(event)
-        elif event['kind'] == 'run_start':
-            if event['run'] in self._begun:
-                yield f'run {event["run"]} begins a second time'
-            self._begun.add(event['run'])
-            self._runs[event['run']] = event['lane'], event['work'], event['amount']
-        elif event['kind'] == 'run_done':
-            yield from self._end_run(event)
-
-    def _restored(self, update: int) -> Iterator[str]:
-        if update != self._updates:
-            yield f'the run goes on after update {update}, and {self._updates} batches were formed'
 
     def _admit(self, event: AdmitEvent) -> Iterator[str]:
         limits, draw = self._limits, event['draw']
@@ -234,17 +251,24 @@ class LogRules:
         if versions != sorted(versions):
             yield f'{answer} has tokens of versions {versions}, which are not in order'
 
-    def _end_run(self, event: RunDoneEvent) -> Iterator[str]:
-        began = self._runs.pop(event['run'], None)
-        if began is None:
-            yield f'run {event["run"]} ends, and it is not under way'
-        elif began != (event['lane'], event['work'], event['amount']):
-            yield (
-                f'run {event["run"]} ends as {event["work"]!r} of {event["amount"]:g} on {event["lane"]!r}, and began '
-                f'as {began[1]!r} of {began[2]:g} on {began[0]!r}'
-            )
-        if event['started'] + event['seconds'] > event['time'] + 1e-6:
-            yield f'run {event["run"]} took until {event["started"] + event["seconds"]}, after its end in the log'
+
+def _build_parts(limits: Limits, ledger: DrawLedger) -> list[Rules]:
+    parts: list[Rules] = [
+        RewardRules(limits.group_size, is_inline=limits.is_inline, single_turn=limits.single_turn),
+        BatchRules(limits.max_token_age),
+        RunRules(in_process=limits.in_process),
+        EngineRules(in_process=limits.in_process, in_order=limits.in_order),
+        RequestRules(
+            ledger, in_process=limits.in_process, single_turn=limits.single_turn, group_size=limits.group_size,
+            max_new_tokens=limits.max_new_tokens,
+        ),
+    ]  # fmt: skip
+    if limits.in_process:
+        generation = GenerationRules(
+            keeps_cache=limits.keeps_cache, single_turn=limits.single_turn, max_new_tokens=limits.max_new_tokens
+        )
+        parts.append(generation)
+    return parts
 
 
 def find_violation(events: Iterable[Event], limits: Limits) -> tuple[int, str] | None:

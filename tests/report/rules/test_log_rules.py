@@ -15,7 +15,7 @@ from tests.toys import LONGEST, ToyRun
 
 LIMITS = Limits(
     groups_per_update=3, eta=2, in_order=True, max_running=8, buffer_capacity=64, max_admitted=18, in_process=True,
-    group_size=2, max_new_tokens=LONGEST, keeps_cache=False, single_turn=True,
+    group_size=2, max_new_tokens=LONGEST, keeps_cache=False, single_turn=True, max_token_age=None, is_inline=False,
 )  # fmt: skip
 
 
@@ -27,10 +27,21 @@ def real_clock(lanes, log, start_s):
     return RealClock(lanes, log, 30.0, start_s)
 
 
+def limits_of(fields):
+    """Of a ToyRun with these fields."""
+    return dataclasses.replace(
+        LIMITS, eta=fields.get('eta', 2), keeps_cache=fields.get('kv_policy') == 'keep',
+        max_token_age=fields.get('max_token_age'),
+    )  # fmt: skip
+
+
+WITH_DROPS = {'engines': 2, 'checkpoint_every': 2, 'max_token_age': 1, 'over_age': 'drop', 'decode_steps': 1}
+
+
 @pytest.fixture(scope='module')
 def events():
     """Of a run with two engines, interruptions and drops."""
-    return log_of(ToyRun(engines=2, checkpoint_every=2, max_token_age=1, over_age='drop', decode_steps=1).run())
+    return log_of(ToyRun(**WITH_DROPS).run())
 
 
 GOOD = {
@@ -48,21 +59,21 @@ GOOD = {
 
 @pytest.mark.parametrize('fields', GOOD.values(), ids=GOOD)
 def test_a_good_log_keeps_every_rule(fields):
-    limits = dataclasses.replace(LIMITS, eta=fields.get('eta', 2), keeps_cache=fields.get('kv_policy') == 'keep')
-    assert find_violation(log_of(ToyRun(**fields).run()), limits) is None
+    assert find_violation(log_of(ToyRun(**fields).run()), limits_of(fields)) is None
 
 
 @pytest.mark.parametrize(('schedule', 'delay'), [('fixed(2)', 2), ('every(3)', 2), ('uniform(0,3)', 3)])
 def test_a_good_log_in_lock_step_keeps_every_rule(schedule, delay):
     config = {
-        'staleness': {'schedule': schedule, 'eta': 4}, 'learner': {'groups_per_update': 3}, 'run': {'steps': 6},
+        'staleness': {'schedule': schedule, 'eta': 4, 'max_token_age': 2, 'over_age': 'mask'},
+        'learner': {'groups_per_update': 3}, 'run': {'steps': 6}, 'task': {'verifier': 'process'},
         'rollout': {
             'max_running_groups': 8, 'server': 'in_process', 'group_size': 2, 'max_new_tokens': LONGEST,
             'kv_policy': 'recompute', 'workflow': 'single_turn',
         }, 'buffer': {'capacity': 64},
     }  # fmt: skip
     limits = Limits.of(config)
-    assert (limits.eta, limits.in_order) == (delay, False)
+    assert (limits.eta, limits.in_order, limits.max_token_age) == (delay, False, None)
     run = log_of(ToyRun(schedule=schedule).run())
     assert find_violation(run, limits) is None
     assert 'Eq. 3' in find_violation(run, dataclasses.replace(limits, eta=0))[1]
@@ -81,7 +92,7 @@ def test_the_bounds_of_the_config_are_kept(events):
     tighter = {'eta': 0, 'max_running': 2, 'buffer_capacity': 4, 'max_admitted': 9, 'groups_per_update': 4}
     words = ('Eq. 3', 'max_running_groups', 'buffer.capacity', 'run.steps trains 9', 'learner.groups_per_update')
     for (field, value), word in zip(tighter.items(), words, strict=True):
-        limits = {**LIMITS.__dict__, field: value}
+        limits = {**limits_of(WITH_DROPS).__dict__, field: value}
         if field == 'groups_per_update':
             limits |= {'eta': 99}
         line, broken = find_violation(events, Limits(**limits))
@@ -145,7 +156,7 @@ MUTANTS = {
     'time that goes back': (edited('publish', 2, time=0.0), 'has time=0.0, before '),
     'a lost draw': (without('draw', 3), 'draw 3 goes from unknown to running'),
     'a draw out of turn': (edited('draw', 3, draw=7), 'draw 7 is taken, where 3 is the next of the stream'),
-    'a lost admission': (without('admit', 3), 'draw 3 goes from pending to '),
+    'a lost admission': (without('admit', 3), 'sample 0 of draw 3 is asked for, and the draw is pending'),
     'a group admitted twice': (doubled('admit', 3), 'draw 3 goes from running to running'),
     'batches in another order': (swapped('consume'), 'goes from running to trained'),
     'an update left out': (edited('consume', 1, update=3), 'the batch of update 3 is formed after that of 1'),
@@ -154,7 +165,7 @@ MUTANTS = {
         'goes from trained to trained',
     ),
     'a lost group in the buffer': (without('buffer', 4), 'from running to trained'),
-    'a lost batch': (without('consume', 1), 'is published, and 1 batches were formed'),
+    'a lost batch': (without('consume', 1), 'of version 2, after that of version 1, and 1 is the last of which the batch'),
     'a version left out': (edited('publish', 1, version=3), 'version 3 is published after 1'),
     'a version published twice': (doubled('publish', 1), 'version 2 is published after 2'),
     'a version loaded early': (edited('load', 0, version=5), 'loads version 5, and '),
@@ -174,11 +185,12 @@ MUTANTS = {
 
 @pytest.mark.parametrize(('mutate', 'words'), MUTANTS.values(), ids=MUTANTS)
 def test_a_wrong_log_breaks_a_rule(events, mutate, words):
-    assert find_violation(events, LIMITS) is None
+    limits = limits_of(WITH_DROPS)
+    assert find_violation(events, limits) is None
     wrong = mutate(copy.deepcopy(events))
-    line, broken = find_violation(wrong, LIMITS)
+    line, broken = find_violation(wrong, limits)
     assert words in broken
-    assert find_violation(wrong[: line - 1], LIMITS) is None
+    assert find_violation(wrong[: line - 1], limits) is None
 
 
 def test_batches_take_the_lowest_draws(events):
@@ -193,7 +205,7 @@ def test_batches_take_the_lowest_draws(events):
         wrong[at]['draws'] = [*wrong[at]['draws'][:-1], others[-1]]
     else:
         wrong[at]['draws'] = wrong[at]['draws'][::-1]
-    line, broken = find_violation(wrong, LIMITS)
+    line, broken = find_violation(wrong, limits_of(WITH_DROPS))
     assert line == at + 1
     assert 'where the lowest in the buffer are' in broken
 
@@ -205,12 +217,11 @@ def test_eq_3_counts_published_versions(events):
         for index, event in enumerate(events)
         if event['kind'] == 'admit' and any(e['kind'] == 'publish' for e in events[:index])
     )
-    late = [event for event in events[:line] if event['kind'] not in ('publish', 'load', 'interrupt', 'decode')]
+    of_groups = ('log', 'draw', 'admit', 'finish', 'reward', 'buffer', 'drop', 'consume')
+    late = [event for event in events[:line] if event['kind'] in of_groups]
     rest = [event for event in events[line:] if event['kind'] in ('draw', 'admit')]
     wrong = renumbered([*late, *rest])
-    found, broken = find_violation(
-        wrong, dataclasses.replace(LIMITS, in_process=False)
-    )  # nothing of the engines is left
+    found, broken = find_violation(wrong, dataclasses.replace(limits_of(WITH_DROPS), in_process=False))
     assert 'is admitted against Eq. 3: floor((' in broken
     assert wrong[found - 1]['kind'] == 'admit'
 
@@ -236,7 +247,7 @@ LOGS = {
 def log(request):
     """Of a run with interruptions, and its limits. What the real clock interrupts is up to the machine."""
     fields = LOGS[request.param]
-    limits = dataclasses.replace(LIMITS, eta=fields.get('eta', 2))
+    limits = limits_of(fields)
     for _ in range(20):
         found = log_of(ToyRun(**fields).run())
         assert find_violation(found, limits) is None

@@ -10,6 +10,7 @@ from areal_jax.report.draw_ledger import conservation, ledger
 from areal_jax.report.report import lost_answers
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.rollout.servers.server_settings import ServerSettings
+from areal_jax.simulation.simulated_servers import ServerLog
 from tests.rollout.servers.local_server import LocalServer
 from tests.rollout.servers.rig import FAST
 from tests.toys import ToyRun, length
@@ -21,6 +22,9 @@ class ServerRun(ToyRun):
     def __init__(self, deaths=(), bad_draws=(), **settings):
         self.deaths, self.bad_draws = deaths, bad_draws
         super().__init__(**{'engines': 2, 'delays': (0.1,)} | settings)
+
+    def engine_log(self):
+        return ServerLog(self.log)
 
     def build_pool(self, published):
         self.servers = [LocalServer(engine, self.bad_draws) for engine in self.engines]
