@@ -32,7 +32,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.during_training import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.protocols import Clock, Workflow
+from areal_jax.protocols import Clock, Verifier, Workflow
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
@@ -317,6 +317,7 @@ class ToyRun:
         resume: Mapping[str, Any] | None = None,
         log: EventLog | None = None,
         make_clock: Callable[[Mapping[str, int], EventLog, float], LoopClock] | None = None,  # of lanes, log, start_s
+        make_verifier: Callable[[Clock], Verifier] | None = None,
         make_workflow: Callable[[ToyRun], Workflow] | None = None,  # called when the gate and the pool are there
         learner: Any = None,
         unscored: Sequence[int] = (),  # draws of the evaluation that no verifier scores
@@ -369,7 +370,7 @@ class ToyRun:
         self.newest = newest
         self.reallocation = make_reallocation(self) if make_reallocation else None
         sampling = SamplingParams(max_new_tokens=LONGEST, temperature=1.0, top_k=top_k, top_p=1.0, stop_tokens=(STOP,))
-        self.verifier = ToyVerifier(self.clock, delays, fail)
+        self.verifier = make_verifier(self.clock) if make_verifier else ToyVerifier(self.clock, delays, fail)
         self.stream = ToyStream()
         self.note_step: Callable[[StepRecord], object] = self.steps.append  # tests put others in its place
         self.save_checkpoint, self.receive = self._save, channel.receive  # and of these

@@ -15,7 +15,7 @@ from areal_jax.lanes import PREPARE, engine_lane, publish_lane, short_name
 from areal_jax.report.rules.log_rules import find_violation
 from areal_jax.rollout.local_engine import LocalEngine
 from tests.control.test_controller import assert_conserved, assert_predicted, weights_by_version, what_happened
-from tests.report.rules.test_log_rules import LIMITS, log_of, real_clock
+from tests.report.rules.toy_logs import LIMITS, log_of, real_clock
 from tests.toys import PRICES, ToyBackend, ToyRun
 
 DEVICES = 5  # engine K decodes on device 4 - K, the learner has the others

@@ -37,7 +37,7 @@ _RESTARTS_VERSION = 6  # of the log from which on it is cut off where a checkpoi
 _FOLLOWED = frozenset(
     (
         'log', 'restore', 'draw', 'admit', 'buffer', 'drop', 'consume', 'publish', 'join', 'leave', 'load', 'interrupt',
-        'decode', 'spare', 'route', 'finish',
+        'decode', 'spare', 'route', 'finish', 'stage',
     )
 )  # fmt: skip
 _DELAY = re.compile(r'(fixed|uniform|every)\((?:0, ?)?(\d+)\)')
@@ -115,6 +115,7 @@ class LogRules:
         self._next_draw = 0
         self._buffered: set[int] = set()
         self._engines: dict[str, int] = {}  # version by engine
+        self._swapped: dict[str, int] = {}  # by server, the version swapped in last, which it may not acknowledge
         self._left_out: set[str] = set()  # engines that get no new requests (rollout.slow_engines)
         self._followers: dict[str, list[Rules]] = collections.defaultdict(list)  # by kind of event
         for rules in _build_parts(limits, self._ledger):
@@ -144,6 +145,7 @@ class LogRules:
             return
         if event['kind'] == 'log':
             self._engines.clear()
+            self._swapped.clear()
             if event['version'] >= _RESTARTS_VERSION and before is not None and before['kind'] != 'save':
                 yield f'the program starts again after {before["kind"]!r}, and its log is cut off where one is saved'
         elif event['kind'] == 'restore':
@@ -170,6 +172,9 @@ class LogRules:
             self._note_version()
         elif kind in ('join', 'leave', 'load', 'interrupt', 'decode'):
             yield from self._follow_engine(event)
+        elif event['kind'] == 'stage':
+            if event['phase'] == 'swap':
+                self._swapped[event['engine']] = event['version']
         elif event['kind'] == 'spare':
             leave_out = self._left_out.update if event['mode'] == 'start' else self._left_out.difference_update
             leave_out(event['engines'])
@@ -217,6 +222,7 @@ class LogRules:
             self._engines[event['engine']] = event.get('version', 0)
         elif event['kind'] == 'leave':
             self._engines.pop(event['engine'], None)
+            self._swapped.pop(event['engine'], None)
         elif event['kind'] == 'load':
             yield from self._load(event)
         elif event['kind'] == 'interrupt':
@@ -235,12 +241,12 @@ class LogRules:
 
     def _interrupt(self, event: InterruptEvent) -> Iterator[str]:
         engine, has = event['engine'], self._engines.get(event['engine'])
-        if has is not None and event['from_version'] != has:
+        if has is not None and event['from_version'] not in (has, self._swapped.get(engine)):
             yield f'{engine} is interrupted in version {event["from_version"]}, and it decodes with {has}'
 
     def _decode(self, event: DecodeEvent) -> Iterator[str]:
         engine, has = event['engine'], self._engines.get(event['engine'])
-        if has is not None and event['version'] != has:
+        if has is not None and event['version'] not in (has, self._swapped.get(engine)):
             yield f'{engine} decodes with version {event["version"]}, and it has loaded {has}'
 
     def _finish(self, event: FinishEvent) -> Iterator[str]:

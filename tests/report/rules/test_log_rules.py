@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 
 import pytest
 
-from areal_jax.control.clocks.real import RealClock
 from areal_jax.report.rules.log_rules import Limits, find_violation
 from tests.report.planted_faults import faults, plant
+from tests.report.rules import part_faults
+from tests.report.rules.sound_logs import SOUND
+from tests.report.rules.toy_logs import LIMITS, log_of, real_clock
 from tests.toys import LONGEST, ToyRun
-
-LIMITS = Limits(
-    groups_per_update=3, eta=2, in_order=True, max_running=8, buffer_capacity=64, max_admitted=18, in_process=True,
-    group_size=2, max_new_tokens=LONGEST, keeps_cache=False, single_turn=True, max_token_age=None, is_inline=False,
-)  # fmt: skip
-
-
-def log_of(run):
-    return [json.loads(json.dumps(event)) for event in run.log.events]
-
-
-def real_clock(lanes, log, start_s):
-    return RealClock(lanes, log, 30.0, start_s)
-
 
 def limits_of(fields):
     """Of a ToyRun with these fields."""
@@ -267,3 +254,73 @@ def test_a_planted_fault_is_found_wherever_it_is(log, name):
     wrong = [changed for seed in range(6) if (changed := plant(events, planter, seed)) is not None]
     assert wrong, 'no place for the fault in this log'
     assert [place for place, changed in enumerate(wrong) if find_violation(changed, limits) is None] == []
+
+
+@pytest.fixture(scope='module')
+def sound():
+    """Logs of disturbed runs, each made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = SOUND[name][0]()
+        return made[name], SOUND[name][1]
+
+    return get
+
+
+@pytest.mark.parametrize('name', SOUND)
+def test_a_disturbed_run_is_not_accused(sound, name):
+    events, limits = sound(name)
+    assert find_violation(events, limits) is None
+    assert find_violation(events[: len(events) // 2], limits) is None  # killed there
+
+
+IN_PROCESS = ('killed twice', 'engines leave and join', 'evaluations, killed', 'groups over their age', 'a full cache')
+WITH_SERVERS = (*IN_PROCESS, 'all servers die and return', 'a request is lost')
+PLANTED = {
+    **{name: WITH_SERVERS for name in part_faults.NAMED},
+    **{name: IN_PROCESS for name in part_faults.IN_PROCESS},
+    **{name: WITH_SERVERS for name in part_faults.ANYWHERE},
+    **{name: ('all servers die and return', 'a request is lost') for name in part_faults.SERVERS},
+    **{name: ('a worker and its successor die',) for name in part_faults.VERDICTS},
+}
+
+
+@pytest.mark.parametrize('name', PLANTED)
+def test_a_fault_in_a_part_is_found_wherever_it_is(sound, name):
+    """With sequence numbers and check sums made anew; the line that is named is not far from the fault."""
+    planted = 0
+    for log in PLANTED[name]:
+        events, limits = sound(log)
+        for seed in range(3):
+            wrong = plant(events, part_faults.ALL[name], seed)
+            planted += wrong is not None
+            assert wrong is None or find_violation(wrong, limits) is not None, (log, seed)
+    assert planted, 'no log has a place for the fault'
+
+
+def test_an_inline_scorer_takes_one_attempt(events):
+    wrong = edited('reward', 3, attempts=2)(copy.deepcopy(events))
+    limits = dataclasses.replace(limits_of(WITH_DROPS), is_inline=True)
+    assert find_violation(events, limits) is None
+    assert find_violation(wrong, limits)[1].endswith('has attempts=2, and a verdict takes 1 (task.verifier=inline)')
+
+
+@pytest.mark.parametrize('name', part_faults.FRICTIONS)
+def test_a_friction_is_of_an_answer_of_the_batch(events, name):
+    """After a sound one, which the rules take."""
+    consumed = find(events, 'consume', 1)
+    draw = events[consumed]['draws'][0]
+    (value,) = {e['value'] for e in events if e['kind'] == 'reward' and (e['draw'], e['sample']) == (draw, 0)}
+    friction = {
+        'seq': 0, 'time': events[consumed]['time'], 'lane': None, 'kind': 'friction', 'draw': draw, 'sample': 0,
+        'friction': 'reward', 'before': [value], 'after': [0.25],
+    }  # fmt: skip
+    sound = renumbered([*events[: consumed + 1], friction, *events[consumed + 1 :]])
+    assert find_violation(sound, limits_of(WITH_DROPS)) is None
+    wrong = copy.deepcopy(sound)
+    wrong[consumed + 1] |= part_faults.FRICTIONS[name]
+    line, broken = find_violation(wrong, limits_of(WITH_DROPS))
+    assert line == consumed + 2
+    assert broken.startswith('the friction ')
