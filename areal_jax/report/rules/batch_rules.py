@@ -94,7 +94,7 @@ class BatchRules:
         limit, self._batch = self._max_token_age, {}
         for draw in event['draws']:
             if limit is not None and (age := self._age(draw)) > limit:
-                yield f'draw {draw} is trained with a token of age {age}, with {limit} at most (staleness.max_token_age)'
+                yield f'draw {draw} is trained at age {age}, with {limit} at most (staleness.max_token_age)'
             self._batch[draw] = dict(self._paid.get(draw, {}))
             self._forget(draw)
         self._updates = event['update']

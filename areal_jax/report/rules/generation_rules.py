@@ -16,11 +16,10 @@ from areal_jax.events.server_events import MoveEvent
 from areal_jax.report.prompt_lengths import PromptLengths
 from areal_jax.report.rules.cache_rules import Answer, CacheRules, Dispatch
 
-
 KINDS = frozenset(
     (
-        'log', 'evaluate', 'route', 'save', 'decode', 'finish', 'preempt', 'move', 'leave', 'prefill', 'interrupt', 'load',
-        'run_start', 'run_done',
+        'log', 'evaluate', 'route', 'save', 'decode', 'finish', 'preempt', 'move', 'leave', 'prefill', 'interrupt',
+        'load', 'run_start', 'run_done',
     )
 )  # fmt: skip
 
@@ -143,7 +142,10 @@ class GenerationRules:
             yield f'{dispatch.name} has generated {dispatch.tokens} tokens, and its answers had {had} of it'
         elif dispatch.positions is not None and not unknown:
             if not self._lengths.learn(dispatch.prompts, dispatch.positions - dispatch.seen):
-                yield f'{dispatch.name} has seen {dispatch.positions} positions, against what others of its prompts saw, and preempted requests told'
+                yield (
+                    f'{dispatch.name} has seen {dispatch.positions} positions, against what others of its prompts saw, '
+                    'and preempted requests told'
+                )
         elif dispatch.positions is not None:
             prompts = [*dispatch.prompts, *(prompt for prompt, _ in dispatch.ended)]
             yield self._lengths.check(prompts, dispatch.compare_ended)

@@ -199,11 +199,10 @@ class RequestRules:
         yield from self._require_running(answer, 'is finished')
         request = self._answers.pop(answer, '')
         self._ended.add(answer)
-        if self._due.pop(request, None) is not None and event['reason'] in ('stop', 'length'):
-            if request not in self._moved:
-                yield f'sample {answer[1]} of draw {answer[0]} is finished, and no engine has queued its request'
-        brought = self._brought.pop(request, None)
-        is_of_calls = self._single_turn and request not in self._moved and event['reason'] in ('stop', 'length')
+        is_whole = request not in self._moved and event['reason'] in ('stop', 'length')
+        if self._due.pop(request, None) is not None and is_whole:
+            yield f'sample {answer[1]} of draw {answer[0]} is finished, and no engine has queued its request'
+        brought, is_of_calls = self._brought.pop(request, None), self._single_turn and is_whole
         if brought is not None and is_of_calls and brought != tokens:
             yield f'sample {answer[1]} of draw {answer[0]} has {tokens} tokens, and its calls brought {brought}'
         for kept in (self._at, self._attempts, self._kept):

@@ -202,7 +202,8 @@ class RunRules:
                 yield f'the evaluation of version {event["version"]} ends, and that of {self._beside} goes on'
             self._beside = None
         elif event['kind'] == 'evaluation_decode':
-            if event['version'] != self._beside and event.get('discarded') != event['tokens']:
+            was_given_up = event.get('discarded') == event['tokens']  # the evaluation, while the dispatch was under way
+            if event['version'] != self._beside and not was_given_up:
                 yield (
                     f'dispatch {event["dispatch"]} of {event["engine"]} is of the evaluation of version '
                     f'{event["version"]}, and that of {self._beside} goes on'

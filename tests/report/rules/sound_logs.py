@@ -20,6 +20,7 @@ from tests.report.rules.toy_logs import LIMITS, Events, log_of, real_clock
 from tests.rollout.servers.test_run import ServerRun
 from tests.toys import ToyRun
 
+
 class ScriptedWorker(WorkerProcess):
     """A worker without a process. `deaths`: what ends each of its starts and calls, over all workers of a run."""
 

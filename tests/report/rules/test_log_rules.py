@@ -14,6 +14,7 @@ from tests.report.rules.sound_logs import SOUND
 from tests.report.rules.toy_logs import LIMITS, log_of, real_clock
 from tests.toys import LONGEST, ToyRun
 
+
 def limits_of(fields):
     """Of a ToyRun with these fields."""
     return dataclasses.replace(
@@ -152,7 +153,10 @@ MUTANTS = {
         'goes from trained to trained',
     ),
     'a lost group in the buffer': (without('buffer', 4), 'from running to trained'),
-    'a lost batch': (without('consume', 1), 'of version 2, after that of version 1, and 1 is the last of which the batch'),
+    'a lost batch': (
+        without('consume', 1),
+        'after that of version 1, and 1 is the last of which the batch was formed',
+    ),
     'a version left out': (edited('publish', 1, version=3), 'version 3 is published after 1'),
     'a version published twice': (doubled('publish', 1), 'version 2 is published after 2'),
     'a version loaded early': (edited('load', 0, version=5), 'loads version 5, and '),
@@ -279,11 +283,11 @@ def test_a_disturbed_run_is_not_accused(sound, name):
 IN_PROCESS = ('killed twice', 'engines leave and join', 'evaluations, killed', 'groups over their age', 'a full cache')
 WITH_SERVERS = (*IN_PROCESS, 'all servers die and return', 'a request is lost')
 PLANTED = {
-    **{name: WITH_SERVERS for name in part_faults.NAMED},
-    **{name: IN_PROCESS for name in part_faults.IN_PROCESS},
-    **{name: WITH_SERVERS for name in part_faults.ANYWHERE},
-    **{name: ('all servers die and return', 'a request is lost') for name in part_faults.SERVERS},
-    **{name: ('a worker and its successor die',) for name in part_faults.VERDICTS},
+    **dict.fromkeys(part_faults.NAMED, WITH_SERVERS),
+    **dict.fromkeys(part_faults.IN_PROCESS, IN_PROCESS),
+    **dict.fromkeys(part_faults.ANYWHERE, WITH_SERVERS),
+    **dict.fromkeys(part_faults.SERVERS, ('all servers die and return', 'a request is lost')),
+    **dict.fromkeys(part_faults.VERDICTS, ('a worker and its successor die',)),
 }
 
 
