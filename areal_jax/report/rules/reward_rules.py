@@ -14,7 +14,7 @@ from areal_jax.control.group_filter import BY_REWARD, describe_drop
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import BufferEvent, DropEvent, Event, RunDoneEvent, RunStartEvent
 from areal_jax.lanes import REWARD
-from areal_jax.tasks.scoring.score_call import SCORED, Score, to_reward
+from areal_jax.tasks.scoring.score_call import MEASURED, SCORED, Score, check_score, to_reward
 from areal_jax.types import UNSCORED
 
 _REWARDS_VERSION = 8  # of the log from which on `buffer` has the rewards
@@ -198,7 +198,9 @@ def _read_reply(event: RunDoneEvent) -> tuple[float, str]:
         reply = json.loads(event['reply'])
         if 'fault' in reply:
             return 0.0, 'sandbox'
-        score = Score(to_reward(reply['reward']), reply.get('label', 'ok'))
+        measured = {name: reply[name] for name in MEASURED if name in reply}
+        reward = to_reward(reply['reward'])
+        score = check_score(Score(reward, reply.get('label', 'ok'), **measured), reward)
     except (KeyError, TypeError, ValueError, OverflowError):  # `error` instead of a reward, or an invalid one
         return 0.0, 'error'
     return float(score), score.label
