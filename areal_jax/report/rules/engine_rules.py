@@ -98,8 +98,11 @@ class EngineRules:
         self._is_covered, self._joining = version >= _FIRST_VERSION, ''
         self._pool.clear()
         self._fenced.clear()
-        for kept in (self._states, self._incarnations, self._commits, self._probes, self._slots):
-            kept.clear()
+        self._states.clear()
+        self._incarnations.clear()
+        self._commits.clear()
+        self._probes.clear()
+        self._slots.clear()
 
     # Dispatches.
 

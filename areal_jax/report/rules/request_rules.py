@@ -95,8 +95,12 @@ class RequestRules:
     def _start_anew(self, version: int) -> None:
         """What was open is asked for again; what calls brought until the checkpoint stays with the answers."""
         self._is_covered, self._evaluating = version >= _FIRST_VERSION, False
-        for kept in (self._engines, self._probed, self._due, self._at, self._queued, self._attempts):
-            kept.clear()
+        self._engines.clear()
+        self._probed.clear()
+        self._due.clear()
+        self._at.clear()
+        self._queued.clear()
+        self._attempts.clear()
 
     def _follow_engine(self, event: Event) -> None:
         if event['kind'] == 'join':
@@ -205,8 +209,9 @@ class RequestRules:
         brought, is_of_calls = self._brought.pop(request, None), self._single_turn and is_whole
         if brought is not None and is_of_calls and brought != tokens:
             yield f'sample {answer[1]} of draw {answer[0]} has {tokens} tokens, and its calls brought {brought}'
-        for kept in (self._at, self._attempts, self._kept):
-            kept.pop(request, None)
+        self._at.pop(request, None)
+        self._attempts.pop(request, None)
+        self._kept.pop(request, None)
         self._moved.discard(request)
 
     def _require_running(self, answer: tuple[int, int], does: str) -> Iterator[str]:

@@ -56,8 +56,9 @@ class RewardRules:
         if event['kind'] == 'log':
             self._evaluating = self._has_replies = self._has_attempts = False
             self._has_rewards = event['version'] >= _REWARDS_VERSION
-            for kept in (self._asked, self._replies, self._attempts):
-                kept.clear()
+            self._asked.clear()
+            self._replies.clear()
+            self._attempts.clear()
         elif event['kind'] == 'evaluate':
             self._evaluating = event['mode'] == 'start'
         elif event['kind'] == 'finish':
