@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import threading
@@ -160,6 +162,19 @@ def test_a_key_and_a_holder_are_asked_for():
     assert elsewhere[0] == 'FAILED_PRECONDITION'
     assert 'the process 2-abc, and this one is 3-abc' in elsewhere[1]
     assert tokens == length(1, 0)
+
+
+@pytest.mark.parametrize('kind', ['text/plain', 'application/json', 'application/grpc'])
+def test_what_a_web_page_can_send_reaches_neither_service(server, kind):
+    host, port = server.url.removeprefix('http://').split(':')
+    for path in ('/areal_jax.EngineControl/Pause', '/jetstream_proto.Orchestrator/Decode'):
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        headers = {'Content-Type': kind, 'Origin': 'http://evil.example'}
+        # what gRPC says to HTTP/1 is no HTTP/1
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request('POST', path, b'{"mode": "abort"}', headers)
+            assert connection.getresponse().status >= 400
+    assert server.talk(lambda talk: talk.control(STATUS))['pause'] is None
 
 
 def test_an_exception_in_generate_of_jetstream_ends_the_calls_in_slots_and_is_told(server):
