@@ -47,6 +47,13 @@ def build_python_path() -> str:
     return os.pathsep.join(entry for entry in entries if entry)
 
 
+def strip_python_path() -> str:
+    """PYTHONPATH of a process that must not import this package by it: without the clone."""
+    clone = find_clone()
+    entries = os.environ.get('PYTHONPATH', '').split(os.pathsep)
+    return os.pathsep.join(entry for entry in entries if entry and (clone is None or pathlib.Path(entry) != clone))
+
+
 def describe_install(extra: str) -> str:
     """The shell command that adds the packages of an extra of setup.py to the interpreter in use."""
     clone = find_clone()

@@ -14,7 +14,7 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax.agents.dialogue import ToolFailedError
@@ -39,11 +39,13 @@ class PythonTool:
 
     Args:
       level: of confinement.CONFINING.
+      readable: files and folders of packages that programs can import.
       deadline_s: agent.tool_deadline_s.
     """
 
-    def __init__(self, level: str, limits: ProgramLimits, deadline_s: float):
-        self._make_worker = functools.partial(_Worker, level, limits, _START_SHARE * deadline_s)
+    def __init__(self, level: str, limits: ProgramLimits, deadline_s: float, readable: Sequence[str] = ()):
+        words = [sys.executable, '-P', '-m', program_worker.MODULE, level, *readable]
+        self._make_worker = functools.partial(_Worker, level, words, limits, _START_SHARE * deadline_s)
         self._idle: list[_Worker] = []
         self.definition = _describe(limits)
 
@@ -71,8 +73,8 @@ class PythonTool:
 class _Worker:
     """A process of program_worker.py, which starts with its first program."""
 
-    def __init__(self, level: str, limits: ProgramLimits, start_s: float):
-        self._level, self._limits, self._start_s = level, limits, start_s
+    def __init__(self, level: str, words: Sequence[str], limits: ProgramLimits, start_s: float):
+        self._level, self._words, self._limits, self._start_s = level, words, limits, start_s
         self._mark = secrets.token_hex(8)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -94,10 +96,9 @@ class _Worker:
                 self._process.kill()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        level = self._level
         try:
             async with asyncio.timeout(self._start_s):
-                command = wrap_command(level, [sys.executable, '-P', '-m', program_worker.MODULE, level])
+                command = wrap_command(self._level, self._words)
                 self._process = process = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=subprocess.PIPE,

@@ -49,7 +49,7 @@ from areal_jax.config.ranges import (
     THREADS,
     VERSIONS,
 )
-from areal_jax.config.sandbox_fields import AUTO, LEVELS
+from areal_jax.config.sandbox_fields import AUTO, LEVELS, PACKAGES
 from areal_jax.config.simulation_fields import SIMULATION_FIELDS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -108,6 +108,10 @@ SECTIONS: Mapping[str, Section] = {
             2.0, SECONDS, 'code: CPU seconds of a check, unless the problem says; agent.tools: of a call'
         ),
         memory_limit_mb=Integer(1024, COUNT, 'code, agent.tools: MiB of address space, where the problem does not say'),
+        packages=Texts(
+            PACKAGES,
+            'code, agent.tools: what programs can import besides the standard library, with what it requires',
+        ),
         show_tests=Flag(False, 'code: the visible tests stand in the prompt'),
         partial_credit=Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),

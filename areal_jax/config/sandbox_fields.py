@@ -16,6 +16,7 @@ RUN_MODEL_CODE = ('code',)  # task.name: tasks of this package whose scorers run
 NAME, HUMAN_EVAL = 'code', 'humaneval'  # task.name, task.path
 _CHECKS, _WALL = 2, 3  # of an answer: its tests and the hidden ones; wall seconds for a CPU second of the limit
 _FIELDS = ('show_tests', 'partial_credit')
+PACKAGES = ('numpy',)  # task.packages, where nobody sets it
 
 Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
 
@@ -89,6 +90,11 @@ def find_sandbox_warnings(c: Config) -> Iterator[str]:
 def find_code_problems(c: Config) -> Iterator[str]:
     """A sentence for each rule that a config breaks, for training, evaluating and scoring alike."""
     task = c.task
+    if tuple(task.packages) != PACKAGES and not (runs_model_code(task) or runs_tools(c)):
+        yield (
+            f'task.packages={tuple(task.packages)!r} is for code of a model, and neither task.name={task.name!r} nor '
+            f'agent.tools={tuple(c.agent.tools)!r} runs any; leave it at {PACKAGES!r}'
+        )
     if task.name != NAME:
         for field in _FIELDS:
             if getattr(task, field):

@@ -14,6 +14,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from areal_jax.files import JsonObject, decode_json
 from areal_jax.installation import build_python_path
@@ -35,15 +36,15 @@ class WorkerProcess:
     reply may be on its way.
     """
 
-    def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none'):
-        """Starts the process and returns at once; it is not ready yet. See scorer_process.limit_memory.
+    def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none', readable: Sequence[str] = ()):
+        """Starts the process and returns at once; it is not ready yet. See scorer_process.serve.
 
         Raises OSError, and SandboxError where the level `sandbox` does not start here.
         """
         self.scorer = scorer
         self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
         self.is_ready = False
-        command = [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox]
+        command = [sys.executable, '-m', 'areal_jax.tasks.scoring.worker', scorer, str(memory_mb), sandbox, *readable]
         self._process = subprocess.Popen(
             wrap_command(sandbox, command),
             stdin=subprocess.PIPE,

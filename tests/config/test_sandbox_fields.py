@@ -9,7 +9,9 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.config.sandbox_fields import (
     LEVELS,
     NONE,
+    PACKAGES,
     RUN_MODEL_CODE,
+    find_code_problems,
     find_sandbox_problems,
     find_sandbox_warnings,
     resolve_sandbox,
@@ -103,6 +105,18 @@ def test_a_tool_that_runs_code_is_confined_whatever_the_scorer_is(fields, scorer
     assert list(find_sandbox_problems(config)) == []
     assert runs_tools(config)
     assert not runs_tools(make(**fields))
+
+
+def test_packages_are_for_what_runs_code():
+    assert make().task.packages == PACKAGES
+    for allowed in (make(name='code', packages=('sympy',)), make(('python',), packages=())):
+        assert not [said for said in find_code_problems(allowed) if 'packages' in said]
+    with pytest.raises(ConfigError) as raised:
+        validate(make(packages=('sympy',)))
+    assert str(raised.value) == (
+        "task.packages=('sympy',) is for code of a model, and neither task.name='token_reversal' nor agent.tools=() "
+        "runs any; leave it at ('numpy',)"
+    )
 
 
 def test_a_level_that_is_none_is_refused():

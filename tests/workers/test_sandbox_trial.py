@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import os
 import platform
 import subprocess
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from areal_jax.workers.sandbox import confinement, sandbox_trial, seccomp
+from areal_jax.workers.sandbox import confinement, sandbox_trial
 from areal_jax.workers.sandbox.confinement import (
     Confinement,
     SandboxError,
@@ -44,7 +44,7 @@ def test_the_trial_tells_what_it_tried_and_leaves_this_process_as_it_was(interpr
         f"The sandbox 'landlock' confines the code that the scorer runs (Landlock ABI {find_abi()}, "
     )
     assert 'At the start it could not read a file of the system, ' in told
-    assert 'start many processes; it could list /usr, fork, make a pair of sockets, import a module.' in told
+    assert 'start many processes; it could list /usr/lib, fork, make a pair of sockets, import a module.' in told
     assert os.listdir('/')
 
 
@@ -81,8 +81,8 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr(confinement, 'find_abi', lambda: 5)
     with pytest.raises(SandboxError, match='root is confined as another user'):
         require_support(Confinement())
-    monkeypatch.setattr(platform, 'machine', lambda: 'aarch64')
-    with pytest.raises(SandboxError, match='Linux on x86-64, and this is linux on aarch64'):
+    monkeypatch.setattr(platform, 'machine', lambda: 'riscv64')
+    with pytest.raises(SandboxError, match='Linux on x86_64 and aarch64, and this is linux on riscv64'):
         require_support(Confinement(uid=60001))
 
 
@@ -139,54 +139,13 @@ def test_an_interpreter_that_the_user_of_the_sandbox_cannot_read_is_named_with_t
 
 def run_changed_trial(change):
     """What the self-test says where the program is changed."""
+    given = {'level': 'landlock', 'namespaces': {}, 'packages': ()}
     code = (
         'import sys; from areal_jax.workers.sandbox import confinement, landlock, sandbox_trial, seccomp\n'
-        f"{change}\nsys.exit(sandbox_trial.main('landlock', '{{}}'))"
+        f'{change}\nsys.exit(sandbox_trial.main({json.dumps(given)!r}))'
     )
     done = subprocess.run(
         [sys.executable, '-c', code], env=worker_environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2, done
     return done.stderr
-
-
-def test_each_call_that_is_refused_is_in_the_filter_once():
-    numbers = [number for numbers in seccomp.REFUSED.values() for number in numbers]
-    assert len(numbers) == len(set(numbers))
-    compared = [value for code, _, _, value in seccomp.build() if code == 0x15]
-    assert compared == [0xC000003E, 435, 56, 53, 1, 5, 302, 0, *sorted(numbers)]
-
-
-def run_filter(architecture, number, first=0, second=0):
-    """What the kernel does with the instructions for a system call."""
-    words, loaded, place = {0: number, 4: architecture, 16: first, 24: second}, 0, 0
-    instructions = list(seccomp.build())
-    while True:
-        code, yes, no, value = instructions[place]
-        place += 1
-        if code == 0x06:
-            return value
-        if code == 0x20:
-            loaded = words[value]
-        elif code == 0x54:
-            loaded &= value
-        else:
-            holds = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[code]
-            place += yes if holds else no
-
-
-def test_the_filter_refuses_the_calls_of_the_list_and_no_other():
-    refused = {number for numbers in seccomp.REFUSED.values() for number in numbers}
-    for number in range(600):
-        expected = 0x7FFF0000
-        if number in refused:
-            expected = 0x00050000 | errno.EPERM
-        elif number == 435:  # clone3
-            expected = 0x00050000 | errno.ENOSYS
-        elif number == 53:  # a socketpair of a kind that is none
-            expected = 0x00050000 | errno.EPERM
-        assert run_filter(0xC000003E, number) == expected, number
-    assert run_filter(0xC000003E, 53, second=1) == run_filter(0xC000003E, 56) == 0x7FFF0000
-    assert run_filter(0xC000003E, 53, second=2) == run_filter(0xC000003E, 56, first=0x10000000) == 0x00050001
-    assert run_filter(0xC000003E, 302, first=1) == run_filter(0xC000003E, 0x40000000) == 0x00050001
-    assert run_filter(0x40000003, 0) == 0x80000000

@@ -39,6 +39,7 @@ from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
+from areal_jax.workers.sandbox.packages import find_packages
 
 _MOST_TOLD = 3  # errors of agents that are printed; the report counts all
 
@@ -181,7 +182,8 @@ def _load_tools(config: TrackedConfig, spec: str, named: Sequence[str]) -> dict[
     if not names:
         return {}
     limits = ProgramLimits(config.task.time_limit_s, config.task.memory_limit_mb, settings.tool_bytes)
-    return {PYTHON: PythonTool(resolve_tool_sandbox(config.task), limits, settings.tool_deadline_s)}
+    readable = find_packages(config.task.packages)
+    return {PYTHON: PythonTool(resolve_tool_sandbox(config.task), limits, settings.tool_deadline_s, readable)}
 
 
 def read_budgets(config: TrackedConfig) -> Budgets:

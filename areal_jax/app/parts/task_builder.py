@@ -37,10 +37,11 @@ from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, Task, TaskError, shuffle
 from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.workers.sandbox.packages import find_packages
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, describe_sandbox, describe_unconfined, try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
 
-TrySandbox = Callable[[str], SandboxRecord | None]
+TrySandbox = Callable[[str, tuple[str, ...]], SandboxRecord | None]  # level, packages by name
 
 
 def build_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
@@ -96,16 +97,16 @@ def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:
 def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox) -> SandboxRecord | None:
     """Tries the sandbox of the task's scorer and of agent.tools out, once before a run; None where nothing needs one.
 
-    Raises UserError for a level that does not work on this machine.
+    Raises UserError for a level that does not work on this machine, and for task.packages that are not there.
     """
     level = resolve_sandbox(config.task)
     if runs_tools(config):  # where both are confined they have one level
-        record = try_out(resolve_tool_sandbox(config.task))
+        record = try_out(resolve_tool_sandbox(config.task), config.task.packages)
         if record is not None:
             scorers = ['the scorer'] if level != NONE else []
             record = {**record, 'runners': [*scorers, f'the tool {PYTHON}']}
     elif level != NONE:
-        record = try_out(level)
+        record = try_out(level, config.task.packages if runs_model_code(config.task) else ())
     elif runs_model_code(config.task):
         record = describe_unconfined()
     else:
@@ -146,7 +147,9 @@ def build_verifier(
     is_first = start_worker is WorkerProcess and lane == lanes.REWARD
     references = _list_references(config, task) if is_first else []
     if sandbox is not None and start_worker is WorkerProcess:
-        start_worker = functools.partial(WorkerProcess, sandbox=resolve_sandbox(config.task))  # a tool may have another
+        level = resolve_sandbox(config.task)  # a tool may have another
+        readable = find_packages(config.task.packages) if runs_model_code(config.task) else ()
+        start_worker = functools.partial(WorkerProcess, sandbox=level, readable=readable)
     scorer = absolute_spec(reward or task.scorer)
     with_episode = takes_episode(_load_scorer(scorer, task, reward) if own else task.score)
     return ProcessVerifier(

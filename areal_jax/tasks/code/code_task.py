@@ -68,10 +68,10 @@ def _list_problems(path: str, datasets: Sequence[str]) -> list[Problem]:
     return [code_problems.complete_problem(row, f'family {row["family"]}') for row in rows]
 
 
-def start_sandbox(level: str) -> None:
+def start_sandbox(level: str, readable: Sequence[str] = ()) -> None:
     """Starts the server of the confined children: before the first answer. Raises ServerLostError."""
     global _judge
-    _judge = Judge(level)
+    _judge = Judge(level, readable)
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> Score:

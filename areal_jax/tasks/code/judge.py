@@ -53,8 +53,9 @@ class Judgement:
 class Judge:
     """One check at a time, in children of one server that has held no test of another problem."""
 
-    def __init__(self, level: str):
-        self._children = ConfinedChildren(level, (*PRELOADED, PROGRAM, _CHECKS))
+    def __init__(self, level: str, readable: Sequence[str] = ()):
+        """Starts the server. `readable`: files and folders of packages that code can import."""
+        self._children = ConfinedChildren(level, (*PRELOADED, PROGRAM, _CHECKS), readable)
 
     def check(
         self, problem: Mapping[str, Any], code: str, tests: Sequence[Any], *, is_partial: bool = False

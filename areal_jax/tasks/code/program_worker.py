@@ -1,6 +1,6 @@
 """Runs programs that a model wrote, one after the other, for a process that must not wait: a line in, a line out.
 
-    python -P -m areal_jax.tasks.code.program_worker LEVEL
+    python -P -m areal_jax.tasks.code.program_worker LEVEL READABLE...
 
 First line out: {"ready": true}, or {"fault": "..."} and the end. Then for each line in, {"code": ..., "time_s": ...,
 "memory_mb": ..., "output_bytes": ...}, one line out: {"output": ..., "label": ..., "reason": ...}, or {"fault": "..."}
@@ -25,10 +25,10 @@ MODULE = 'areal_jax.tasks.code.program_worker'
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until stdin is closed, and returns the exit code."""
-    (level,) = arguments
+    level, *readable = arguments
     die_with_parent()
     try:
-        children = ConfinedChildren(level, (*PRELOADED, PROGRAM))
+        children = ConfinedChildren(level, (*PRELOADED, PROGRAM), readable)
     except ServerLostError as error:
         _tell({'fault': str(error)})
         return 1

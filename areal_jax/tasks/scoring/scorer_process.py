@@ -14,18 +14,20 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.score_call import MEASURED, MachineFaultError, ScoringError, describe_error, score_answer
 from areal_jax.workers.sandbox.confinement import CONFINING, choose_confinement, confine
+from areal_jax.workers.sandbox.readable import list_installed
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer
 
 
-def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str) -> None:
+def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, readable: Sequence[str] = ()) -> None:
     """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises, and SandboxError.
 
     Args:
@@ -33,7 +35,10 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str) 
       memory_mb: see `limit_memory`.
       requests, replies: file descriptors, inherited by no child process.
       level: of the sandbox in which it scores, and which loading it is not in; 'none' = it has the rights of the user.
-        A scorer whose module has `start_sandbox` gets it there, confines what it runs, and is not confined itself.
+        A scorer whose module has `start_sandbox` gets level and `readable` there, confines what it runs, and is not
+        confined itself.
+      readable: files and folders of packages that such a scorer's answers can import; any other scorer can read all
+        that is installed but problems with solutions.
     """
     limit_memory(memory_mb)
     own_pid = os.getpid()
@@ -45,9 +50,9 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str) 
     _end_fork(own_pid)
     start_sandbox = getattr(load_module(scorer, 'scorer'), 'start_sandbox', None)
     if start_sandbox:
-        start_sandbox(level)
+        start_sandbox(level, readable)
     elif level in CONFINING:
-        confine(choose_confinement(memory_bytes=0, level=level))  # limit_memory bounds the heap
+        confine(choose_confinement(0, level, list_installed()))  # limit_memory bounds the heap
     write_whole(replies, b'{"ready": true}\n')
     with os.fdopen(requests, 'rb', closefd=False) as lines:
         for line in lines:

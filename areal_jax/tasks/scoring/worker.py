@@ -1,4 +1,6 @@
-"""A worker process that scores answers: `python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX]]`.
+"""A worker process that scores answers.
+
+    python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX [FILE...]]]
 
 Started by workers/worker_process.py, with which it exchanges lines of JSON over stdin and stdout. A worker is two
 processes. This one runs no code of the scorer: it relays the lines, limits what the scorer prints, and at its end kills
@@ -19,6 +21,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 
 from areal_jax.tasks.scoring.scorer_process import serve
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
@@ -36,12 +39,12 @@ _DRAIN_READS = 64  # per reply: a process of the scorer may print without end
 
 def main(arguments: list[str]) -> int:
     """Relay requests and replies until stdin closes or the scorer's process ends."""
-    if len(arguments) not in (1, 2, 3) or not {*arguments[2:]} <= {'none', *CONFINING}:
-        print('usage: python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX]]', file=sys.stderr)
+    if not arguments or not {*arguments[2:3]} <= {'none', *CONFINING}:
+        print('usage: python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX [FILE...]]]', file=sys.stderr)
         return USAGE
     adopt_orphans()
     memory_mb, level = int(arguments[1]) if len(arguments) > 1 else 0, (arguments[2:] or ['none'])[0]
-    return _Worker(arguments[0], memory_mb, level).run()
+    return _Worker(arguments[0], memory_mb, level, arguments[3:]).run()
 
 
 class _Output:
@@ -84,9 +87,11 @@ class _Output:
 class _Worker:
     """The relay between the parent (stdin, stdout) and the scorer's process."""
 
-    def __init__(self, scorer: str, memory_mb: int, level: str):
+    def __init__(self, scorer: str, memory_mb: int, level: str, readable: Sequence[str]):
         self._child_ended = _notice_ended_children()
-        self._pid, self._requests, self._replies, output = _start_scorer(scorer, memory_mb, level, self._child_ended)
+        self._pid, self._requests, self._replies, output = _start_scorer(
+            scorer, memory_mb, level, readable, self._child_ended
+        )
         self._output = _Output(output)
         self._output_descriptor = output
         for descriptor in (0, 1, self._requests, self._replies, output):
@@ -204,7 +209,9 @@ class _Worker:
         return None if self._grace_end_s is None else max(0.0, self._grace_end_s - time.monotonic())
 
 
-def _start_scorer(scorer: str, memory_mb: int, level: str, noticed: int) -> tuple[int, int, int, int]:
+def _start_scorer(
+    scorer: str, memory_mb: int, level: str, readable: Sequence[str], noticed: int
+) -> tuple[int, int, int, int]:
     """Fork the scorer's process: (pid, pipe of requests, pipe of replies, pipe of its output).
 
     `noticed` is the descriptor of `_notice_ended_children`, which is the parent's alone.
@@ -231,7 +238,7 @@ def _start_scorer(scorer: str, memory_mb: int, level: str, noticed: int) -> tupl
         for descriptor in (null, output, to_scorer, from_scorer, from_output, *notices):
             os.close(descriptor)
         if os.getppid() == own_pid:
-            serve(scorer, memory_mb, requests, replies, level)
+            serve(scorer, memory_mb, requests, replies, level, readable)
             status = 0
     except BaseException:
         traceback.print_exc()

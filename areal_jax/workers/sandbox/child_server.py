@@ -1,13 +1,15 @@
 """Forks confined children from a process that has imported what they run and held nothing of what they are given.
 
-    python -P child_server.py DESCRIPTOR LEVEL MODULE...
+    python -P child_server.py DESCRIPTOR LEVEL READABLE MODULE...
 
 DESCRIPTOR is a seqpacket socket to the process that asks, with whose end this one ends; confined_children.py is its
-other side. A JSON message each: {children: [{function, limits, descriptors, input, output}]} comes with the
-descriptors of all children in one row, and is answered by {pids} or {fault}. {end: true} kills what is left of them
-and is answered by {ended: [{status, cpu_s, word}]}, or by {fault} where a process outlives that.
+other side. READABLE, a JSON list, are the files and folders that children can read besides the base. A JSON message
+each: {children: [{function, limits, descriptors, input, output}]} comes with the descriptors of all children in one
+row, and is answered by {pids} or {fault}. {end: true} kills what is left of them and is answered by {ended: [{status,
+cpu_s, word}]}, or by {fault} where a process outlives that.
 
-A child holds neither the socket nor a descriptor of another child, and runs nothing before it is confined.
+A child holds neither the socket nor a descriptor of another child, and runs nothing before it is confined. It finds no
+module of this package: those that it runs have been imported, and are taken out of sys.modules.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import gc
 import importlib
 import itertools
 import json
+import linecache
 import os
 import pathlib
 import select
@@ -25,10 +28,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
+from areal_jax.installation import FOLDER
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 from areal_jax.workers.sandbox.confinement import (
     CONFINING,
@@ -46,8 +51,7 @@ from areal_jax.workers.sandbox.confinement import (
 from areal_jax.workers.sandbox.fork_hooks import keep_hooks
 from areal_jax.workers.sandbox.landlock import close_range
 
-del sys.path[0]
-
+_ROOT = sys.path[0]
 MOST_DESCRIPTORS, MESSAGE_BYTES = 64, 2**16  # of one message
 CONFINED = 'ok'  # the word of a child
 _LARGEST_DESCRIPTOR = 2**31 - 1
@@ -82,8 +86,11 @@ class _Child:
 class _Server:
     """The children of one message at a time."""
 
-    def __init__(self, control: socket.socket, confinement: Confinement, prepared: Preparation | None):
-        self._control, self._confinement, self._prepared = control, confinement, prepared
+    def __init__(
+        self, control: socket.socket, confinement: Confinement, prepared: Preparation | None,
+        modules: Mapping[str, types.ModuleType],
+    ):  # fmt: skip
+        self._control, self._confinement, self._prepared, self._modules = control, confinement, prepared, modules
         self._children: list[_Child] = []
         self._own_processes, self._counted_s = 0, -_COUNT_S
         self._null = os.open(os.devnull, os.O_RDWR)
@@ -123,7 +130,7 @@ class _Server:
             handed = dict(enumerate(itertools.islice(given, child['descriptors'])))
             streams = [None if child[stream] is None else handed.pop(child[stream]) for stream in ('input', 'output')]
             confinement = dataclasses.replace(self._confinement, **child['limits'], uid=user)
-            yield _Order(getattr(sys.modules[module], name), list(handed.values()), streams, confinement)
+            yield _Order(getattr(self._modules[module], name), list(handed.values()), streams, confinement)
 
     def _fork(self, order: _Order) -> _Child:
         reader, writer = os.pipe()
@@ -164,9 +171,9 @@ class _Server:
         try:
             if self._prepared is None:
                 set_limits(confinement, self._own_processes)
+                die_with_parent()
             else:
                 confine(confinement, self._prepared)
-            die_with_parent()  # a change of user takes it back
             word = CONFINED
         except (SandboxError, OSError) as error:
             word = str(error)
@@ -246,27 +253,39 @@ def close_others(kept: Sequence[int]) -> None:
                     os.close(descriptor)
 
 
+def _forget_package() -> None:
+    """What a child imports from now on is of the interpreter, and never of this package."""
+    for name in [name for name in sys.modules if name.partition('.')[0] == FOLDER.name]:
+        del sys.modules[name]
+    sys.path.remove(_ROOT)  # the first: where the package is installed it is a folder of packages too
+    sys.path_importer_cache.clear()  # it knows the files of each folder
+    linecache.clearcache()
+    sys.modules['__main__'] = types.ModuleType('__main__')
+    sys.argv[:] = ['']
+
+
 def main(arguments: Sequence[str]) -> None:
     """Imports the modules, says {ready}, and serves."""
-    descriptor, level, *modules = arguments
+    descriptor, level, readable, *modules = arguments
     adopt_orphans()
     with keep_hooks():
-        imported = [importlib.import_module(module) for module in modules]
-    for module in imported:
+        imported = {module: importlib.import_module(module) for module in modules}
+    for module in imported.values():
         # a fork copies each page that it writes to, and code that ran before writes less
         getattr(module, 'warm_up', lambda: None)()
     control = socket.socket(fileno=int(descriptor))
     try:
-        confinement = choose_confinement(memory_bytes=0, level=level if level in CONFINING else LANDLOCK)
+        confinement = choose_confinement(0, level if level in CONFINING else LANDLOCK, json.loads(readable))
         prepared = prepare(confinement) if level in CONFINING else None
         ignore_file_limit()
     except SandboxError as error:
         control.send(json.dumps({'fault': str(error)}).encode())
         return
+    _forget_package()
     gc.collect()
     gc.freeze()
     control.send(json.dumps({'ready': True}).encode())
-    _Server(control, confinement, prepared).serve()
+    _Server(control, confinement, prepared, imported).serve()
 
 
 if __name__ == '__main__':

@@ -17,13 +17,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from areal_jax.files import JsonObject
-from areal_jax.installation import build_python_path
+from areal_jax.installation import strip_python_path
 from areal_jax.workers.descendants import MARK
 from areal_jax.workers.sandbox.child_server import CONFINED, MESSAGE_BYTES
 
 _SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
 _START_S = 60.0  # it imports modules
 _REPLY_S = 20.0  # a fork, or the end of some processes
+# of an answer that computes with numpy: as many as cores would meet the bound of its processes on a large machine
+_THREADS = {'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
 _CPU_CLOCK = 2  # of a process, in a clock's number
 
 
@@ -64,16 +66,17 @@ class ConfinedChildren:
     Args:
       level: 'landlock', or 'none' for limits alone.
       modules: that the server imports before it forks.
+      readable: files and folders that the children can read besides the base (packages.find_packages).
     """
 
-    def __init__(self, level: str, modules: Sequence[str]):
+    def __init__(self, level: str, modules: Sequence[str], readable: Sequence[str] = ()):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}
-        environment = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0', **mark}
+        environment = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0', **_THREADS, **mark}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, '-P', _SERVER, str(theirs.fileno()), level, *modules],
-                env=environment | {'PYTHONPATH': build_python_path()}, pass_fds=[theirs.fileno()], cwd='/',
+                [sys.executable, '-P', _SERVER, str(theirs.fileno()), level, json.dumps(readable), *modules],
+                env=environment | {'PYTHONPATH': strip_python_path()}, pass_fds=[theirs.fileno()], cwd='/',
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._control = ours

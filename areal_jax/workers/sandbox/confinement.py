@@ -13,17 +13,18 @@ import platform
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 
 from areal_jax.errors import UserError
+from areal_jax.workers.descendants import die_with_parent
 from areal_jax.workers.sandbox import landlock, seccomp
 from areal_jax.workers.sandbox.landlock import find_abi as find_abi
+from areal_jax.workers.sandbox.readable import list_base
 
 LANDLOCK, BUBBLEWRAP = CONFINING = 'landlock', 'bubblewrap'  # task.sandbox
 _NO_NEW_PRIVILEGES = 38  # prctl
 # of Landlock: from the first on files outside cannot be emptied, from the second on no process outside gets a signal
 _TRUNCATE_ABI, _SIGNALS_ABI = 3, 6
-_RUN = ('/usr', '/lib', '/lib64', '/bin')
-_READ = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom')
 _NULL = '/dev/null'
 _FIRST_KILLED = b'1000'  # oom_score_adj
 _USERS_OF_MACHINE = 'user:[4026531837]'  # linux/proc_ns.h; RLIMIT_NPROC counts in each namespace by itself
@@ -39,7 +40,7 @@ class Confinement:
     """What a process can use.
 
     Args:
-      readable: folders whose files can be read and executed, beside the system's and the interpreter's.
+      readable: files and folders that can be read and executed, besides readable.list_base.
       work: a folder that can be written, without a bound on the number of its files; '' = none.
       memory_bytes: of address space; 0 = no bound of its own.
       file_bytes: of a file.
@@ -60,10 +61,10 @@ class Confinement:
     level: str = LANDLOCK
 
 
-def choose_confinement(memory_bytes: int, level: str = LANDLOCK) -> Confinement:
+def choose_confinement(memory_bytes: int, level: str = LANDLOCK, readable: Sequence[str] = ()) -> Confinement:
     """For this process: root becomes a user of its own, another user stays."""
     uid = _ROOT_BECOMES + (os.getpid() + _number_processes()) % _MANY if os.getuid() == 0 else None
-    return Confinement(uid=uid, memory_bytes=memory_bytes, level=level)
+    return Confinement(uid=uid, memory_bytes=memory_bytes, level=level, readable=tuple(readable))
 
 
 def _number_processes() -> int:
@@ -122,6 +123,7 @@ def confine(confinement: Confinement, prepared: Preparation | None = None) -> No
             os.setresuid(*[confinement.uid] * 3)
         if landlock.load_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        die_with_parent()  # a change of user takes it back, and the filter refuses it
         landlock.enter(prepared.ruleset)
         os.close(prepared.ruleset)
         seccomp.install()
@@ -135,8 +137,9 @@ def _failed(error: OSError) -> SandboxError:
 
 def require_support(confinement: Confinement) -> int:
     """The ABI of Landlock; raises SandboxError that names what this machine lacks."""
-    if sys.platform != 'linux' or platform.machine() != seccomp.MACHINE:
-        raise SandboxError(f'code is confined on Linux on x86-64, and this is {sys.platform} on {platform.machine()}')
+    if sys.platform != 'linux' or platform.machine() not in seccomp.MACHINES:
+        here, machines = f'{sys.platform} on {platform.machine()}', ' and '.join(seccomp.MACHINES)
+        raise SandboxError(f'code is confined on Linux on {machines}, and this is {here}')
     abi = find_abi()
     if abi < 1:
         raise SandboxError('code is confined by Landlock, which this kernel has not got, or has switched off')
@@ -201,7 +204,9 @@ def _name_users(process: str = 'self') -> str:
 
 
 def _list_rules(confinement: Confinement) -> dict[str, landlock.Access]:
-    run = (*_RUN, os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix), *confinement.readable)
-    rules = dict.fromkeys(run, landlock.RUN) | dict.fromkeys(_READ, landlock.READ)
+    # an import lists the folders of sys.path that it looks through
+    listed = {os.path.dirname(path) for path in confinement.readable}.intersection(sys.path)
+    rules = dict.fromkeys(listed, landlock.Access.READ_DIR) | list_base()
+    rules |= dict.fromkeys(confinement.readable, landlock.RUN)
     rules[_NULL] = landlock.READ | landlock.Access.WRITE_FILE
     return rules | ({confinement.work: landlock.READ | landlock.CHANGE} if confinement.work else {})

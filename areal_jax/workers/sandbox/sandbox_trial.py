@@ -1,12 +1,13 @@
 """A short list of attempts that a confined process makes at the start of a run: what passes would pass later.
 
-`try_sandbox` runs it in a process of its own, `python -m areal_jax.workers.sandbox.sandbox_trial LEVEL NAMESPACES`,
-since it forks. NAMESPACES are those of the caller, which bubblewrap must have left, as JSON.
+`try_sandbox` runs it in a process of its own, since it forks: python -m areal_jax.workers.sandbox.sandbox_trial GIVEN.
+GIVEN is JSON: {level, namespaces, packages}; namespaces are those of the caller, which bubblewrap must have left.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
+from areal_jax.installation import FOLDER
 from areal_jax.workers.sandbox.bubblewrap import NAMESPACES, has_own_processes
 from areal_jax.workers.sandbox.confinement import (
     CONFINING,
@@ -28,6 +30,7 @@ from areal_jax.workers.sandbox.confinement import (
     require_support,
 )
 from areal_jax.workers.sandbox.levels import LEVELS, wrap_command
+from areal_jax.workers.sandbox.packages import find_packages, name_module
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0
@@ -47,15 +50,17 @@ class SandboxRecord(TypedDict):
     runners: NotRequired[list[str]]  # what runs the code that it confines; absent = the scorer alone
 
 
-def try_sandbox(level: str) -> SandboxRecord:
-    """Confines a process as scorers are, and has it try to get out.
+def try_sandbox(level: str, packages: tuple[str, ...] = ()) -> SandboxRecord:
+    """Confines a process as scorers are, and has it try to get out, and to import these packages.
 
-    Raises SandboxError that says what fails, and which levels work on this machine.
+    Raises UserError for a package that is not there, and SandboxError that says what fails, and which levels work on
+    this machine.
     """
+    find_packages(packages)
     try:
-        return _try_level(level)
+        return _try_level(level, packages)
     except SandboxError as error:
-        works = [other for other in CONFINING if other != level and _works(other)]
+        works = [other for other in CONFINING if other != level and _works(other, packages)]
         instead = f'task.sandbox={works[0]!r} works here' if works else 'no other level works here either'
         raise SandboxError(f'task.sandbox={level!r}: {error}; {instead}') from error
 
@@ -81,16 +86,17 @@ def describe_unconfined() -> SandboxRecord:
     }  # fmt: skip
 
 
-def _works(level: str) -> bool:
+def _works(level: str, packages: tuple[str, ...]) -> bool:
     try:
-        _try_level(level)
+        _try_level(level, packages)
     except SandboxError:
         return False
     return True
 
 
-def _try_level(level: str) -> SandboxRecord:
-    words = [sys.executable, '-m', 'areal_jax.workers.sandbox.sandbox_trial', level, json.dumps(_find_namespaces())]
+def _try_level(level: str, packages: tuple[str, ...]) -> SandboxRecord:
+    given = {'level': level, 'namespaces': _find_namespaces(), 'packages': packages}
+    words = [sys.executable, '-m', 'areal_jax.workers.sandbox.sandbox_trial', json.dumps(given)]
     command = wrap_command(level, words)
     try:
         done = subprocess.run(
@@ -105,14 +111,15 @@ def _try_level(level: str) -> SandboxRecord:
     return {**record, 'own_processes': has_own_processes(command)}
 
 
-def try_confinement(confinement: Confinement) -> SandboxRecord:
-    """Tries it out in a child. Raises SandboxError that names what passed, or failed."""
+def try_confinement(confinement: Confinement, packages: Sequence[str] = ()) -> SandboxRecord:
+    """Tries it out in a child, which imports these packages. Raises SandboxError that names what passed, or failed."""
     abi = require_support(confinement)
-    outcomes = _run_confined(confinement)
+    controls = {**_CONTROLS, **{f'import {name}': functools.partial(_import_package, name) for name in packages}}
+    outcomes = _run_confined(confinement, controls)
     if 'fault' in outcomes:
         raise SandboxError(outcomes['fault'])
     passed = [name for name in _ATTEMPTS if not outcomes[name]]
-    failed = [f'{name} ({outcomes[name]})' for name in _CONTROLS if outcomes[name]]
+    failed = [f'{name} ({outcomes[name]})' for name in controls if outcomes[name]]
     if passed:
         raise SandboxError(f'confined code could {", ".join(passed)} (Landlock ABI {abi}): nothing is confined here')
     if failed:
@@ -123,7 +130,7 @@ def try_confinement(confinement: Confinement) -> SandboxRecord:
         'user': os.getuid() if confinement.uid is None else confinement.uid,
         'own_processes': False,
         'refused': list(_ATTEMPTS),
-        'allowed': list(_CONTROLS),
+        'allowed': list(controls),
     }
 
 
@@ -158,6 +165,11 @@ def _find_namespaces() -> dict[str, int]:
 
 def _read_password_file() -> None:
     with open('/etc/passwd', 'rb') as file:
+        file.read(1)
+
+
+def _read_solutions() -> None:
+    with open(FOLDER / 'tasks' / 'code' / 'family_table.py', 'rb') as file:
         file.read(1)
 
 
@@ -205,6 +217,13 @@ def _import_more() -> None:
         ) from error
 
 
+def _import_package(name: str) -> None:
+    try:
+        importlib.import_module(name_module(name))
+    except Exception as error:
+        raise OSError(f'{type(error).__name__}: {error}') from error
+
+
 def _fork(in_child: Callable[[], object] = lambda: None) -> None:
     pid = os.fork()
     if pid == 0:
@@ -220,6 +239,7 @@ def _fork(in_child: Callable[[], object] = lambda: None) -> None:
 _ATTEMPTS: Mapping[str, Callable[[], object]] = {
     'read a file of the system': _read_password_file,
     'list the root folder': lambda: os.listdir('/'),
+    'read a solution of generated problems': _read_solutions,
     'read the environment of its parent': _read_environment_of_parent,
     'write a temporary file': _write_temporary_file,
     'open a socket': lambda: socket.socket().close(),
@@ -228,14 +248,14 @@ _ATTEMPTS: Mapping[str, Callable[[], object]] = {
     'start many processes': _fork_many,
 }
 _CONTROLS: Mapping[str, Callable[[], object]] = {
-    'list /usr': lambda: os.listdir('/usr'),
+    'list /usr/lib': lambda: os.listdir('/usr/lib'),
     'fork': _fork,
     'make a pair of sockets': socket.socketpair,
     'import a module': _import_more,
 }
 
 
-def _run_confined(confinement: Confinement) -> dict[str, str]:
+def _run_confined(confinement: Confinement, controls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
     """By attempt, the error that it got; '' = it passed."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -243,7 +263,7 @@ def _run_confined(confinement: Confinement) -> dict[str, str]:
         try:
             os.close(reader)
             os.setsid()
-            _report(confinement, writer)
+            _report(confinement, controls, writer)
         finally:
             os._exit(0)
     os.close(writer)
@@ -254,10 +274,10 @@ def _run_confined(confinement: Confinement) -> dict[str, str]:
     return found
 
 
-def _report(confinement: Confinement, writer: int) -> None:
+def _report(confinement: Confinement, controls: Mapping[str, Callable[[], object]], writer: int) -> None:
     try:
         confine(confinement)
-        outcomes = {name: _try(attempt) for name, attempt in {**_ATTEMPTS, **_CONTROLS}.items()}
+        outcomes = {name: _try(attempt) for name, attempt in {**_ATTEMPTS, **controls}.items()}
     except SandboxError as error:
         outcomes = {'fault': str(error)}
     os.write(writer, json.dumps(outcomes).encode())
@@ -271,12 +291,15 @@ def _try(attempt: Callable[[], object]) -> str:
     return ''
 
 
-def main(level: str, namespaces: str) -> int:
+def main(given: str) -> int:
     """Prints the record of the level, or why nothing is confined, and returns the exit code."""
+    asked = json.loads(given)
+    level = asked['level']
     try:
         if level in LEVELS and LEVELS[level].has_namespaces:
-            require_namespaces(json.loads(namespaces))
-        print(json.dumps(try_confinement(choose_confinement(memory_bytes=0, level=level))))
+            require_namespaces(asked['namespaces'])
+        confinement = choose_confinement(0, level, find_packages(asked['packages']))
+        print(json.dumps(try_confinement(confinement, asked['packages'])))
     except SandboxError as error:
         print(error, file=sys.stderr)
         return 2

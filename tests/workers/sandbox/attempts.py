@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures.thread  # noqa: F401 - what asyncio imports at its first use
 import ctypes
 import errno
-import importlib
 import mmap
 import os
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 
 from tests.workers.sandbox.attempts_files import FILES, read_own, write_own
+from tests.workers.sandbox.attempts_kernel import KERNEL, fork_once, some_call
+from tests.workers.sandbox.needs import (
+    compute_decimals,
+    import_again,
+    multiply_in_threads,
+    run_coroutine,
+    run_in_processes,
+    run_pool,
+    run_program,
+    run_program_of_coroutine,
+    run_thread,
+    use_sqlite,
+    write_temporary,
+)
 from tests.workers.sandbox.place import Attempt, Place, call, in_child, raw
 
 _AT, _NEW_USER, _MANY = -100, 0x10000000, 64
@@ -33,11 +41,6 @@ def pair(place: Place) -> None:
         assert theirs.recv(1) == b'x'
 
 
-def some_call(place: Place) -> None:
-    assert call(39) == os.getpid()
-    os.close(call(319, b'memory', 0))  # memfd_create
-
-
 def signal_own(place: Place) -> None:
     """Itself and a child."""
     os.kill(os.getpid(), 0)
@@ -47,10 +50,6 @@ def signal_own(place: Place) -> None:
         os._exit(0)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def fork_once(place: Place) -> None:
-    in_child(lambda: None)
 
 
 def open_socket(family: int, kind: int, *then: tuple[str, Callable[[Place], object]]) -> Callable[[Place], object]:
@@ -316,44 +315,10 @@ KINDS: dict[str, dict[str, Attempt]] = {
     'use the network': _NETWORK,
     'reach other processes': _PROCESSES,
     'change what the kernel shows': _KERNEL,
+    'take what the kernel has once': KERNEL,
     'use up the machine': _RESOURCES,
 }
 ATTEMPTS = {name: attempt for kind in KINDS.values() for name, attempt in kind.items()}
-
-
-def write_temporary(place: Place) -> None:
-    with tempfile.NamedTemporaryFile(dir=place.work) as file:
-        file.write(b'x')
-
-
-def run_thread(place: Place) -> None:
-    seen: list[int] = []
-    thread = threading.Thread(target=seen.append, args=(1,))
-    thread.start()
-    thread.join()
-    assert seen == [1]
-
-
-def run_coroutine(place: Place) -> None:
-    async def wait() -> int:
-        await asyncio.sleep(0.001)
-        return await asyncio.to_thread(int, '7')
-
-    assert asyncio.run(wait()) == 7
-
-
-def run_program(place: Place) -> None:
-    subprocess.run(['/usr/bin/true'], check=True)
-
-
-def import_again(*modules: str) -> Callable[[Place], object]:
-    def attempt(place: Place) -> None:
-        for module in modules:
-            for name in [one for one in sys.modules if one == module or one.startswith(f'{module}.')]:
-                del sys.modules[name]
-            importlib.import_module(module)
-
-    return attempt
 
 
 CONTROLS: dict[str, Callable[[Place], object]] = {
@@ -366,8 +331,19 @@ CONTROLS: dict[str, Callable[[Place], object]] = {
     'a program': run_program,
     'shared memory of its own': map_shared,
     'import of json and math': import_again('json', 'math'),
+    'import of modules of the standard library': import_again(
+        'argparse', 'ast', 'csv', 'ctypes', 'datetime', 'decimal', 'difflib', 'fractions', 'gzip', 'inspect', 'logging',
+        'lzma', 'multiprocessing', 'pickle', 'sqlite3', 'ssl', 'statistics', 'unittest', 'uuid', 'zoneinfo',
+        'xml.etree.ElementTree',
+    ),
+    'import of asyncio and a program of a coroutine': run_program_of_coroutine,
+    'import of multiprocessing and two processes': run_in_processes,
+    'import of concurrent.futures and threads': run_pool,
+    'import of sqlite3 and a file of it in work': use_sqlite,
+    'import of decimal and many digits': compute_decimals,
     'import of numpy': import_again('numpy'),
-}
+    'import of numpy and four threads': multiply_in_threads,
+}  # fmt: skip
 
 
 def run_from_memory(place: Place) -> None:

@@ -9,12 +9,17 @@ import pwd
 import shutil
 import stat
 import struct
+import sys
 from collections.abc import Callable
 
+import areal_jax
 from tests.workers.sandbox.place import Attempt, Place, call, in_child
 
 _AT = -100  # AT_FDCWD
 _HOME = pwd.getpwuid(0).pw_dir
+_THIS = pathlib.Path(areal_jax.__file__)
+_PACKAGES = [pathlib.Path(folder) for folder in sys.path if folder.endswith('-packages')]
+_UNLISTED = next((file for folder in _PACKAGES for file in sorted(folder.glob('[!n]*/__init__.py'))), _THIS)
 
 
 def read(path: str) -> Callable[[Place], object]:
@@ -30,7 +35,7 @@ def read_own(place: Place) -> None:
 
 def list_own(place: Place) -> None:
     os.listdir(place.work)
-    os.listdir('/usr')
+    os.listdir('/usr/lib')
 
 
 def write_own(place: Place) -> None:
@@ -152,6 +157,8 @@ _READ = {
     'read a secret by ..': Attempt(lambda place: (place.work / '..' / 'secret').read_bytes(), read_own),
     'read a secret with openat2': Attempt(open_with_openat2, read_own),
     'read a secret through a symlink': Attempt(read_through_link, follow_own_link),
+    'read a module of this package': Attempt(lambda place: _THIS.read_bytes(), read_own),
+    'read a package that is not listed': Attempt(lambda place: _UNLISTED.read_bytes(), read_own),
     'list the folder of a secret': Attempt(lambda place: os.listdir(place.secret.parent), list_own),
 }
 _WRITE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from areal_jax.workers.sandbox import confinement
 from areal_jax.workers.sandbox.confinement import LANDLOCK, Confinement, confine
 from areal_jax.workers.sandbox.levels import wrap_command
+from areal_jax.workers.sandbox.packages import find_packages
 from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, LEFT_OPEN, MEASURED, name_outcome
 from tests.workers.sandbox.place import Place, make_place
 
@@ -28,6 +30,7 @@ NOBODY = 65_534
 _ROOT_BECOMES = 60_001 + os.getpid() % 4_000  # runs beside each other count their own
 _DEADLINE_S = 5
 _DUMPABLE, _SUBREAPER = 4, 36  # prctl
+_PACKAGES = find_packages(['numpy'] if importlib.util.find_spec('numpy') else [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +187,9 @@ def _confine(request: Request, place: Place, uid: int) -> None:
     if request.is_confined:
         limits = {'work': 'work'} | request.limits
         work = str(getattr(place, limits.pop('work'))) if limits['work'] else limits.pop('work')
-        if 'readable' in limits:
-            limits['readable'] = (str(getattr(place, limits['readable'])),)
-        confine(Confinement(work=work, uid=None if request.is_user else uid, **limits))
+        readable = [str(getattr(place, limits.pop('readable')))] if 'readable' in limits else []
+        uid_here = None if request.is_user else uid
+        confine(Confinement(work=work, uid=uid_here, readable=(*readable, *_PACKAGES), **limits))
     elif not request.is_user and os.getuid() == 0:
         become(uid)
 
