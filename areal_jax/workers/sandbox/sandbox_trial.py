@@ -114,7 +114,8 @@ def _try_level(level: str, packages: tuple[str, ...]) -> SandboxRecord:
 def try_confinement(confinement: Confinement, packages: Sequence[str] = ()) -> SandboxRecord:
     """Tries it out in a child, which imports these packages. Raises SandboxError that names what passed, or failed."""
     abi = require_support(confinement)
-    controls = {**_CONTROLS, **{f'import {name}': functools.partial(_import_package, name) for name in packages}}
+    imports = {f'import {name}': functools.partial(_import_package, name) for name in packages}
+    controls: dict[str, Callable[[], object]] = {**_CONTROLS, **imports}
     outcomes = _run_confined(confinement, controls)
     if 'fault' in outcomes:
         raise SandboxError(outcomes['fault'])

