@@ -661,6 +661,27 @@ MUTATIONS = [
         'tests/workers/sandbox/test_seccomp.py',
     ),
     Mutation(
+        'bound each process of an answer by itself where there is no control group',
+        'areal_jax.workers.sandbox.meter:Meter._look',
+        'memory += _read_memory(pid, self.server, int(fields[_RESIDENT]) * _PAGE)',
+        'memory = _read_memory(pid, self.server, int(fields[_RESIDENT]) * _PAGE)',
+        'tests/tasks/code/test_bounds.py',
+    ),
+    Mutation(
+        'run an answer outside of its control group',
+        'areal_jax.workers.sandbox.child_server:_Server._hand_over',
+        'self._group.enter()',
+        'pass',
+        'tests/tasks/code/test_bounds.py',
+    ),
+    Mutation(
+        'leave control groups of owners that were killed',
+        'areal_jax.workers.sandbox.control_group:_remove_stale',
+        '_remove(entry.path)',
+        'pass',
+        'tests/workers/sandbox/test_control_group.py',
+    ),
+    Mutation(
         'let a subclass of int cross to the tests of code',
         'areal_jax.tasks.code.plain_values:_to_tree',
         'kind = type(value)',
@@ -775,7 +796,7 @@ MUTATIONS = [
     Mutation(
         'count a sleeping answer as one that the machine lost',
         'areal_jax.tasks.code.program_run:read_until_end',
-        'if not any(map(is_runnable, pids)):',
+        'if not any(map(is_runnable, meter.list_processes())):',
         'if False:',
         'tests/tasks/code/test_judge.py -k time',
     ),

@@ -111,6 +111,8 @@ def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox)
         record = describe_unconfined()
     else:
         return None
+    if record is not None and not (runs_model_code(config.task) or runs_tools(config)):
+        record.pop('group', None)  # the processes of an own scorer have bounds of their own
     if record is not None:
         print(describe_sandbox(record), flush=True)
     return record

@@ -19,6 +19,7 @@ from areal_jax.tasks.code.checks_program import GONE
 from areal_jax.tasks.code.program_run import (
     PRELOADED,
     PROGRAM,
+    TOO_MUCH,
     ProgramEnd,
     ProgramLimits,
     describe_gone,
@@ -102,12 +103,12 @@ class Judge:
             opened.callback(os.close, reader)
             ours, theirs = socket.socketpair()
             with ours, theirs, open(writer, 'wb'):  # ends that a child holds are its alone
-                pids = self._children.start([
-                    Child(f'{PROGRAM}:serve_answer', (answer, theirs.fileno()), limits),
+                self._children.start([
+                    Child(f'{PROGRAM}:serve_answer', (answer, theirs.fileno()), limits, is_counted=True),
                     Child(f'{_CHECKS}:run_checks', (checks, ours.fileno(), writer), limits),
                 ])  # fmt: skip
             told_bytes = _TOLD_BYTES * (len(tests) + 1)
-            told, late = read_until_end(reader, pids, problem['time_limit_s'], told_bytes)
+            told, late = read_until_end(reader, self._children.meter, problem['time_limit_s'], told_bytes)
             ended = self._children.end()
         return _read_outcomes(told, late, ended, problem), sum(child.cpu_s for child in ended)
 
@@ -137,9 +138,13 @@ def _read_outcomes(told: bytes, late: bool, ended: Sequence[Ended], problem: Map
     """The outcome of each test that ran. Raises ServerLostError where the tests' own process failed."""
     lines = [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b'\n')]
     outcomes: list[Failure] = [(line[0], line[1]) for line in lines if line]
+    if ended[0].is_over and [] in lines and all(label == 'ok' for label, _ in outcomes):
+        return [TOO_MUCH]  # of a process beside that which answers
     if [] in lines:
         gone = describe_gone(ended[0], problem['time_limit_s'])
         return [gone if label == GONE else (label, reason) for label, reason in outcomes]
+    if ended[0].is_over:
+        return [*outcomes, TOO_MUCH]
     if late or ended[1].cpu_s >= problem['time_limit_s']:  # the kernel may end it before the clock here is read
         return [*outcomes, ('time_limit', f'more than {problem["time_limit_s"]:g} s')]
     raise ServerLostError(f'the process of the tests ended with status {ended[1].status} before its verdict')

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.tasks.code.answer_program import Failure
@@ -23,16 +23,18 @@ from areal_jax.workers.sandbox.confined_children import (
     ServerLostError,
     hand_text,
     is_runnable,
-    read_cpu_s,
 )
+from areal_jax.workers.sandbox.meter import LOOK_S, Meter
 
 PROGRAM = 'areal_jax.tasks.code.answer_program'  # the module of the child
+
 # what programs import most: a fork has them already
 PRELOADED = (
     'bisect', 'collections', 'copy', 'dataclasses', 'datetime', 'functools', 'hashlib', 'heapq', 'itertools', 'math',
     'operator', 'random', 're', 'string', 'threading', 'typing',
 )  # fmt: skip
 LABELS = ('wrong', 'syntax', 'exception', 'memory_limit', 'forbidden')  # that the child may give itself
+TOO_MUCH: Failure = ('memory_limit', 'its processes had more memory together than one may have')
 _WALL = 3.0  # seconds for a CPU second of the limit; then a sleeping program is late
 _STARVED_WALL = 30.0  # and then the machine is too busy to judge one that would run
 _SAID_BYTES = 2**16  # of how a program ended
@@ -91,13 +93,13 @@ def run_program(children: ConfinedChildren, code: str, given: bytes, limits: Pro
         for descriptor in (output, told):
             opened.callback(os.close, descriptor)
         try:
-            pids = children.start([
-                Child(f'{PROGRAM}:run_answer', (program, tells, stdin, printed), limits.for_child(), 2, 3)
+            children.start([
+                Child(f'{PROGRAM}:run_answer', (program, tells, stdin, printed), limits.for_child(), True, 2, 3)
             ])  # fmt: skip
         finally:
             for descriptor in (printed, tells):
                 os.close(descriptor)
-        text, late = read_until_end(output, pids, limits.time_s, limits.output_bytes)
+        text, late = read_until_end(output, children.meter, limits.time_s, limits.output_bytes)
         (ended,) = children.end()
         said = os.read(told, _SAID_BYTES)
     label, reason = _find_end(len(text) > limits.output_bytes, said, late, ended, limits.time_s)
@@ -111,11 +113,12 @@ def hand_json(opened: contextlib.ExitStack, given: Mapping[str, Any]) -> int:
     return descriptor
 
 
-def read_until_end(reader: int, pids: Sequence[int], limit_s: float, most_bytes: int) -> tuple[bytes, bool]:
+def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int) -> tuple[bytes, bool]:
     """What is written until all writers have closed the pipe, and whether the time was over before.
 
-    It is over where a child has used `limit_s` of CPU time, or sleeps at _WALL times that. Raises ServerLostError where
-    the machine did not let it run.
+    It is over where a child, or the answer with all its processes, has used `limit_s` of CPU time, or sleeps at _WALL
+    times that. Reading ends too where the meter finds too much memory. Raises ServerLostError where the machine did not
+    let it run.
     """
     parts: list[bytes] = []
     size = 0
@@ -123,16 +126,16 @@ def read_until_end(reader: int, pids: Sequence[int], limit_s: float, most_bytes:
     poll.register(reader, select.POLLIN)
     start_s = time.monotonic()
     while True:
-        used_s = max(map(read_cpu_s, pids))
+        used_s = meter.read_cpu_s()
         passed_s = time.monotonic() - start_s
-        if used_s >= limit_s or size > most_bytes:
+        if used_s >= limit_s or size > most_bytes or meter.is_over:
             return b''.join(parts), used_s >= limit_s
         if passed_s >= _WALL * limit_s:
-            if not any(map(is_runnable, pids)):
+            if not any(map(is_runnable, meter.list_processes())):
                 return b''.join(parts), True
             if passed_s >= _STARVED_WALL * limit_s:
                 raise ServerLostError(f'a program got {used_s:.2f} s of a processor in {passed_s:.0f} s')
-        wait_s = min(limit_s - used_s, max(_WALL * limit_s - passed_s, 0.05))
+        wait_s = min(LOOK_S, limit_s - used_s, max(_WALL * limit_s - passed_s, 0.05))
         if not poll.poll(max(wait_s, _SHORTEST_S) * 1000):
             continue
         part = os.read(reader, 2**16)
@@ -144,6 +147,8 @@ def read_until_end(reader: int, pids: Sequence[int], limit_s: float, most_bytes:
 
 def describe_gone(program: Ended, time_s: float) -> Failure:
     """Why the process of a program was gone before it had said how it ended."""
+    if program.is_over:
+        return TOO_MUCH
     if program.cpu_s >= time_s:
         return 'time_limit', f'{program.cpu_s:.1f} s of a processor'
     if not os.WIFSIGNALED(program.status):
@@ -155,6 +160,8 @@ def describe_gone(program: Ended, time_s: float) -> Failure:
 
 
 def _find_end(is_long: bool, said: bytes, late: bool, ended: Ended, time_s: float) -> Failure:
+    if ended.is_over:
+        return TOO_MUCH
     if late:
         return 'time_limit', f'more than {time_s:g} s'
     if is_long:

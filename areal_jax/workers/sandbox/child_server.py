@@ -4,9 +4,9 @@
 
 DESCRIPTOR is a seqpacket socket to the process that asks, with whose end this one ends; confined_children.py is its
 other side. READABLE, a JSON list, are the files and folders that children can read besides the base. A JSON message
-each: {children: [{function, limits, descriptors, input, output}]} comes with the descriptors of all children in one
-row, and is answered by {pids} or {fault}. {end: true} kills what is left of them and is answered by {ended: [{status,
-cpu_s, word}]}, or by {fault} where a process outlives that.
+each: {children: [{function, limits, is_counted, descriptors, input, output}]} comes with the descriptors of all
+children in one row, and is answered by {pids, files, before} (meter.Meter) or {fault}. {end: true} kills what is
+left of them and is answered by {ended: [{status, cpu_s, is_over, word}]}, or by {fault} where a process outlives that.
 
 A child holds neither the socket nor a descriptor of another child, and runs nothing before it is confined. It finds no
 module of this package: those that it runs have been imported, and are taken out of sys.modules.
@@ -48,6 +48,7 @@ from areal_jax.workers.sandbox.confinement import (
     prepare,
     set_limits,
 )
+from areal_jax.workers.sandbox.control_group import ControlGroup, Used, make_group
 from areal_jax.workers.sandbox.fork_hooks import keep_hooks
 from areal_jax.workers.sandbox.landlock import close_range
 
@@ -71,6 +72,7 @@ class _Order:
     handed: list[int]  # descriptors, which the function gets
     streams: list[int | None]  # stdin and stdout; None = the null device
     confinement: Confinement
+    is_counted: bool
 
 
 @dataclasses.dataclass
@@ -79,8 +81,10 @@ class _Child:
 
     pid: int
     told: int
+    is_counted: bool
     status: int | None = None
     cpu_s: float = 0.0
+    is_over: bool = False
 
 
 class _Server:
@@ -88,8 +92,9 @@ class _Server:
 
     def __init__(
         self, control: socket.socket, confinement: Confinement, prepared: Preparation | None,
-        modules: Mapping[str, types.ModuleType],
+        modules: Mapping[str, types.ModuleType], group: ControlGroup | None,
     ):  # fmt: skip
+        self._group, self._before = group, Used(0.0, 0)
         self._control, self._confinement, self._prepared, self._modules = control, confinement, prepared, modules
         self._children: list[_Child] = []
         self._own_processes, self._counted_s = 0, -_COUNT_S
@@ -102,6 +107,8 @@ class _Server:
             try:
                 if not data:
                     self._end()  # what they have forked does not end with them
+                    if self._group:
+                        self._group.close()
                     return
                 message = json.loads(data)
                 reply = self._end() if 'end' in message else self._start(message['children'], descriptors)
@@ -115,12 +122,15 @@ class _Server:
         if len(descriptors) < sum(child['descriptors'] for child in children):
             return {'fault': 'no child process: its descriptors were lost'}  # this process has no room for them
         try:
-            for order in list(self._read_orders(children, descriptors)):
+            orders = list(self._read_orders(children, descriptors))
+            self._begin_count(orders)
+            for order in orders:
                 self._children.append(self._fork(order))
         except OSError as error:
             self._end()
             return {'fault': f'no child process: {error.strerror}'}
-        return {'pids': [child.pid for child in self._children]}
+        files = [self._group.cpu_file, self._group.kills_file] if self._group and orders[0].is_counted else []
+        return {'pids': [child.pid for child in self._children], 'files': files, 'before': self._before}
 
     def _read_orders(self, children: Sequence[_Message], descriptors: Sequence[int]) -> Iterator[_Order]:
         given = iter(descriptors)
@@ -130,7 +140,9 @@ class _Server:
             handed = dict(enumerate(itertools.islice(given, child['descriptors'])))
             streams = [None if child[stream] is None else handed.pop(child[stream]) for stream in ('input', 'output')]
             confinement = dataclasses.replace(self._confinement, **child['limits'], uid=user)
-            yield _Order(getattr(self._modules[module], name), list(handed.values()), streams, confinement)
+            yield _Order(
+                getattr(self._modules[module], name), list(handed.values()), streams, confinement, child['is_counted']
+            )
 
     def _fork(self, order: _Order) -> _Child:
         reader, writer = os.pipe()
@@ -142,7 +154,7 @@ class _Server:
             raise
         if pid:
             os.close(writer)
-            return _Child(pid, reader)
+            return _Child(pid, reader, order.is_counted)
         code = 1
         try:
             self._hand_over(order, writer)
@@ -151,6 +163,19 @@ class _Server:
             code = 0
         finally:
             os._exit(code)
+
+    def _begin_count(self, orders: Sequence[_Order]) -> None:
+        """Only the first child is counted. Raises OSError."""
+        if self._group and orders[0].is_counted:
+            confinement = orders[0].confinement
+            self._group.bound(confinement.memory_bytes, confinement.processes)
+            self._before = self._group.read_used()
+
+    def _end_count(self, child: _Child) -> None:
+        """What all processes of a child used, by its group. Raises OSError."""
+        if self._group and child.is_counted:
+            used = self._group.read_used()
+            child.cpu_s, child.is_over = used.cpu_s - self._before.cpu_s, used.kills > self._before.kills
 
     def _count_own(self) -> None:
         """The run may have more threads by now; they count in the limit of a child of the same user."""
@@ -162,6 +187,8 @@ class _Server:
     def _hand_over(self, order: _Order, writer: int) -> None:
         """Closes all but the streams of the child and its own descriptors."""
         os.setsid()
+        if self._group and order.is_counted:
+            self._group.enter()
         for stream, descriptor in enumerate((*order.streams, None)):
             os.dup2(self._null if descriptor is None else descriptor, stream)
         close_others([writer, *order.handed] + ([self._prepared.ruleset] if self._prepared else []))
@@ -186,8 +213,10 @@ class _Server:
         try:
             words = _await_words(children.values())
             is_clean = _kill_all(children)
+            for child in children.values():
+                self._end_count(child)
             ended = [
-                {'status': child.status, 'cpu_s': child.cpu_s, 'word': word}
+                {'status': child.status, 'cpu_s': child.cpu_s, 'is_over': child.is_over, 'word': word}
                 for child, word in zip(children.values(), words, strict=True)
             ]
         finally:
@@ -232,8 +261,12 @@ def _reap(children: dict[int, _Child]) -> bool:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if not pid:
                 return True
+            used_s = usage.ru_utime + usage.ru_stime
             if pid in children:
-                children[pid].status, children[pid].cpu_s = status, usage.ru_utime + usage.ru_stime
+                children[pid].status = status
+                children[pid].cpu_s += used_s
+            elif children:  # an orphan: of the answer, which is the first
+                next(iter(children.values())).cpu_s += used_s
     except ChildProcessError:
         return False
 
@@ -284,8 +317,9 @@ def main(arguments: Sequence[str]) -> None:
     _forget_package()
     gc.collect()
     gc.freeze()
-    control.send(json.dumps({'ready': True}).encode())
-    _Server(control, confinement, prepared, imported).serve()
+    group = make_group()
+    control.send(json.dumps({'ready': True, 'group': group.title if group else ''}).encode())
+    _Server(control, confinement, prepared, imported, group).serve()
 
 
 if __name__ == '__main__':

@@ -13,20 +13,20 @@ import pathlib
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.installation import strip_python_path
 from areal_jax.workers.descendants import MARK
 from areal_jax.workers.sandbox.child_server import CONFINED, MESSAGE_BYTES
+from areal_jax.workers.sandbox.control_group import Used
+from areal_jax.workers.sandbox.meter import Meter
 
 _SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
 _START_S = 60.0  # it imports modules
 _REPLY_S = 20.0  # a fork, or the end of some processes
 # of an answer that computes with numpy: as many as cores would meet the bound of its processes on a large machine
 _THREADS = {'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
-_CPU_CLOCK = 2  # of a process, in a clock's number
 
 
 class ServerLostError(Exception):
@@ -41,6 +41,8 @@ class Child:
       function: 'module:name' of a module that the server imported; it is called with the descriptors in order.
       descriptors: that it gets; the caller's stay open.
       limits: fields of confinement.Confinement, memory_bytes among them.
+      is_counted: memory and processor time count over all its processes (`ConfinedChildren.meter`); the first child of
+        a message alone.
       input, output: which of the descriptors is its stdin and stdout, which the function does not get; None = the null
         device.
     """
@@ -48,16 +50,24 @@ class Child:
     function: str
     descriptors: tuple[int, ...]
     limits: Mapping[str, int | str]
+    is_counted: bool = False
     input: int | None = None
     output: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a child ended: its wait status, and the CPU seconds of it and of those it waited for."""
+    """How a child ended.
+
+    Args:
+      status: of its wait.
+      cpu_s: CPU seconds of it and of those it waited for; of one that is counted, of all its processes.
+      is_over: its processes had more memory than its bound, for which the kernel killed one of them, or all were ended.
+    """
 
     status: int
     cpu_s: float
+    is_over: bool = False
 
 
 class ConfinedChildren:
@@ -80,19 +90,23 @@ class ConfinedChildren:
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._control = ours
-        self._await_reply(_START_S)
+        self.group = str(self._await_reply(_START_S)['group'])  # what bounds an answer: a kind of control group, or ''
+        self.meter = Meter(self.pid, ())
 
     def start(self, children: Sequence[Child]) -> list[int]:
         """The pids of the children, each of which leads a session. Raises ServerLostError."""
         words = [
             {
                 'function': child.function, 'limits': dict(child.limits), 'descriptors': len(child.descriptors),
-                'input': child.input, 'output': child.output,
+                'input': child.input, 'output': child.output, 'is_counted': child.is_counted,
             }
             for child in children
         ]  # fmt: skip
         handed = [descriptor for child in children for descriptor in child.descriptors]
-        pids: list[int] = self._ask({'children': words}, handed)['pids']
+        started = self._ask({'children': words}, handed)
+        pids: list[int] = started['pids']
+        bound = int(children[0].limits['memory_bytes']) if children[0].is_counted else 0
+        self.meter = Meter(self.pid, pids, bound, tuple(started['files']), Used(*started['before']))
         return pids
 
     def end(self) -> list[Ended]:
@@ -104,7 +118,11 @@ class ConfinedChildren:
         for child in ended:
             if child['word'] != CONFINED:
                 raise ServerLostError(child['word'] or 'a child ended before it was confined')
-        return [Ended(child['status'], child['cpu_s']) for child in ended]
+        found = [Ended(child['status'], child['cpu_s'], child['is_over']) for child in ended]
+        if self.meter.memory_bytes:
+            cpu_s, is_over = max(found[0].cpu_s, self.meter.total_s), found[0].is_over or self.meter.is_over
+            found[0] = dataclasses.replace(found[0], cpu_s=cpu_s, is_over=is_over)
+        return found
 
     def close(self) -> None:
         """Ends the server and its children."""
@@ -142,14 +160,6 @@ class ConfinedChildren:
         if 'fault' in reply:
             raise ServerLostError(str(reply['fault']))
         return reply
-
-
-def read_cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, without its children; 0 where it is gone."""
-    try:
-        return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
-    except OSError:
-        return 0.0
 
 
 def is_runnable(pid: int) -> bool:

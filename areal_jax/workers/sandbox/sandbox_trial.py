@@ -6,6 +6,7 @@ GIVEN is JSON: {level, namespaces, packages}; namespaces are those of the caller
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -29,11 +30,14 @@ from areal_jax.workers.sandbox.confinement import (
     confine,
     require_support,
 )
+from areal_jax.workers.sandbox.control_group import make_group
 from areal_jax.workers.sandbox.levels import LEVELS, wrap_command
+from areal_jax.workers.sandbox.meter import LOOK_S
 from areal_jax.workers.sandbox.packages import find_packages, name_module
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0
+_GROUP_BYTES, _FILLED_S = 32 * 2**20, 10
 _MANY = 64  # processes, more than a confined one can have
 _NOT_PRELOADED = ('colorsys', '_zoneinfo')  # of the standard library: a file of Python, and one that is compiled
 
@@ -48,6 +52,8 @@ class SandboxRecord(TypedDict):
     refused: list[str]  # what was attempted in vain
     allowed: list[str]  # what must work, and did
     runners: NotRequired[list[str]]  # what runs the code that it confines; absent = the scorer alone
+    # what counts memory and CPU time of an answer over its processes: the kind of its control group, or '' = their sum
+    group: NotRequired[str]
 
 
 def try_sandbox(level: str, packages: tuple[str, ...] = ()) -> SandboxRecord:
@@ -75,8 +81,15 @@ def describe_sandbox(record: SandboxRecord) -> str:
     return (
         f'The sandbox {record["level"]!r} confines the code that {run} (Landlock ABI '
         f'{record["landlock_abi"]}, uid {record["user"]}{", /proc of the machine" if shared else ""}). At the start it '
-        f'could not {", ".join(record["refused"])}; it could {", ".join(record["allowed"])}.'
+        f'could not {", ".join(record["refused"])}; it could {", ".join(record["allowed"])}.{_describe_count(record)}'
     )
+
+
+def _describe_count(record: SandboxRecord) -> str:
+    if 'group' not in record:
+        return ''
+    by = f'a control group ({record["group"]})' if record['group'] else f'their sum, taken every {LOOK_S:g} s'
+    return f' Memory and processor time of an answer count over all its processes, by {by}.'
 
 
 def describe_unconfined() -> SandboxRecord:
@@ -132,7 +145,46 @@ def try_confinement(confinement: Confinement, packages: Sequence[str] = ()) -> S
         'own_processes': False,
         'refused': list(_ATTEMPTS),
         'allowed': list(controls),
+        'group': try_group(),
     }
+
+
+def try_group() -> str:
+    """The kind of the control group that an answer gets here; '' = none can be made.
+
+    Raises SandboxError for one that lets its processes have more memory together than its bound.
+    """
+    group = make_group()
+    if group is None:
+        return ''
+    try:
+        group.bound(_GROUP_BYTES, _MANY)
+        before = group.read_used().kills
+        with contextlib.suppress(OSError):  # the kernel may kill the one that waits
+            _fork(lambda: (group.enter(), _fill_memory()))
+        if group.read_used().kills == before:
+            raise SandboxError('a control group was made, and its processes had more memory together than its bound')
+    finally:
+        group.close()
+    return group.title
+
+
+def _fill_memory() -> None:
+    """In two processes, each of which has less than the bound."""
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            memory = b'x' * (_GROUP_BYTES * 3 // 4)
+            signal.alarm(_FILLED_S)  # the other one has its memory by then
+            signal.pause()
+            os._exit(len(memory))
+        children.append(child)
+    ended, _ = os.wait()
+    for child in children:
+        if child != ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def require_namespaces(outside: Mapping[str, int]) -> None:
