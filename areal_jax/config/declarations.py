@@ -107,7 +107,7 @@ SECTIONS: Mapping[str, Section] = {
         time_limit_s=Real(
             2.0, SECONDS, 'code: CPU seconds of a check, unless the problem says; agent.tools: of a call'
         ),
-        memory_limit_mb=Integer(1024, COUNT, 'code, agent.tools: MiB of address space, where the problem does not say'),
+        memory_limit_mb=Integer(1024, COUNT, 'code, agent.tools: MiB of all processes, where the problem does not say'),
         packages=Texts(
             PACKAGES,
             'code, agent.tools: what programs can import besides the standard library, with what it requires',

@@ -45,7 +45,7 @@ def fields(tmp_path, monkeypatch):
     (tmp_path / 'agent.py').write_text(AGENT)
     monkeypatch.setattr(
         loop_parts, 'try_scorer_sandbox',
-        lambda config, try_out: task_builder.try_scorer_sandbox(config, lambda level: {**RECORD, 'level': level}),
+        lambda config, try_out: task_builder.try_scorer_sandbox(config, lambda level, _: {**RECORD, 'level': level}),
     )  # fmt: skip
     return {
         'rollout__workflow': f'{tmp_path}/agent.py:agent', 'rollout__max_new_tokens': 11, 'agent__max_turn_tokens': 6,

@@ -112,6 +112,7 @@ def try_scorer_sandbox(config: TrackedConfig, try_out: TrySandbox = try_sandbox)
     else:
         return None
     if record is not None and not (runs_model_code(config.task) or runs_tools(config)):
+        record = record.copy()
         record.pop('group', None)  # the processes of an own scorer have bounds of their own
     if record is not None:
         print(describe_sandbox(record), flush=True)

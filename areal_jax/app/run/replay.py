@@ -80,7 +80,7 @@ def build_replay(
 
     def build(context: RunContext, site: OwnSite) -> Loop | None:
         make_clock, sandbox = functools.partial(_build_clock, recording), start.get('sandbox')
-        loop = build_loop(context, site, Outside(make_clock, RecordedWorker, lambda level: sandbox))
+        loop = build_loop(context, site, Outside(make_clock, RecordedWorker, lambda *asked: sandbox))
         if loop:
             clock, controller = loop.parts.host.clock, loop.parts.controller
             assert isinstance(clock, ReplayClock)

@@ -159,7 +159,7 @@ def _read_mounts(text: str) -> Iterator[tuple[str, Sequence[str], str, str]]:
 
 def _read_groups(text: str) -> dict[str, str]:
     """The group of this process by controller; '' is version 2."""
-    found = {}
+    found: dict[str, str] = {}
     for line in text.splitlines():
         _, controllers, path = line.split(':', 2)
         found |= dict.fromkeys(controllers.split(','), path)

@@ -30,7 +30,7 @@ from areal_jax.workers.sandbox.confinement import (
     confine,
     require_support,
 )
-from areal_jax.workers.sandbox.control_group import make_group
+from areal_jax.workers.sandbox.control_group import ControlGroup, make_group
 from areal_jax.workers.sandbox.levels import LEVELS, wrap_command
 from areal_jax.workers.sandbox.meter import LOOK_S
 from areal_jax.workers.sandbox.packages import find_packages, name_module
@@ -161,7 +161,7 @@ def try_group() -> str:
         group.bound(_GROUP_BYTES, _MANY)
         before = group.read_used().kills
         with contextlib.suppress(OSError):  # the kernel may kill the one that waits
-            _fork(lambda: (group.enter(), _fill_memory()))
+            _fork(functools.partial(_fill_memory, group))
         if group.read_used().kills == before:
             raise SandboxError('a control group was made, and its processes had more memory together than its bound')
     finally:
@@ -169,8 +169,9 @@ def try_group() -> str:
     return group.title
 
 
-def _fill_memory() -> None:
-    """In two processes, each of which has less than the bound."""
+def _fill_memory(group: ControlGroup) -> None:
+    """In two processes of it, each of which has less than the bound."""
+    group.enter()
     children = []
     for _ in range(2):
         child = os.fork()
