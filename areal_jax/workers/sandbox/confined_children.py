@@ -22,7 +22,7 @@ from areal_jax.workers.sandbox.child_server import CONFINED, MESSAGE_BYTES
 from areal_jax.workers.sandbox.control_group import Used
 from areal_jax.workers.sandbox.meter import Meter
 
-_SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
+SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
 _START_S = 60.0  # it imports modules
 _REPLY_S = 20.0  # a fork, or the end of some processes
 # of an answer that computes with numpy: as many as cores would meet the bound of its processes on a large machine
@@ -85,7 +85,7 @@ class ConfinedChildren:
         environment = {'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0', **_THREADS, **mark}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, '-P', _SERVER, str(theirs.fileno()), level, json.dumps(readable), *modules],
+                [sys.executable, '-P', SERVER, str(theirs.fileno()), level, json.dumps(readable), *modules],
                 env=environment | {'PYTHONPATH': strip_python_path()}, pass_fds=[theirs.fileno()], cwd='/',
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _PREFIX = 'areal_jax-'
-_GRACE_S = 30.0  # a group so young may not be locked yet
+GRACE_S = 30.0  # a group so young may not be locked yet
 _REMOVE_S = 1.0  # that has lost its last process a moment ago
 _UNBOUNDED = 2**62
 _KINDS = _VERSION_1, _VERSION_2 = 'cgroup', 'cgroup2'  # of file systems
@@ -47,25 +47,25 @@ class Used(NamedTuple):
 
 
 class ControlGroup:
-    """One group, for one answer at a time."""
+    """One group, for one answer at a time; `folders` has its folder by controller."""
 
     def __init__(self, files: Files):
         """Makes it. Raises OSError where this process may not."""
         self.title, self._files = files.title, files
         name = f'{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}'
-        self._folders = {folder: os.path.join(folder, name) for folder in dict.fromkeys(files.folders.values())}
+        self.folders = {controller: os.path.join(above, name) for controller, above in files.folders.items()}
         self._locks: list[int] = []
         self._bounds = (-1, -1)
         self._doors: list[int] = []
         try:
-            for above, folder in self._folders.items():
-                _remove_stale(above)
+            for folder in self._list_folders():
+                _remove_stale(os.path.dirname(folder))
                 os.mkdir(folder)
                 self._locks.append(os.open(folder, os.O_RDONLY | os.O_CLOEXEC))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.bound(_UNBOUNDED // 4096 * 4096, 2**20)
             self.cpu_file, self.kills_file = self._name(_CPU, files.cpu), self._name(_MEMORY, files.kills)
-            self._doors = [os.open(f'{folder}/cgroup.procs', os.O_WRONLY) for folder in self._folders.values()]
+            self._doors = [os.open(f'{folder}/cgroup.procs', os.O_WRONLY) for folder in self._list_folders()]
             self.read_used()
         except (OSError, ValueError) as error:
             self.close()
@@ -83,7 +83,7 @@ class ControlGroup:
             _write_where_it_is(swap, -1)
             _write(limit, memory_bytes)
             _write_where_it_is(swap, memory_bytes)
-        if _PIDS in self._files.folders:
+        if _PIDS in self.folders:
             _write(self._name(_PIDS, 'pids.max'), processes)
         self._bounds = (memory_bytes, processes)
 
@@ -98,13 +98,16 @@ class ControlGroup:
 
     def close(self) -> None:
         """Removes it; what is in it is killed."""
-        for folder in self._folders.values():
+        for folder in self._list_folders():
             _remove(folder)
         while self._doors or self._locks:
             os.close((self._doors or self._locks).pop())
 
     def _name(self, controller: str, file: str) -> str:
-        return os.path.join(self._folders[self._files.folders[controller]], file)
+        return os.path.join(self.folders[controller], file)
+
+    def _list_folders(self) -> list[str]:
+        return list(dict.fromkeys(self.folders.values()))
 
 
 def make_group() -> ControlGroup | None:
@@ -197,7 +200,7 @@ def _remove_stale(above: str) -> None:
             lock = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(lock).st_ctime > _GRACE_S:
+                if time.time() - os.fstat(lock).st_ctime > GRACE_S:
                     _remove(entry.path)
             finally:
                 os.close(lock)

