@@ -38,6 +38,7 @@ from areal_jax.config.ranges import (
     COUNT,
     COUNT_OR_OFF,
     DECAY,
+    LEASE,
     LOSS_SCALE,
     MEBIBYTES,
     NOT_NEGATIVE,
@@ -165,6 +166,7 @@ SECTIONS: Mapping[str, Section] = {
         ),
         urls=Texts((), f'external: {describe_addresses()} of each server'),
         max_retries=Integer(3, COUNT_OR_OFF, 'servers: how often a request may fail before its group is dropped'),
+        pause_lease_s=Real(90.0, LEASE, 'own, jetstream: a server that a lost run has paused serves after so long'),
         max_mismatch=Real(None, POSITIVE, 'servers: most nats from the learner; None = 1e-3 in float32, 5e-2 else'),
         workflow=ChoiceOrOwn(
             'single_turn', ('single_turn', PROGRAM), 'how a prompt becomes an answer: docs/your_task.md, docs/agents.md'

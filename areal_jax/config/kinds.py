@@ -54,6 +54,7 @@ class ServerKind:
     gives_sampling_logprobs: bool = False  # of the part of the softmax that top_k and top_p leave
     gives_routes: bool = False  # which experts each token has reached (rollout.record_routes)
     cuts_experts: bool = False  # over devices, as expert=K of cluster.engines asks
+    leases_pauses: bool = False  # a pause ends by itself where the run is gone (rollout.pause_lease_s)
     limits_streams: bool = False  # its servers take server.max_streams answers at once, and not rollout.slots
     modules: tuple[str, ...] = ('aiohttp',)  # that the clients import
     reads_records: bool = False  # loads versions that a channel sends as records, and not only directories of files
@@ -119,6 +120,7 @@ OWN = ServerKind(
     gives_sampling_logprobs=True,
     gives_routes=True,
     cuts_experts=True,
+    leases_pauses=True,
     limits_streams=True,
     reads_records=True,
     reads=_READ_BY_SERVERS,
@@ -140,6 +142,7 @@ JETSTREAM = ServerKind(
     keeps_kv=True,
     gives_sampling_logprobs=True,
     cuts_experts=True,
+    leases_pauses=True,
     limits_streams=True,
     modules=('grpc', 'google.protobuf'),
     reads=_READ_BY_SERVERS,

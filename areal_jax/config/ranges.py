@@ -45,6 +45,7 @@ THREADS = Range(1, 1024, 'be at least 1 and at most 1024')
 BYTES = Range(1, 2**50, 'lie in [1, 2^50]')
 MEBIBYTES = Range(0, 2**40, 'lie in [0, 2^40]')
 SECONDS = Range(_LEAST, 1e6, 'be above 0 and at most 1e6 (11 days)')  # below threading.TIMEOUT_MAX
+LEASE = Range(1, 3600, 'be from 1 to 3600 (an hour)')
 POSITIVE = Range(_LEAST, _MOST, 'be above 0 and finite, in float32')
 NOT_NEGATIVE = Range(0, _MOST, 'not be negative, infinite or NaN, in float32')
 VERSIONS = Range(0, math.inf, 'be at least 0; 0 is synchronous')

@@ -135,6 +135,27 @@ def test_a_group_that_no_server_finishes_is_dropped_and_the_lengths_are_reported
     assert conservation(run.events) == []
 
 
+@pytest.mark.parametrize('fails', [False, True])
+def test_however_a_run_ends_it_lets_its_servers_go(train, monkeypatch, fails):
+    """Which ends what they are paused for: see tests/rollout/http/clients/test_own.py."""
+
+    async def close(server):
+        closed.append(server.name)
+
+    async def fail(pool):
+        raise ZeroDivisionError
+
+    closed = []
+    monkeypatch.setattr(LocalServer, 'close', close)
+    if fails:
+        monkeypatch.setattr(ServerPool, 'pause', fail)
+        with pytest.raises(ZeroDivisionError):
+            train()
+    else:
+        assert train().report['finished']
+    assert closed == ['engine/0', 'engine/1']
+
+
 def test_a_run_whose_servers_never_come_saves_its_state_and_ends_as_after_a_lost_peer(tmp_path, capsys):
     served = {'run__clock': 'real', 'rollout__server': 'own', 'publication__channel': 'files'}
     run = small.SmallRun(tmp_path, run__stall_timeout_s=0.5, **served)

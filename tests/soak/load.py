@@ -191,7 +191,7 @@ class SoakLoad:
     def _make_engine(self, entry: ServerEntry) -> OwnEngine:
         index = self._indices.setdefault(entry.name, len(self._indices))
         engine = OwnEngine(
-            server_lanes(index), OwnDialect(), Connection(entry.url, API_KEY), self._clock, self.log,
+            server_lanes(index), OwnDialect(), Connection(entry.url, API_KEY, client='load'), self._clock, self.log,
             locate=lambda published: str(published.handle), kv_policy='recompute',
             limits=ServerLimits(
                 CALLS, self._scores.vocab_size, CONTEXT, request_s=120.0, control_s=10.0, load_s=15.0, loads=2

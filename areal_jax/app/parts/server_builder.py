@@ -9,6 +9,9 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
+import secrets
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -198,6 +201,8 @@ class ClientMaker:
         slots = min(server.max_streams, server.max_requests) if kind.limits_streams else rollout.slots
         self._limits = ServerLimits(slots, vocab_size, rollout.context_tokens, find_forms(config))
         self._needs = find_needs(config)
+        self._client = _name_client()
+        self._lease_s = rollout.pause_lease_s if kind.leases_pauses else 0.0
         self._name_lanes = name_lanes
         self._numbers: dict[str, int] = {}  # by name in the registry
 
@@ -219,7 +224,10 @@ class ClientMaker:
         return self._numbers.setdefault(entry.name, wanted)
 
     def _make(self, entry: ServerEntry, lanes: ServerLanes) -> ServerEngine:
-        parts = ClientParts(entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._kv_policy)
+        parts = ClientParts(
+            entry, lanes, self._clock, self._log, _locate, self._limits, self._api_key, self._kv_policy,
+            client=self._client, lease_s=self._lease_s,
+        )  # fmt: skip
         engine: ServerEngine = resolve(self._clients[entry.kind].connect, SERVER)(parts)
         engine.hardware = entry.facts.hardware or ''
         return engine
@@ -237,6 +245,12 @@ def _find_reader(config: TrackedConfig, kind: ServerKind, workdir: pathlib.Path)
         return functools.partial(read_registry, workdir)
     entries = [read_address(address, kind.clients) for address in config.rollout.urls]
     return lambda: entries
+
+
+def _name_client() -> str:
+    """How this attempt of the run names itself to servers: no other process, before or after it, has the name."""
+    host = re.sub(r'[^!-~]', '?', socket.gethostname())[:100] or 'unknown'
+    return f'{host}/{os.getpid()}/{secrets.token_hex(8)}'
 
 
 def _locate(published: PublishedWeights) -> str:

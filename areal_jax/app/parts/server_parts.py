@@ -66,6 +66,12 @@ class Servers:
         if self.beside:
             supervisor.start('registry of evaluation', self.beside.watch.run())
 
+    async def close(self) -> None:
+        """Ends what the run has paused, and lets the servers go."""
+        await self.pool.close()
+        if self.beside:
+            await self.beside.pool.evaluation.close()
+
     def note_update(self, step: int, metrics: Line) -> None:
         """Takes an engine out of service if its log-probs differ from the learner's."""
         self.mismatches.note_update(metrics)

@@ -63,7 +63,7 @@ class Loop:
                 clock.restart()
             stop = parts.controller.stop_requested
             with self._context.deferred_signals(lambda number: clock.post_signal(number, stop), clock.abandon):
-                finished = clock.execute(host.supervisor.run(self._program()))
+                finished = clock.execute(self._run_to_end())
             if parts.generation.servers is not None:
                 parts.generation.servers.ended_by.require_nothing()
             return finished
@@ -82,6 +82,14 @@ class Loop:
         self._context.start.end()
         self._site.compilations.reset()
         print(f'compiled {programs} programs in {time.monotonic() - began:.0f} s', flush=True)
+
+    async def _run_to_end(self) -> bool:
+        """However the program ends, no server stays paused for its other clients."""
+        try:
+            return await self.parts.host.supervisor.run(self._program())
+        finally:
+            if self.parts.generation.servers is not None:
+                await self.parts.generation.servers.close()
 
     async def _program(self) -> bool:
         parts = self.parts

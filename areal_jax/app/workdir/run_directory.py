@@ -39,7 +39,8 @@ _MAY_CHANGE = (
     'learner.rows_per_microbatch',  # a multiple of the mesh
     *('telemetry.', 'checkpoint.', 'evaluation.', 'task.verifier_', 'task.sandbox', 'task.max_filtered_groups'),
     *('run.compilation_', 'run.export', 'server.'),
-    *('rollout.urls', 'rollout.max_retries', 'rollout.max_mismatch'),  # the servers may be others
+    # the servers may be others
+    *('rollout.urls', 'rollout.max_retries', 'rollout.max_mismatch', 'rollout.pause_lease_s'),
 )
 _SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Literal, cast
+from typing import cast
 
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
+from areal_jax.rollout.http.pauses import PauseStatus, ServerPause
+from areal_jax.rollout.http.pausing import Pausing
 from areal_jax.rollout.http.wire.exchange import Piece
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import RunningRequest
@@ -27,7 +29,6 @@ from areal_jax.types import (
     Segment,
 )
 
-ServerPause = Literal['abort', 'retract', 'in_place', 'wait']  # 'wait': running requests end first
 FIRST_LABEL = '0'  # weight version of the weights at launch
 
 
@@ -86,6 +87,8 @@ class ServiceStatus:
     model_path: str
     digest: str
     pause: ServerPause | None
+    pauses: tuple[PauseStatus, ...]  # who has paused it
+    client: str  # that has registered; '' = none
     held: int  # requests that wait for the end of a pause
     finished: dict[EngineFinish, int]
     prompt_tokens: int
@@ -126,10 +129,17 @@ class GenerationService:
         self._directory = WeightsDirectory(model_path, label, digest)
         self._staged: tuple[int, WeightsDirectory] | None = None
         self._updating = False
-        self._pause: ServerPause | None = None
         self._door: dict[str, Submission] = {}  # wait for the end of the pause, in their order
         self._open: dict[str, Submission] = {}  # in the engine
         self._emptied = clock.event('no request is open')
+        pausing = Pausing(
+            engine, clock, supervisor, self._scorer, open_requests=self._open, emptied=self._emptied,
+            cancel_all=self.cancel_all, start_held=self._start_held,
+        )  # fmt: skip
+        self._pauses, self._end_pauses = pausing.pauses, pausing.end_all
+        self.register, self.pause, self.renew, self.resume = (
+            pausing.register, pausing.pause, pausing.renew, pausing.resume,
+        )  # fmt: skip
         self._finished: dict[EngineFinish, int] = {'stop': 0, 'length': 0, 'cancelled': 0}
         self._prompt_tokens = self._generated_tokens = self._updates = 0
         self._update_pause_s = 0.0
@@ -165,9 +175,15 @@ class GenerationService:
         if name in self._door or name in self._open:
             error = UserError(f'request {name!r} is open already: give every request an id of its own')
             submission.deliver(Delivery(error=error))
-        elif self._pause is not None:
+        elif self._pauses.mode is not None:
             self._door[name] = submission
         else:
+            self._start(submission)
+
+    def _start_held(self) -> None:
+        """What waited for the end of the pauses."""
+        held, self._door = list(self._door.values()), {}
+        for submission in held:
             self._start(submission)
 
     def _start(self, submission: Submission) -> None:
@@ -259,38 +275,12 @@ class GenerationService:
         if self._scorer is not None:
             self._scorer.cancel(self._scorer.open_requests())
 
-    async def pause(self, mode: ServerPause) -> None:
-        """Returns when nothing is generated and what is aborted was told; arrivals then wait for `resume`."""
-        self._pause = mode
-        if mode == 'abort':
-            for name in [*self._open]:
-                self._engine.cancel(name)
-        if mode in ('abort', 'wait'):
-            while self._open and self._pause == mode:
-                self._emptied.clear()
-                await self._clock.wait(self._emptied)
-        if self._scorer is not None:
-            if mode == 'abort':
-                self._scorer.cancel(self._scorer.open_requests())
-            await self._scorer.pause()
-        if self._pause == mode:
-            await self._engine.pause('in_place' if mode == 'in_place' else 'retract')
+    async def stage(self, path: str, label: str = '', client: str = '') -> None:
+        """Loads the weights of a directory while decoding goes on; raises UpdateError for one that cannot be loaded.
 
-    async def resume(self) -> None:
-        if self._pause is None:
-            return
-        self._pause = None
-        self._emptied.set()  # a pause that waits has ended
-        self._engine.resume()
-        if self._scorer is not None:
-            self._scorer.resume()
-        held, self._door = list(self._door.values()), {}
-        for submission in held:
-            self._start(submission)
-
-    async def stage(self, path: str, label: str = '') -> None:
-        """Loads the weights of a directory while decoding goes on; raises UpdateError for one that cannot be loaded."""
-        self._require_no_update()
+        Raises FencedError, as every commit of a `client` that names itself.
+        """
+        self._require_no_update(client)
         self._updating, self._staged = True, None
         version, directory = self._version + 1, WeightsDirectory(path, label)
         try:
@@ -301,7 +291,9 @@ class GenerationService:
             self._updating = False
         self._staged = version, directory
 
-    async def swap(self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False) -> None:
+    async def swap(
+        self, label: str | None, *, kv_policy: KvPolicy | None = None, cancel: bool = False, client: str = ''
+    ) -> None:
         """Decodes with the staged weights from the next dispatch on; returns when it does, or is idle with them.
 
         Args:
@@ -309,7 +301,7 @@ class GenerationService:
           kv_policy: of requests that are being decoded; None = the engine's.
           cancel: end all open requests first.
         """
-        self._require_no_update()
+        self._require_no_update(client)
         if self._staged is None:
             raise UpdateError('no weights are staged: load some first')
         self._updating = True
@@ -325,9 +317,9 @@ class GenerationService:
         self._version, self._directory, self._fault = version, directory, ''
         self._updates += 1
 
-    async def relabel(self, label: str) -> None:
+    async def relabel(self, label: str, client: str = '') -> None:
         """The same weights under another version: tokens drawn from now on carry it."""
-        self._require_no_update()
+        self._require_no_update(client)
         self._updating, self._staged = True, None
         version = self._version + 1
         try:
@@ -337,13 +329,13 @@ class GenerationService:
             self._updating = False
         self._version = version
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, client: str = '') -> None:
         """Forgets all KV; raises UserError while requests are open and not paused."""
-        if self._pause is None and self._open:
+        if self._pauses.mode is None and self._open:
             raise UserError(
                 f'the cache was not flushed: {len(self._open)} requests are open; pause generation or wait for them'
             )
-        await self.relabel(self._labels[self._version])
+        await self.relabel(self._labels[self._version], client)
 
     async def look(self) -> ServiceStatus:
         return ServiceStatus(
@@ -351,7 +343,9 @@ class GenerationService:
             weight_version=self._labels[self._version],
             model_path=self._directory.path,
             digest=self._directory.digest,
-            pause=self._pause,
+            pause=self._pauses.mode,
+            pauses=self._pauses.look(),
+            client=self._pauses.client,
             held=len(self._door),
             finished=dict(self._finished),
             prompt_tokens=self._prompt_tokens,
@@ -366,8 +360,8 @@ class GenerationService:
         )
 
     async def drain(self) -> None:
-        """Ends a pause, and returns when no request is open."""
-        await self.resume()
+        """Ends all pauses, and returns when no request is open."""
+        self._end_pauses()
         while self._open:
             self._emptied.clear()
             await self._clock.wait(self._emptied)
@@ -382,7 +376,8 @@ class GenerationService:
             self._finished['cancelled'] += 1
             submission.deliver(Delivery(finish='cancelled', version=self._labels[self._version]))
 
-    def _require_no_update(self) -> None:
+    def _require_no_update(self, client: str) -> None:
+        self._pauses.require(client)
         if self._updating:
             raise UpdateError('another update of the weights is under way: send this one when it has been answered')
 

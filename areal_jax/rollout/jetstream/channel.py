@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, Reply, StatusError
+from areal_jax.rollout.http.pauses import CLIENT, FENCED
 from areal_jax.rollout.http.wire import replies
 from areal_jax.rollout.http.wire.exchange import INCARNATION
 from areal_jax.rollout.jetstream import control
@@ -26,6 +27,7 @@ _REFUSED = {
     grpc.StatusCode.UNAUTHENTICATED: 401,
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.ABORTED: FENCED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.INTERNAL: 500,
 }
@@ -44,13 +46,14 @@ class JetstreamConnection(Connection):
 
     Args:
       url: 'http://host:port'.
-      api_key, holder: as of Connection.
+      api_key, holder, client: as of Connection.
     """
 
-    def __init__(self, url: str, api_key: str = '', holder: str = ''):
-        super().__init__(url, api_key, holder)
+    def __init__(self, url: str, api_key: str = '', holder: str = '', client: str = ''):
+        super().__init__(url, api_key, holder, client=client)
         self._metadata = [('authorization', f'Bearer {api_key}')] if api_key else []
         self._metadata += [(INCARNATION.lower(), holder)] if holder else []
+        self._metadata += [(CLIENT.lower(), client)] if client else []
         self._channel: grpc.aio.Channel | None = None
         self._calls: dict[str, grpc.aio.UnaryStreamCall] = {}  # of Decode under way, by request id
 

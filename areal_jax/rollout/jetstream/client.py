@@ -15,6 +15,7 @@ from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.dialect import UpdateError
 from areal_jax.rollout.http.clients.engine import ClientParts
 from areal_jax.rollout.http.clients.own import OwnEngine, connect_dialect
+from areal_jax.rollout.http.clients.own_dialect import LEASE_S, Held, read_held
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
 from areal_jax.rollout.jetstream import control
 from areal_jax.rollout.jetstream.record import decode_record, render_settings
@@ -27,6 +28,15 @@ class JetstreamDialect:
     """Implements own_dialect.StagingDialect over gRPC; its connection is a JetstreamConnection."""
 
     seeds, streams, keeps_answers = True, False, False
+
+    def __init__(self, lease_s: float = LEASE_S):
+        self.lease_s = lease_s
+
+    async def register(self, connection: Connection) -> None:
+        await _of(connection).act(control.REGISTER)
+
+    async def renew(self, connection: Connection) -> None:
+        await _of(connection).act(control.RENEW, {'lease_s': self.lease_s})
 
     async def generate(self, connection: Connection, call: Call, vocab_size: int) -> Answer:
         prompt = cast(np.ndarray, call.prompts[0])
@@ -52,7 +62,7 @@ class JetstreamDialect:
             await _of(connection).act(control.ABORT, {})
 
     async def pause(self, connection: Connection, keeps_answers: bool = False) -> None:
-        await _of(connection).act(control.PAUSE, {'mode': 'abort'})
+        await _of(connection).act(control.PAUSE, {'mode': 'abort', 'lease_s': self.lease_s})
 
     async def resume(self, connection: Connection) -> None:
         await _of(connection).act(control.RESUME)
@@ -64,7 +74,7 @@ class JetstreamDialect:
             raise UpdateError(f'the server calls its weights {found!r} after the update to version {version}')
 
     async def ask_version(self, connection: Connection) -> str:
-        return (await self.ask(connection))[0]
+        return (await self.ask(connection)).version
 
     async def stage(self, connection: Connection, directory: str) -> None:
         await _of(connection).act(control.STAGE, {'path': directory})
@@ -72,17 +82,16 @@ class JetstreamDialect:
     async def swap(self, connection: Connection, version: str) -> float:
         return float((await _of(connection).act(control.SWAP, {'version': version})).number('pause_seconds'))
 
-    async def ask(self, connection: Connection) -> tuple[str, str]:
-        fields = await _of(connection).act(control.STATUS)
-        return fields.name('weight_version'), fields.name('manifest_hash')
+    async def ask(self, connection: Connection) -> Held:
+        return read_held(await _of(connection).act(control.STATUS))
 
 
 def connect(parts: ClientParts) -> OwnEngine:
     """The client of one server of ours behind JetStream."""
     from areal_jax.rollout.jetstream.channel import JetstreamConnection
 
-    connection = JetstreamConnection(parts.entry.url, parts.api_key, parts.entry.holder)
-    return connect_dialect(parts, JetstreamDialect(), connection)
+    connection = JetstreamConnection(parts.entry.url, parts.api_key, parts.entry.holder, parts.client)
+    return connect_dialect(parts, JetstreamDialect(parts.lease_s), connection)
 
 
 def _of(connection: Connection) -> JetstreamConnection:

@@ -13,8 +13,8 @@ from areal_jax.rollout.http.wire.exchange import ReplyError
 from areal_jax.rollout.http.wire.replies import Reply, load_json
 
 SERVICE = 'areal_jax.EngineControl'
-PAUSE, RESUME, STAGE, SWAP, STATUS, ABORT, FLUSH, RECORD = (
-    'Pause', 'Resume', 'Stage', 'Swap', 'Status', 'Abort', 'FlushCache', 'Record',
+PAUSE, RESUME, STAGE, SWAP, STATUS, ABORT, FLUSH, RECORD, REGISTER, RENEW = (
+    'Pause', 'Resume', 'Stage', 'Swap', 'Status', 'Abort', 'FlushCache', 'Record', 'RegisterClient', 'RenewPause',
 )  # fmt: skip
 
 

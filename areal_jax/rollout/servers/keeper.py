@@ -44,6 +44,10 @@ class PoolSide(Protocol):
         """The engine gets no requests, and those that it has go elsewhere."""
         ...
 
+    def note_paused(self, member: Member, pause: str) -> None:
+        """Somebody else has paused the engine, for so long: it gets no requests until that has ended."""
+        ...
+
     def note_settled(self, member: Member) -> None:
         """The engine has acknowledged or refused the version `member.settled_version`."""
         ...
@@ -72,8 +76,11 @@ class Keeper:
         while member.state != 'gone':
             if member.is_leaving:
                 await self._drain()
+            elif member.state == 'registered':
+                await self._take_over()
             elif member.state in ('unknown', 'quarantined'):
-                await self._recover()
+                await self._wait(self._settings.retry_s)
+                await self._take_over()
             elif member.version != self._pool.target.version:
                 await self._commit(self._pool.target)
             elif not member.is_probed:
@@ -92,8 +99,6 @@ class Keeper:
 
     async def _commit(self, target: PublishedWeights) -> None:
         member, settings = self._member, self._settings
-        if member.state == 'registered':
-            member.change_state('syncing', f'version {target.version} is on its way')
         member.reading = target.version
         try:
             await self._do('stage', target, lambda: member.engine.stage(target), settings.stage_s)
@@ -228,6 +233,12 @@ class Keeper:
             return
         if member.state != 'serving':
             return
+        if held.is_fenced:
+            self._pool.withdraw(member, 'unknown', 'it obeys this run no longer: a lease lapsed, or another run came')
+            return
+        if held.paused:
+            self._pool.note_paused(member, held.paused)
+            return
         if not _holds(held, target):
             reason = f'it says that it holds {_describe(held)}, and {_describe(target)} was loaded'
             self._pool.withdraw(member, 'unknown', reason)
@@ -235,20 +246,32 @@ class Keeper:
         member.missed_checks, member.is_suspect = 0, False
         self._pool.note_healthy(member)
 
-    async def _recover(self) -> None:
-        """Asks what the engine holds until it says so, and ends what it still does."""
+    async def _take_over(self) -> None:
+        """Asks what the engine holds, and ends what it still does.
+
+        What is new here is fenced first: an earlier run may have left it paused, and then it would answer no question.
+        It gets the weights whatever it says.
+        """
         member, settings = self._member, self._settings
-        await self._wait(settings.retry_s)
+        is_new = member.state == 'registered'
+        fence = lambda: member.act('fence', member.engine.fence, settings.ask_s)
         try:
-            held = await member.act('question what it holds', member.engine.ask, settings.ask_s)
-            await member.act('fence', member.engine.fence, settings.ask_s)
-        except RemoteError:
+            if is_new:
+                await fence()
+            while (held := await member.act('question what it holds', member.engine.ask, settings.ask_s)).paused:
+                self._pool.note_paused(member, held.paused)
+                await self._wait(settings.retry_s)
+            if not is_new:
+                await fence()
+        except RemoteError as error:
+            if is_new:
+                self._pool.withdraw(member, 'unknown', str(error))
             return
         self._log.write('fence', member.name, engine=member.name)
         member.missed_checks = member.failed_requests = 0
         member.is_suspect, member.is_paused, member.reading = False, False, None
         target = self._pool.target
-        member.version = target.version if _holds(held, target) else None
+        member.version = target.version if _holds(held, target) and not is_new else None
         member.change_state('syncing', f'it answers and holds {_describe(held)}')
 
     async def _drain(self) -> None:

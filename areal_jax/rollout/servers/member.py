@@ -24,9 +24,12 @@ Result = TypeVar('Result')
 class Member:
     """One incarnation of an engine."""
 
-    def __init__(self, engine: RemoteEngine, incarnation: int, clock: Clock, log: EventLog, supervisor: Supervisor):
-        self.engine, self.name, self.incarnation = engine, engine.name, incarnation
+    def __init__(
+        self, engine: RemoteEngine, incarnation: int, clock: Clock, log: EventLog, supervisor: Supervisor, url: str
+    ):
+        self.url, self.engine, self.name, self.incarnation = url, engine, engine.name, incarnation
         self.state: MemberState = 'registered'
+        self.reason = ''  # of that state
         self.version: int | None = None  # that it acknowledged last; None: not known
         self.swapping_to: int | None = None  # a version that it may decode with before it has acknowledged it
         self.reading: int | None = None  # a version that it may be fetching
@@ -51,9 +54,15 @@ class Member:
         return max(-1 if version is None else version for version in (self.version, self.swapping_to))
 
     def change_state(self, state: MemberState, reason: str) -> None:
+        self.reason = reason
         if state != self.state:
             self.state = state
             self._log.write('engine_state', self.name, engine=self.name, state=state, reason=reason)
+
+    def describe(self) -> str:
+        """'engine/0 is serving', with the reason where it is out of service."""
+        why = f' ({self.reason})' if self.state in ('unknown', 'quarantined') else ''
+        return f'{self.name} is {self.state}{why}'
 
     async def act(
         self, action: str, start: Callable[[], Coroutine[object, object, Result]], deadline_s: float

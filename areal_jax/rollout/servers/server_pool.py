@@ -6,8 +6,9 @@ run. moving_request.py is a request here, member.py an engine, keeper.py brings 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Literal
 
 from areal_jax.control.event_writer import EventLog
@@ -23,6 +24,7 @@ from areal_jax.rollout.servers.request_placement import Placement
 from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
+_CLOSE_S = 5.0
 _LOOK_S = 0.2  # between two looks at how many serve
 _Withdrawn = Literal['syncing', 'unknown', 'quarantined']
 _Out = Literal['syncing', 'unknown', 'quarantined', 'gone']
@@ -71,6 +73,7 @@ class ServerPool:
         self._settled = clock.event('pool: an engine has settled a version')
         self._admitted = clock.event('pool: an engine serves')
         self._emptied = clock.event('pool: the last serving engine is gone')
+        self._on_each = functools.partial(_act_on_each, clock, supervisor)
 
     def start(self) -> None:
         self._supervisor.start('pool: watch for an engine', self._watch_for_engine())
@@ -91,7 +94,9 @@ class ServerPool:
             self._supervisor.start(f'{name}: close', engine.close())
             raise
         self._log.write('register', name, engine=name, incarnation=incarnation, url=url)
-        member = self._members[name] = Member(engine, incarnation, self._clock, self._log, self._supervisor)
+        member = self._members[name] = Member(
+            engine, incarnation, self._clock, self._log, self._supervisor, url
+        )  # fmt: skip
         keeper = Keeper(member, self, self._clock, self._log, self._settings, self._score)
         member.keeper = self._supervisor.start(f'{name}: keeper', keeper.run())
 
@@ -212,20 +217,7 @@ class ServerPool:
         self._placement.hold()
         self._resumed.clear()
         members = [one for one in self._members.values() if one.state in ('serving', 'draining')]
-        done = self._clock.event('pause of every engine')
-        left = len(members)
-
-        async def pause(member: Member) -> None:
-            nonlocal left
-            await self._pause_member(member)
-            left -= 1
-            if not left:
-                done.set()
-
-        for member in members:
-            self._supervisor.start(f'{member.name}: pause', pause(member))
-        if members:
-            await self._clock.wait(done)
+        await self._on_each('pause', members, self._pause_member)
 
     async def _pause_member(self, member: Member) -> None:
         while member.swapping_to is not None:
@@ -247,6 +239,16 @@ class ServerPool:
                 member.engine.resume()
         self._resumed.set()
         self._placement.release()
+
+    async def close(self) -> None:
+        """Ends the pauses of all engines, and lets them go: at the end of a run, however it ends.
+
+        Waits for _CLOSE_S at most: a lease ends what is left of a pause.
+        """
+        for member in self._members.values():
+            if member.keeper is not None:
+                member.keeper.cancel()
+        await self._on_each('close', list(self._members.values()), lambda member: member.engine.close(), _CLOSE_S)
 
     # What keepers call; keeper.PoolSide has the docstrings.
 
@@ -270,6 +272,13 @@ class ServerPool:
         self._give_up(member, state, reason)
         member.is_probed = member.is_probed and state == 'syncing'
         member.news.set()
+
+    def note_paused(self, member: Member, pause: str) -> None:
+        reason = f'it is paused {pause}'
+        if not member.reason.startswith('it is paused '):
+            self._warn(f'{member.name} ({member.url}): {reason}')
+        self.withdraw(member, 'unknown', reason)
+        member.reason = reason
 
     def note_settled(self, member: Member) -> None:
         self._settled.set()
@@ -317,11 +326,35 @@ class ServerPool:
             else:
                 self._on_no_server(
                     f'no server has served for {self._settings.no_server_s:g} s (run.stall_timeout_s): '
-                    f'{self._describe()}; see their logs'
+                    f'{_describe(self._members.values(), self._refused)}; see their logs'
                 )
                 return
 
-    def _describe(self) -> str:
-        found = [f'{name} is {state}' for name, state in self.states().items()]
-        found += [f'{name} is refused' for name in self._refused]
-        return ', '.join(found) or 'none has registered'
+
+async def _act_on_each(
+    clock: Clock,
+    supervisor: Supervisor,
+    action: str,
+    members: Sequence[Member],
+    act: Callable[[Member], Coroutine[object, object, None]],
+    deadline_s: float | None = None,
+) -> None:
+    """Does it to all members at the same time; returns when it is done, or at the deadline."""
+    done, left = clock.event(f'{action} of every engine'), len(members)
+
+    async def run(member: Member) -> None:
+        nonlocal left
+        await act(member)
+        left -= 1
+        if not left:
+            done.set()
+
+    for member in members:
+        supervisor.start(f'{member.name}: {action}', run(member))
+    if members:
+        await clock.wait(done, deadline_s)
+
+
+def _describe(members: Iterable[Member], refused: Iterable[str]) -> str:
+    found = [*(one.describe() for one in members), *(f'{name} is refused' for name in refused)]
+    return ', '.join(found) or 'none has registered'

@@ -70,7 +70,7 @@ class ExpertServer(ToyServer):
 
     def client(self, clock, log):
         return OwnEngine(
-            server_lanes(0), OwnDialect(), Connection(self.url), clock, log,
+            server_lanes(0), OwnDialect(), Connection(self.url, client='test'), clock, log,
             locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ class OwnServer(ModelServer, ToyServer):
     """Over HTTP."""
 
     def client(self, clock, log):
-        return _make(OwnDialect(), Connection(self.url), clock, log)
+        return _make(OwnDialect(), Connection(self.url, client='test'), clock, log)
 
 
 class JetstreamServer(ModelServer, JetstreamToyServer):
@@ -80,7 +80,7 @@ class JetstreamServer(ModelServer, JetstreamToyServer):
     def client(self, clock, log):
         from areal_jax.rollout.jetstream.channel import JetstreamConnection
 
-        return _make(JetstreamDialect(), JetstreamConnection(self.url), clock, log)
+        return _make(JetstreamDialect(), JetstreamConnection(self.url, client='test'), clock, log)
 
 
 class InProcess:

@@ -25,7 +25,7 @@ class JetstreamFactory(Factory):
     def __call__(self, clock, log):
         from areal_jax.rollout.jetstream.channel import JetstreamConnection
 
-        self.connection = JetstreamConnection(self.server.url)
+        self.connection = JetstreamConnection(self.server.url, client='test')
         engine = OwnEngine(
             server_lanes(0), JetstreamDialect(), self.connection, clock, log,
             locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',

@@ -316,10 +316,10 @@ def test_a_server_that_hangs_is_found_out_fenced_and_used_again():
         for answer in answers:
             check(answer, 60)
             assert answer.generation.engine == 'engine/1'
-        assert rig.servers[0].fenced == 0
+        assert rig.servers[0].fenced == 1  # when it joined
         rig.servers[0].heal()  # it goes on with what it had
         await rig.until(lambda: rig.pool.states()['engine/0'] == 'serving')
-        assert rig.servers[0].fenced == 1
+        assert rig.servers[0].fenced == 2
         (late,) = rig.ask(request(9))
         await rig.end_of([late])
         check(late, 8)
@@ -327,7 +327,7 @@ def test_a_server_that_hangs_is_found_out_fenced_and_used_again():
 
     rig = ServerRig(2)
     rig.run(script)
-    assert [e['engine'] for e in rig.kinds('fence')] == ['engine/0']
+    assert [e['engine'] for e in rig.kinds('fence')] == ['engine/0', 'engine/1', 'engine/0']
 
 
 def test_a_silent_server_is_suspected_at_once():
@@ -421,7 +421,8 @@ def test_a_run_without_a_server_says_so_after_a_while():
         return rig.no_server
 
     assert ServerRig(2).run(script) == [
-        'no server has served for 20 s (run.stall_timeout_s): engine/0 is unknown, engine/1 is unknown; see their logs'
+        'no server has served for 20 s (run.stall_timeout_s): engine/0 is unknown (engine/0: ask: connection refused), '
+        'engine/1 is unknown (engine/1: ask: connection refused); see their logs'
     ]
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import (
+    FencedError,
+    HeldWeights,
+    OutcomeUnknownError,
+    RefusedError,
+    RequestFailedError,
+)
 from areal_jax.types import Segment, Work
 from tests.rollout.toy_engine import ToyEngine, ToyGeneration
 
@@ -31,6 +37,10 @@ class ToyServer(ToyEngine):
         self.step_s, self.trouble, self.digest, self.calls = step_s, set(), 'none', []
         self._healed, self._alive = clock.event('healed'), True
         self.fenced, self.closed, self.ask_s = 0, False, 0.001
+
+    @property
+    def is_paused(self):
+        return self._paused
 
     def heal(self):
         self.trouble = set()
@@ -64,6 +74,8 @@ class ToyServer(ToyEngine):
         while self.trouble & {'hangs', f'{action} hangs'}:
             self._healed.clear()
             await self._clock.wait(self._healed)
+        if 'obeys another' in self.trouble and action not in ('ask', 'fence'):
+            raise FencedError(f'{self.name}: {action}: its lease has lapsed')
         if f'{action} refused' in self.trouble:
             raise RefusedError(f'{self.name}: {action} was refused')
 
@@ -94,12 +106,17 @@ class ToyServer(ToyEngine):
 
     async def ask(self):
         await self._reach('ask')
+        if 'obeys another' in self.trouble:
+            return HeldWeights(-1, self.digest, is_fenced=True)
+        if 'paused by a stranger' in self.trouble:
+            return HeldWeights(self.version, self.digest, paused='for 3 s by a stranger')
         digest = 'stale' if 'stale digest' in self.trouble else self.digest
         return HeldWeights(self.version - ('stale version' in self.trouble), digest)
 
     async def fence(self):
         await self._reach('fence')
         self.fenced += 1
+        self.trouble.discard('obeys another')
         self.generations.clear()
         self.resume()
 
@@ -108,7 +125,12 @@ class ToyServer(ToyEngine):
         await super().pause()
 
     async def close(self):
+        try:
+            await self._reach('close')
+        except OutcomeUnknownError:
+            return
         self.closed = True
+        self.resume()
 
     async def _serve(self):
         while True:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import aiohttp
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.pauses import CLIENT
 from areal_jax.rollout.http.wire import replies
 from areal_jax.rollout.http.wire.exchange import INCARNATION, ReplyError
 
@@ -65,14 +66,18 @@ class Connection:
       api_key: sent as a bearer token; '' = none.
       holder: the one process that requests are meant for, by its entry in the registry; another one at the same address
         answers 409. '' = any process.
+      client: how this process names itself: the server obeys it as long as no other one has registered; '' = it has no
+        name, as clients of SGLang and vLLM.
       idle_s: a connection that was idle for so long is not used again.
     """
 
-    def __init__(self, url: str, api_key: str = '', holder: str = '', idle_s: float = _IDLE_S):
-        self.url, self._idle_s = url.rstrip('/'), idle_s
+    def __init__(self, url: str, api_key: str = '', holder: str = '', idle_s: float = _IDLE_S, client: str = ''):
+        self.client, self.url, self._idle_s = client, url.rstrip('/'), idle_s
         self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
         if holder:
             self._headers[INCARNATION] = holder
+        if client:
+            self._headers[CLIENT] = client
         self._session: aiohttp.ClientSession | None = None
         self._guard: asyncio.Task[None] | None = None
         self._is_closed = False

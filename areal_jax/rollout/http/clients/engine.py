@@ -10,6 +10,7 @@ is checked against that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,7 +25,7 @@ from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
-from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RemoteError, RequestFailedError
 from areal_jax.rollout.servers.server_entries import ServerEntry
 from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
 
@@ -38,6 +39,8 @@ class ClientParts:
       locate: the directory of published weights, as the server finds it.
       api_key: that the server asks for; '' = none.
       kv_policy: rollout.kv_policy.
+      client: how the run names itself to servers that know leases.
+      lease_s: rollout.pause_lease_s.
     """
 
     entry: ServerEntry
@@ -48,6 +51,8 @@ class ClientParts:
     limits: ServerLimits
     api_key: str
     kv_policy: KvPolicy
+    client: str
+    lease_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Arrival:
     pieces: Sequence[Piece]
 
 
+_CLOSE_S = 5.0  # for the end of a pause, when the engine is used no longer
 _STRAGGLER_S = 1.0  # a call that reaches the server after its pause is aborted so much later
 _VAIN_CALLS = 3
 
@@ -107,6 +113,7 @@ class ServerEngine:
         self._under_way = 0  # calls
         self._is_held = False  # no call is sent: the server is paused, or about to be, or its weights are unknown
         self._is_paused = self._is_swapping = False  # why
+        self._is_closed = False
         self._idle = clock.event(f'{self.name}: no call under way')
         self._arrivals = clock.inbox(f'{self.name}: streamed tokens')
         self._taker: asyncio.Task[None] | None = None
@@ -197,14 +204,16 @@ class ServerEngine:
         return HeldWeights(self._version)
 
     async def fence(self) -> None:
-        for request in list(self._open.values()):
-            request.fail(RequestFailedError(f'{self.name}: request {request.request_id} was ended by a fence'))
-        self._open, self._waiting = {}, {}
+        self._fail_open('was ended by a fence')
         self._is_paused = False
         await self._hold('fence')
         await self._go_on()
 
     async def close(self) -> None:
+        self._is_closed = True
+        if self._is_held:
+            with contextlib.suppress(RemoteError):  # it is gone, or obeys another run
+                await self._server.resume(_CLOSE_S)
         if self._taker is not None:
             self._taker.cancel()
         await self._server.close()
@@ -316,6 +325,10 @@ class ServerEngine:
         """Returns when the server is paused and, unless it keeps answers, everything that it generated is delivered."""
         self._is_held = True
         await self._server.pause(action, keeps_answers)
+        await self._wait_idle(action, keeps_answers)
+
+    async def _wait_idle(self, action: str, keeps_answers: bool = False) -> None:
+        """Returns when no call is under way, or at once where they stay; ends those that came too late to be ended."""
         while self._under_way and not keeps_answers:
             self._idle.clear()
             if not await self._clock.wait(self._idle, _STRAGGLER_S):
@@ -326,17 +339,21 @@ class ServerEngine:
         if self._is_paused or self._is_swapping or self._unsettled is not None:
             return
         await self._server.resume()
-        if not (self._is_paused or self._is_swapping):
+        if not (self._is_closed or self._is_paused or self._is_swapping):
             self._is_held = False
             self._send_waiting()
 
     async def _resume(self) -> None:
         try:
             await self._go_on()
-        except OutcomeUnknownError as error:
-            for request in list(self._open.values()):
-                request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {error}'))
-            self._open, self._waiting = {}, {}
+        except RemoteError as error:
+            self._fail_open(str(error))
+
+    def _fail_open(self, why: str) -> None:
+        """Every request fails here, and goes on elsewhere with what came of it."""
+        for request in list(self._open.values()):
+            request.fail(RequestFailedError(f'{self.name}: request {request.request_id}: {why}'))
+        self._open, self._waiting = {}, {}
 
     async def _load(self, update: tuple[PublishedWeights, str]) -> None:
         """Loads weights into the paused server; no call is sent until it is known which weights it holds."""

@@ -11,15 +11,22 @@ from typing import TypeVar
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.lanes import ServerLanes
-from areal_jax.protocols import Clock
+from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.engine import Arrival, ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect, StagingDialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import ServerLimits, read_version
+from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.wire.exchange import Call, Piece
-from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RefusedError
+from areal_jax.rollout.servers.remote_engine import (
+    FencedError,
+    HeldWeights,
+    OutcomeUnknownError,
+    RefusedError,
+    RemoteError,
+)
 from areal_jax.types import (
     NOT_GENERATED,
     EngineCapabilities,
@@ -30,6 +37,7 @@ from areal_jax.types import (
 )
 
 Result = TypeVar('Result')
+RENEWAL = 1 / 6  # of a lease, between two words of its holder: stalls of 5 / 6 of it are survived
 
 
 class OwnEngine(ServerEngine):
@@ -64,6 +72,7 @@ class OwnEngine(ServerEngine):
             pinned=False,
         )
         self._control_lane, self._publish_lane = lanes.control, lanes.publish
+        self._pause_over = clock.event(f'{self.name}: end of its pause')
 
     async def stage(self, published: PublishedWeights) -> None:
         directory = self._locate(published)
@@ -82,15 +91,61 @@ class OwnEngine(ServerEngine):
         self._send_waiting()
         return pause_s
 
+    async def pause(self) -> None:
+        self._pause_over.set()  # of an earlier pause, whose renewal has not ended
+        over = self._pause_over = self._clock.event(self._pause_over.name)
+        self._start('renewal of its pause', self._renew(over))
+        try:
+            await super().pause()
+        except BaseException:
+            over.set()
+            raise
+
+    def resume(self) -> None:
+        self._pause_over.set()
+        super().resume()
+
+    async def fence(self) -> None:
+        """The server ends everything itself, and from then on obeys this client alone."""
+        self._pause_over.set()
+        self._fail_open('was ended by a fence')
+        self._is_held, self._is_paused = True, False
+        register = lambda: self._dialect.register(self._connection)
+        await self._control(self._control_lane, 'fence', register, Work('control'))
+        await self._wait_idle('fence')
+        self._is_held = False
+
     async def ask(self) -> HeldWeights:
         """Weights without a digest are those that the server began with: no version of this run."""
+        ask = lambda: self._dialect.ask(self._connection)
+        held = await self._control(self._control_lane, 'question what it holds', ask, Work('control'))
+        if held.client != self._connection.client:
+            self._version = NOT_GENERATED  # no call is sent before the next swap
+            return HeldWeights(NOT_GENERATED, held.digest or None, is_fenced=True)
         if self._is_held:
             await self._go_on()  # from an action that was given up half-way
-        ask = lambda: self._dialect.ask(self._connection)
-        name, digest = await self._control(self._control_lane, 'question what it holds', ask, Work('control'))
-        self._version = read_version(name) if digest else NOT_GENERATED
+        self._version = read_version(held.version) if held.digest else NOT_GENERATED
         self._send_waiting()
-        return HeldWeights(self._version, digest or None)
+        return HeldWeights(self._version, held.digest or None, paused=held.find_foreign_pause(self._connection.client))
+
+    async def close(self) -> None:
+        self._pause_over.set()
+        await super().close()
+
+    async def _renew(self, over: Event) -> None:
+        """Until the pause is over; a run whose lease has lapsed drops what it has here."""
+        lease_s = self._dialect.lease_s
+        renew = lambda: self._dialect.renew(self._connection)
+        while not await self._clock.wait(over, lease_s * RENEWAL):
+            try:
+                await self._control(
+                    self._control_lane, 'renewal of its pause', renew, Work('control'), lease_s * RENEWAL
+                )
+            except FencedError as error:
+                self._fail_open(str(error))
+                return
+            except RemoteError:
+                pass  # a later one may still come in time
 
     def _require_servable(self, request: GenerationRequest) -> None:
         require_fit(request, self.name, self._limits.vocab_size, self._limits.context_tokens)
@@ -111,12 +166,18 @@ class OwnEngine(ServerEngine):
             return f'{len(piece.tokens)} tokens under version {piece.version!r}, {room} were left'
         return ''
 
-    async def _control(self, lane: str, action: str, act: Callable[[], Awaitable[Result]], work: Work) -> Result:
-        """Raises RefusedError for what the server says that it has not done, OutcomeUnknownError without a reply."""
+    async def _control(
+        self, lane: str, action: str, act: Callable[[], Awaitable[Result]], work: Work, deadline_s: float | None = None
+    ) -> Result:
+        """Raises RefusedError for what the server says that it has not done, OutcomeUnknownError without a reply.
+
+        Raises FencedError where the server obeys this client no longer.
+        """
         try:
-            return await self._clock.call(lane, act, work, self._limits.load_s)
+            return await self._clock.call(lane, act, work, self._limits.load_s if deadline_s is None else deadline_s)
         except StatusError as error:
-            kind = RefusedError if 400 <= error.status < 500 else OutcomeUnknownError
+            kind: type[RemoteError] = RefusedError if 400 <= error.status < 500 else OutcomeUnknownError
+            kind = FencedError if error.status == FENCED else kind
             raise kind(f'{self.name}: {action}: {error}') from error
         except (NoReplyError, TimeoutError) as error:
             raise OutcomeUnknownError(f'{self.name}: {action}: {error}') from error
@@ -124,7 +185,8 @@ class OwnEngine(ServerEngine):
 
 def connect(parts: ClientParts) -> OwnEngine:
     """The client of one server of this project."""
-    return connect_dialect(parts, OwnDialect(), Connection(parts.entry.url, parts.api_key, parts.entry.holder))
+    connection = Connection(parts.entry.url, parts.api_key, parts.entry.holder, client=parts.client)
+    return connect_dialect(parts, OwnDialect(parts.lease_s), connection)
 
 
 def connect_dialect(parts: ClientParts, dialect: StagingDialect, connection: Connection) -> OwnEngine:

@@ -12,10 +12,11 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_probe
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
+from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
 from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
-from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError
+from areal_jax.rollout.servers.remote_engine import FencedError, OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')
@@ -38,7 +39,7 @@ class ServerLimits:
 
 
 class Server:
-    """Raises OutcomeUnknownError, naming engine and action, where an action has no good reply.
+    """Raises OutcomeUnknownError, naming engine and action, where an action has no good reply, and FencedError.
 
     Calls for tokens run on the lane `lane`, loads of weights on `load_lane`, everything else on `control_lane`.
 
@@ -95,8 +96,8 @@ class Server:
         """`action` is what the pause is for."""
         await self._act(action, lambda: self._dialect.pause(self._connection, keeps_answers))
 
-    async def resume(self) -> None:
-        await self._act('resume', lambda: self._dialect.resume(self._connection))
+    async def resume(self, deadline_s: float | None = None) -> None:
+        await self._act('resume', lambda: self._dialect.resume(self._connection), deadline_s)
 
     async def ask_version(self) -> str:
         return await self._act('version', lambda: self._dialect.ask_version(self._connection))
@@ -149,11 +150,14 @@ class Server:
         for connection in (self._connection, *([] if self._receiver is None else [self._receiver])):
             await self._clock.call(self._control_lane, connection.close, Work('control'), self.limits.control_s)
 
-    async def _act(self, action: str, act: Callable[[], Awaitable[Result]]) -> Result:
+    async def _act(self, action: str, act: Callable[[], Awaitable[Result]], deadline_s: float | None = None) -> Result:
+        deadline_s = self.limits.control_s if deadline_s is None else deadline_s
         try:
-            return await self._clock.call(self._control_lane, act, Work('control'), self.limits.control_s)
+            return await self._clock.call(self._control_lane, act, Work('control'), deadline_s)
         except _TROUBLE as error:
-            raise OutcomeUnknownError(f'{self._lane}: {action}: {error}') from error
+            fenced = isinstance(error, StatusError) and error.status == FENCED
+            kind = FencedError if fenced else OutcomeUnknownError
+            raise kind(f'{self._lane}: {action}: {error}') from error
 
 
 def read_version(name: str) -> int:

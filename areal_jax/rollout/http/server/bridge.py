@@ -16,6 +16,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
+from areal_jax.rollout.http.pauses import CLIENT, FENCED, FencedError, LeasedError
 from areal_jax.rollout.http.server.answer_readers import AnswerReaders
 from areal_jax.rollout.http.server.counts import Counts
 from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
@@ -43,6 +44,7 @@ from areal_jax.text.chat_template import TokenizerError
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
+_CONFLICT = 409
 _ID_BYTES = 16  # random, of an id that the server makes: a client cannot end a request whose id it cannot guess
 Result = TypeVar('Result')
 
@@ -83,7 +85,7 @@ class Bridge:
             if future.done():
                 return
             if error is not None:
-                future.set_exception(error)
+                future.set_exception(_with_status(error))
             else:
                 future.set_result(result)
 
@@ -314,6 +316,12 @@ def find_group(call: Call, request_id: str) -> str:
     """The id of the call, where it has several answers, which are numbered: 'NAME_0', 'NAME_1'."""
     group, _, number = request_id.rpartition('_')
     return group if call.n_answers > 1 and number.isdecimal() else ''
+
+
+def _with_status(error: UserError) -> UserError:
+    if isinstance(error, FencedError):
+        return RequestError(CLIENT, str(error), FENCED)
+    return RequestError('', str(error), _CONFLICT) if isinstance(error, LeasedError) else error
 
 
 def _echo(call: Call, answer: int) -> str:

@@ -6,8 +6,9 @@ from typing import cast
 
 from aiohttp import web
 
+from areal_jax.rollout.http.pauses import CLIENT, Lease, ServerPause
 from areal_jax.rollout.http.server.replies import BRIDGE, read_body
-from areal_jax.rollout.http.service import ServerPause, UpdateError
+from areal_jax.rollout.http.service import UpdateError
 from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import refuse
@@ -36,6 +37,8 @@ def list_routes() -> list[web.RouteDef]:
         web.post('/update_weights', update_weights),
         web.post('/finish_weight_update', finish_weight_update),
         web.post('/collective_rpc', collective_rpc),
+        web.post('/register_client', register_client),
+        web.post('/renew_pause', renew_pause),
     ]
 
 
@@ -67,8 +70,8 @@ async def continue_generation(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    bridge = request.app[BRIDGE]
-    await bridge.act('flush', lambda service: service.flush_cache(), bridge.limits.reply_s)
+    bridge, client = request.app[BRIDGE], _client(request)
+    await bridge.act('flush', lambda service: service.flush_cache(client), bridge.limits.reply_s)
     return web.Response(text='Cache flushed.\n')
 
 
@@ -88,10 +91,10 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 async def update_weight_version(request: web.Request) -> web.Response:
     """SGLang and vLLM have this route in common."""
     label, cancel = wire.read_new_version(await read_body(request))
-    bridge = request.app[BRIDGE]
+    bridge, client = request.app[BRIDGE], _client(request)
     if cancel:
         await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
-    await bridge.act('relabel', lambda service: service.relabel(label))
+    await bridge.act('relabel', lambda service: service.relabel(label, client))
     message = f'Weight version updated to {label}'
     return web.json_response({'success': True, 'message': message, 'new_version': label})
 
@@ -121,7 +124,12 @@ async def is_paused(request: web.Request) -> web.Response:
 
 async def weight_info(request: web.Request) -> web.Response:
     status = await request.app[BRIDGE].look()
-    return web.json_response({'weight_version': status.weight_version, 'manifest_hash': status.digest or None})
+    return web.json_response({
+        'weight_version': status.weight_version,
+        'manifest_hash': status.digest or None,
+        'client': status.client or None,
+        'pauses': wire.render_pauses(status.pauses),
+    })  # fmt: skip
 
 
 async def abort_requests(request: web.Request) -> web.Response:
@@ -138,8 +146,8 @@ async def abort_requests(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    bridge = request.app[BRIDGE]
-    await bridge.act('flush', lambda service: service.flush_cache(), bridge.limits.reply_s)
+    bridge, client = request.app[BRIDGE], _client(request)
+    await bridge.act('flush', lambda service: service.flush_cache(client), bridge.limits.reply_s)
     return web.json_response({'success': True})
 
 
@@ -172,29 +180,60 @@ async def collective_rpc(request: web.Request) -> web.Response:
     return web.json_response({'results': [None]})
 
 
-# What both do.
+# Our own clients, which name themselves in a header.
+
+
+async def register_client(request: web.Request) -> web.Response:
+    """Ends every request and what other such clients have paused: they are refused from now on."""
+    wire.read_nothing(await read_body(request))
+    client = wire.require_client(_client(request))
+    await request.app[BRIDGE].act('register', lambda service: service.register(client))
+    return web.json_response({'status': 'registered'})
+
+
+async def renew_pause(request: web.Request) -> web.Response:
+    """Never begins a pause: one that has ended stays so."""
+    wire.read_nothing(await read_body(request))
+    wire.require_client(_client(request))
+    lease, bridge = _lease(request), request.app[BRIDGE]
+    assert lease is not None
+    found = await bridge.act('renew', lambda service: service.renew(lease), bridge.limits.reply_s)
+    return web.json_response({'renewed': found})
+
+
+# What all do.
 
 
 async def _pause(request: web.Request, mode: ServerPause) -> None:
-    await request.app[BRIDGE].act('pause', lambda service: service.pause(mode))
+    lease = _lease(request)
+    await request.app[BRIDGE].act('pause', lambda service: service.pause(mode, lease))
 
 
 async def _resume(request: web.Request) -> None:
-    bridge = request.app[BRIDGE]
-    await bridge.act('resume', lambda service: service.resume(), bridge.limits.reply_s)
+    bridge, client = request.app[BRIDGE], _client(request)
+    await bridge.act('resume', lambda service: service.resume(client), bridge.limits.reply_s)
 
 
 async def _load(request: web.Request, path: str, label: str = '') -> None:
-    await request.app[BRIDGE].act('stage', lambda service: service.stage(path, label))
+    client = _client(request)
+    await request.app[BRIDGE].act('stage', lambda service: service.stage(path, label, client))
 
 
 async def _swap(request: web.Request, label: str | None, *, flush: bool, cancel: bool) -> None:
     """What is paused in place keeps its KV unless the cache is to be flushed; else the engine's own way holds."""
-    bridge = request.app[BRIDGE]
+    bridge, client = request.app[BRIDGE], _client(request)
     policy: KvPolicy | None = None
     if (await bridge.look()).pause == 'in_place':
         policy = 'recompute' if flush else 'keep'
-    await bridge.act('swap', lambda service: service.swap(label, kv_policy=policy, cancel=cancel))
+    await bridge.act('swap', lambda service: service.swap(label, kv_policy=policy, cancel=cancel, client=client))
+
+
+def _client(request: web.Request) -> str:
+    return wire.read_client(request.headers.get(CLIENT, ''))
+
+
+def _lease(request: web.Request) -> Lease | None:
+    return wire.read_lease(_client(request), wire.read_seconds(request.query.get('lease_s', '')))
 
 
 def _query(request: web.Request, name: str, choices: tuple[str, ...]) -> str:

@@ -218,6 +218,14 @@ def _controlling() -> list[Operation]:
             '/collective_rpc', 'vLLM', 'reload_weights.', control.read_rpc,
             {'method': 'reload_weights', 'kwargs': {'weights_path': '/models/v1'}}, {'results': [None]},
         ),
+        post(
+            '/register_client', 'Server', 'Takes the server over for the client of the header X-Areal-Client.',
+            control.read_nothing, {}, {'status': 'registered'},
+        ),
+        post(
+            '/renew_pause', 'Server', 'Renews the lease of a pause, by ?lease_s=SECONDS.', control.read_nothing, {},
+            {'renewed': True},
+        ),
     ]  # fmt: skip
 
 
@@ -251,7 +259,10 @@ def _telling() -> list[Operation]:
         *(get(path, 'SGLang', 'Model and weight version.', {}) for path in ('/model_info', '/get_model_info')),
         *(get(path, 'SGLang', 'Settings and state.', {}) for path in ('/server_info', '/get_server_info')),
         get('/is_paused', 'vLLM', 'Whether it is paused.', {'is_paused': False}),
-        get('/weight_info', 'vLLM', 'Version of the weights.', {'weight_version': '0', 'manifest_hash': None}),
+        get(
+            '/weight_info', 'vLLM', 'Version of the weights, and who has paused.',
+            {'weight_version': '0', 'manifest_hash': None, 'client': None, 'pauses': []},
+        ),
         get('/get_world_size', 'vLLM', 'Processes of the engine.', {'world_size': 1}),
         get('/version', 'vLLM', 'Of this program.', {'version': ''}),
         get('/openapi.json', 'Server', 'This page for programs.', {}),

@@ -13,6 +13,7 @@ from areal_jax.rollout.http.server.connections import ConnectionTable
 from areal_jax.rollout.http.server.limits import FAILED
 from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.service import ServiceStatus
+from areal_jax.rollout.http.wire.control import render_pauses
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
 
@@ -57,7 +58,7 @@ def list_routes() -> list[web.RouteDef]:
 
 async def health(request: web.Request) -> web.Response:
     """200 where the host's side answers, which goes on while a dispatch runs, and the weights give numbers."""
-    return _describe_health(await _find_fault(request))
+    return await _describe_state(request)
 
 
 async def health_generate(request: web.Request) -> web.Response:
@@ -81,7 +82,7 @@ async def health_generate(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """200 where it takes requests: not while it drains, and not where it is not healthy."""
     draining = 'this server is ending' if request.app[FACTS].draining else ''
-    return _describe_health(draining or await _find_fault(request))
+    return _describe_health(draining) if draining else await _describe_state(request)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -154,6 +155,12 @@ async def metrics(request: web.Request) -> web.Response:
             connections.closed_for_room,
         ),
         *_metric('paused', 'gauge', '1 while generation is paused', int(status.pause is not None)),
+        *_metric(
+            'paused_seconds',
+            'gauge',
+            'since the first of the pauses under way began',
+            max((pause.paused_s for pause in status.pauses), default=0.0),
+        ),
         *_metric('requests_failed_total', 'counter', 'answers with a log-prob that is no number', status.failed),
         *_metric('prompt_tokens_total', 'counter', 'prompt tokens of requests that began', status.prompt_tokens),
         *_metric('generated_tokens_total', 'counter', 'tokens delivered', status.generated_tokens),
@@ -200,6 +207,8 @@ def _state(status: ServiceStatus) -> JsonObject:
         'tokens_per_second': engine.tokens_per_s,
         'devices': list(engine.devices),
         'pause': status.pause,
+        'pauses': render_pauses(status.pauses),
+        'client': status.client or None,
         'updates': status.updates,
         'update_pause_seconds': status.update_pause_s,
     }
@@ -209,13 +218,16 @@ def _waiting(status: ServiceStatus) -> int:
     return status.engine.waiting + status.held
 
 
-async def _find_fault(request: web.Request) -> str:
-    """Why this server can not be relied on; '' = it can."""
+async def _describe_state(request: web.Request) -> web.Response:
+    """503 where this server can not be relied on; 200 while it is paused, with whose pauses these are."""
     bridge = request.app[BRIDGE]
     try:
-        return (await bridge.look()).fault
+        status = await bridge.look()
     except TimeoutError:
-        return f'the engine has not answered for {bridge.limits.reply_s:g} s'
+        return _describe_health(f'the engine has not answered for {bridge.limits.reply_s:g} s')
+    if status.fault or not status.pauses:
+        return _describe_health(status.fault)
+    return web.json_response({'status': 'paused', 'pauses': render_pauses(status.pauses)})
 
 
 def _describe_health(fault: str) -> web.Response:

@@ -1,14 +1,67 @@
-"""The bodies of the routes that control a server, in the words of SGLang and of vLLM. All raise RequestError."""
+"""What the routes that control a server read, in the words of SGLang and of vLLM, and what they say of pauses.
+
+All readers raise RequestError.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+from areal_jax.files import JsonObject
+from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S, Lease, PauseStatus
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields
+from areal_jax.rollout.http.wire.request_fields import Fields, refuse
 
 _SGLANG_PAUSES = ('abort', 'retract', 'in_place')
 _UPDATE_IGNORED = (
     'load_format', 'is_async', 'torch_empty_cache', 'keep_pause', 'recapture_cuda_graph', 'token_step', 'manifest',
 )  # fmt: skip
+_NAME = re.compile(r'[!-~]{1,200}')  # of a client
+_SECONDS = re.compile(r'[0-9]{1,5}(\.[0-9]{1,9})?')
+
+
+def read_client(name: str) -> str:
+    """The header CLIENT; '' = the client does not name itself."""
+    if name and not _NAME.fullmatch(name):
+        raise RequestError(CLIENT, f'{CLIENT} must be 1 to 200 ASCII characters without spaces')
+    return name
+
+
+def require_client(name: str) -> str:
+    """The header of a call that only clients that name themselves may send."""
+    if not name:
+        raise RequestError(CLIENT, f'{CLIENT} is missing: send a name that no other client has')
+    return read_client(name)
+
+
+def read_seconds(text: str) -> float:
+    """The parameter lease_s; 0 where it is absent."""
+    if text and not _SECONDS.fullmatch(text):
+        raise refuse('lease_s', text, 'must be seconds, as 90 or 2.5')
+    return float(text or 0)
+
+
+def read_lease(client: str, seconds: float) -> Lease | None:
+    """The lease of a pause; None for a client that does not name itself, which has none."""
+    if not client and not seconds:
+        return None
+    if not 0 < seconds <= LONGEST_LEASE_S:
+        raise refuse('lease_s', seconds, f'must be above 0 and up to {LONGEST_LEASE_S:g} seconds')
+    return Lease(require_client(client), seconds)
+
+
+def render_pauses(pauses: Sequence[PauseStatus]) -> list[JsonObject]:
+    """Who has paused, in the order in which the pauses began: seconds since then, and those that the lease lasts."""
+    return [
+        {
+            'mode': pause.mode,
+            'holder': pause.holder or None,
+            'paused_seconds': round(pause.paused_s, 3),
+            'lease_seconds': None if pause.left_s is None else round(pause.left_s, 3),
+        }
+        for pause in pauses
+    ]
 
 
 def read_nothing(body: object) -> None:

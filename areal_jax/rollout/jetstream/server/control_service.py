@@ -9,7 +9,8 @@ import grpc
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.service import ServerPause
+from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S, ServerPause
+from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 from areal_jax.rollout.jetstream.control import (
@@ -17,6 +18,8 @@ from areal_jax.rollout.jetstream.control import (
     FLUSH,
     PAUSE,
     RECORD,
+    REGISTER,
+    RENEW,
     RESUME,
     SERVICE,
     STAGE,
@@ -30,7 +33,10 @@ _PAUSES = ('abort', 'retract', 'in_place', 'wait')
 
 
 class ControlService:
-    """The handlers, on the loop of gRPC. Each takes the fields of a message and returns those of the reply."""
+    """The handlers, on the loop of gRPC.
+
+    Each takes the fields of a message and how its sender names itself, and returns the fields of the reply.
+    """
 
     def __init__(self, calls: OpenCalls):
         self._calls, self._bridge = calls, calls.bridge
@@ -39,19 +45,20 @@ class ControlService:
         """For grpc.aio.Server.add_generic_rpc_handlers."""
         methods = {
             PAUSE: self._pause, RESUME: self._resume, STAGE: self._stage, SWAP: self._swap, STATUS: self._status,
-            ABORT: self._abort, FLUSH: self._flush,
+            ABORT: self._abort, FLUSH: self._flush, REGISTER: self._register, RENEW: self._renew,
         }  # fmt: skip
         handlers = {name: grpc.unary_unary_rpc_method_handler(self._handle(act)) for name, act in methods.items()}
         handlers[RECORD] = grpc.unary_unary_rpc_method_handler(self._record)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _handle(
-        self, act: Callable[[Fields], Awaitable[JsonObject]]
+        self, act: Callable[[Fields, str], Awaitable[JsonObject]]
     ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
         async def answer(message: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            await self._calls.require_allowed(context)
+            metadata = await self._calls.require_allowed(context)
             try:
-                return encode(await act(_read(message)))
+                client = wire.read_client(metadata.get(CLIENT.lower(), ''))
+                return encode(await act(_read(message), client))
             except UserError as error:
                 await end_refused(context, error)
             except TimeoutError:
@@ -76,36 +83,53 @@ class ControlService:
         )
         raise AssertionError('abort raises')
 
-    async def _pause(self, fields: Fields) -> JsonObject:
+    async def _register(self, fields: Fields, client: str) -> JsonObject:
+        """Ends every request and what other such clients have paused: they are refused from now on."""
+        fields.finish()
+        name = wire.require_client(client)
+        await self._bridge.act('register', lambda service: service.register(name))
+        return {}
+
+    async def _pause(self, fields: Fields, client: str) -> JsonObject:
         mode = fields.take_choice('mode', _PAUSES)
+        lease = wire.read_lease(client, _take_lease(fields))
         fields.finish()
-        await self._bridge.act('pause', lambda service: service.pause(cast(ServerPause, mode)))
+        await self._bridge.act('pause', lambda service: service.pause(cast(ServerPause, mode), lease))
         return {}
 
-    async def _resume(self, fields: Fields) -> JsonObject:
+    async def _renew(self, fields: Fields, client: str) -> JsonObject:
+        lease = wire.read_lease(wire.require_client(client), _take_lease(fields))
         fields.finish()
-        await self._bridge.act('resume', lambda service: service.resume(), self._bridge.limits.reply_s)
+        assert lease is not None
+        found = await self._bridge.act('renew', lambda service: service.renew(lease), self._bridge.limits.reply_s)
+        return {'renewed': found}
+
+    async def _resume(self, fields: Fields, client: str) -> JsonObject:
+        fields.finish()
+        await self._bridge.act('resume', lambda service: service.resume(client), self._bridge.limits.reply_s)
         return {}
 
-    async def _stage(self, fields: Fields) -> JsonObject:
+    async def _stage(self, fields: Fields, client: str) -> JsonObject:
         path, label = fields.take_text('path'), fields.take_text('version')
         fields.finish()
-        await self._bridge.act('stage', lambda service: service.stage(path, label))
+        await self._bridge.act('stage', lambda service: service.stage(path, label, client))
         return {}
 
-    async def _swap(self, fields: Fields) -> JsonObject:
+    async def _swap(self, fields: Fields, client: str) -> JsonObject:
         label = fields.take_text('version')
         fields.finish()
-        await self._bridge.act('swap', lambda service: service.swap(label or None))
+        await self._bridge.act('swap', lambda service: service.swap(label or None, client=client))
         return {'pause_seconds': (await self._bridge.look()).update_pause_s}
 
-    async def _status(self, fields: Fields) -> JsonObject:
+    async def _status(self, fields: Fields, client: str) -> JsonObject:
         fields.finish()
         status = await self._bridge.look()
         return {
             'weight_version': status.weight_version,
             'manifest_hash': status.digest or None,
             'pause': status.pause,
+            'pauses': wire.render_pauses(status.pauses),
+            'client': status.client or None,
             'running': status.engine.running,
             'waiting': status.engine.waiting + status.held,
             'generated_tokens': status.generated_tokens,
@@ -114,7 +138,7 @@ class ControlService:
             'records_kept': len(self._calls.records),
         }
 
-    async def _abort(self, fields: Fields) -> JsonObject:
+    async def _abort(self, fields: Fields, client: str) -> JsonObject:
         """Ends one request, or all where the id is ''."""
         name = fields.take_text('request_id')
         fields.finish()
@@ -122,10 +146,15 @@ class ControlService:
         await self._bridge.act('abort', act, self._bridge.limits.reply_s)
         return {}
 
-    async def _flush(self, fields: Fields) -> JsonObject:
+    async def _flush(self, fields: Fields, client: str) -> JsonObject:
         fields.finish()
-        await self._bridge.act('flush', lambda service: service.flush_cache(), self._bridge.limits.reply_s)
+        await self._bridge.act('flush', lambda service: service.flush_cache(client), self._bridge.limits.reply_s)
         return {}
+
+
+def _take_lease(fields: Fields) -> float:
+    """Seconds; 0 = none are given."""
+    return fields.take_number('lease_s', 0.0, 0.0, LONGEST_LEASE_S)
 
 
 def _read(message: bytes) -> Fields:

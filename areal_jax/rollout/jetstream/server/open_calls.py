@@ -16,6 +16,7 @@ import numpy as np
 from grpc.aio import ServicerContext as Context
 
 from areal_jax.errors import UserError
+from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, TOO_LATE
 from areal_jax.rollout.http.wire import vllm
@@ -30,6 +31,8 @@ from areal_jax.rollout.stream import DispatchError, LogprobError
 _ID_BYTES = 16  # random, of an id that the server makes
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    FENCED: grpc.StatusCode.ABORTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     FAILED: grpc.StatusCode.INTERNAL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.errors import UserError
 from areal_jax.lanes import server_lanes
+from areal_jax.rollout.http.clients import own
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect
+from areal_jax.rollout.http.clients.own_dialect import LEASE_S, OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RequestFailedError
-from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment
+from areal_jax.rollout.servers.remote_engine import FencedError, HeldWeights, RefusedError, RequestFailedError
+from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.rollout.engine_contract import CHECKS, LONGEST, PROMPT, SAMPLING, Bench, Setting, Subject, request
 from tests.rollout.http.server.rig import CONTEXT, ToyServer, write_weights
 
@@ -29,6 +31,7 @@ def make_clock(log):
 
 class Factory:
     setting = Setting(make_clock, PACE)
+    lease_s = LEASE_S
 
     def __init__(self, server, folder):
         self.server, self._folder = server, folder
@@ -41,7 +44,7 @@ class Factory:
 
     def __call__(self, clock, log):
         engine = OwnEngine(
-            server_lanes(0), OwnDialect(), Connection(self.server.url), clock, log,
+            server_lanes(0), OwnDialect(self.lease_s), Connection(self.server.url, client='test'), clock, log,
             locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',
         )  # fmt: skip
 
@@ -105,7 +108,7 @@ def test_weights_that_the_server_began_with_are_no_version_of_the_run(factory):
         await prepare()
         return fresh, await bench.engine.ask()
 
-    assert bench.run(script) == (HeldWeights(-1), HeldWeights(0, 'digest of 0'))
+    assert bench.run(script) == (HeldWeights(-1, is_fenced=True), HeldWeights(0, 'digest of 0'))
 
 
 def test_weights_that_cannot_be_loaded_are_refused_and_the_old_ones_stay(factory):
@@ -168,3 +171,107 @@ def test_what_a_continued_answer_would_get_wrong_is_refused(factory):
             bench.engine.generate(GenerationRequest(0, 0, 0, PROMPT, penalised))
 
     Bench(factory).run(script)
+
+
+# Leases of pauses.
+
+
+class Leased(Factory):
+    """Whose pauses last so long without a word."""
+
+    def __init__(self, server, folder, lease_s):
+        super().__init__(server, folder)
+        self.lease_s = lease_s
+
+
+async def look(bench, url):
+    """What the server says of its weights, and who has paused it."""
+    ask = lambda: Connection(url).require('GET', '/weight_info')
+    return (await bench.clock.call('control/0', ask, Work('control'), 5.0)).fields()
+
+
+async def post(bench, url, path, client=''):
+    act = lambda: Connection(url, client=client).require('POST', path)
+    await bench.clock.call('control/0', act, Work('control'), 5.0)
+
+
+async def wait_until(bench, holds):
+    for _ in range(1000):
+        if await holds():
+            return
+        await bench.pass_time(0.01)
+    raise AssertionError('it did not come true')
+
+
+def test_a_pause_is_renewed_while_it_is_wanted(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(own, 'RENEWAL', 0.001)
+
+    async def script(bench):
+        async def is_renewed():
+            (pause,) = (await look(bench, server.url))['pauses']
+            return pause['paused_seconds'] + pause['lease_seconds'] > 100.2
+
+        await bench.engine.pause()
+        await wait_until(bench, is_renewed)
+        bench.engine.resume()
+        (answer,) = bench.collect(0)
+        await bench.end_of(answer)
+        return (await look(bench, server.url))['client']
+
+    assert Bench(Leased(server, tmp_path, 100.0)).run(script) == 'test'
+
+
+def test_a_run_that_was_silent_for_too_long_drops_what_it_has_and_registers_anew(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(own, 'RENEWAL', 1000)
+
+    async def script(bench):
+        async def is_fenced():
+            return (await bench.engine.ask()).is_fenced
+
+        engine = bench.engine
+        await engine.pause()
+        await wait_until(bench, is_fenced)
+        assert engine.status().policy_version == -1  # no call is sent with what it was thought to hold
+        for act in (engine.pause, lambda: engine.stage(bench.subject.published(1))):
+            with pytest.raises(FencedError, match=r'test is fenced \(its lease has lapsed'):
+                await act()
+        await bench.subject.prepare()
+        (answer,) = bench.collect(0)
+        await bench.end_of(answer)
+        return len(answer.tokens())
+
+    assert Bench(Leased(server, tmp_path, 0.2)).run(script) == LONGEST
+
+
+def test_a_renewal_that_is_refused_fails_the_requests_that_wait(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(own, 'RENEWAL', 0.001)
+
+    async def script(bench):
+        await bench.engine.pause()
+        answer = bench.engine.generate(request(0))
+        await post(bench, server.url, '/register_client', 'another')
+        with pytest.raises(RequestFailedError, match='another has registered since'):
+            await anext(answer)
+
+    Bench(Leased(server, tmp_path, 100.0)).run(script)
+
+
+def test_a_client_that_is_closed_ends_its_pause(server, tmp_path):
+    async def script(bench):
+        await bench.engine.pause()
+        await bench.engine.close()
+        return (await look(bench, server.url))['pauses']
+
+    assert Bench(Leased(server, tmp_path, 600.0)).run(script) == []
+
+
+def test_a_stranger_who_has_paused_is_told_of(server, tmp_path):
+    async def script(bench):
+        await post(bench, server.url, '/pause')
+        found = await bench.engine.ask()
+        await post(bench, server.url, '/resume')
+        return found.paused, (await bench.engine.ask()).paused
+
+    said, after = Bench(Leased(server, tmp_path, 600.0)).run(script)
+    assert re.fullmatch(r'for \d+ s by a client without a lease: POST /resume ends it', said)
+    assert after == ''

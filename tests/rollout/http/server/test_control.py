@@ -148,7 +148,7 @@ def test_the_phases_of_an_update_stage_first_and_swap_last(server, tmp_path):
 
     before, old, after, new = server.run(script)
     assert before['weight_version'] == '0'
-    assert after == {'weight_version': '9', 'manifest_hash': 'digest of 2'}
+    assert after == {'weight_version': '9', 'manifest_hash': 'digest of 2', 'client': None, 'pauses': []}
     assert old['output_ids'] == tokens_under(old['meta_info']['weight_versions'], {'0': 0})
     assert new['output_ids'] == tokens_under(new['meta_info']['weight_versions'], {'9': 2})
 
@@ -229,3 +229,125 @@ def test_control_routes_refuse_bodies_that_are_no_object(server, path):
         return [(await client.post(path, data=data))[0] for data in (b'{', b'[]', b'7', b'\xff\xfe')]
 
     assert server.run(script) == [400] * 4
+
+
+# Clients that name themselves, and their leases; tests/rollout/http/test_pauses.py has the exact times.
+
+NAMED, OTHER = ({'headers': {'X-Areal-Client': name}} for name in ('run', 'next-run-of-the-host'))
+
+
+async def look(client):
+    """Who has paused, by each route that says it."""
+    _, health = await client.get('/health')
+    _, ready = await client.get('/ready')
+    _, weights = await client.get('/weight_info')
+    _, info = await client.get('/server_info')
+    _, paused = await client.get('/is_paused')
+    holders = [one['holder'] for one in weights['pauses']]
+    assert [one['holder'] for one in info['internal_states'][0]['pauses']] == holders
+    for said in (health, ready):
+        assert (said == '') == (not holders), said
+        assert not said or (said['status'], [one['holder'] for one in said['pauses']]) == ('paused', holders)
+    assert paused == {'is_paused': bool(holders)}
+    return weights['client'], weights['pauses']
+
+
+def test_a_pause_is_a_lease_of_the_client_that_names_itself_and_all_routes_say_whose(server):
+    async def script(client):
+        assert (await client.post('/register_client', **NAMED)) == (200, {'status': 'registered'})
+        assert await look(client) == ('run', [])
+        assert (await client.post('/pause?mode=abort&lease_s=60', **NAMED))[0] == 200
+        name, (pause,) = await look(client)
+        assert (name, pause['holder'], pause['mode']) == ('run', 'run', 'abort')
+        assert 0 <= pause['paused_seconds'] < 30 < pause['lease_seconds'] <= 60
+        assert 'areal_jax_paused_seconds' in (await client.get('/metrics'))[1]
+        assert await client.post('/renew_pause?lease_s=600', **NAMED) == (200, {'renewed': True})
+        _, (pause,) = await look(client)
+        assert 60 < pause['lease_seconds'] <= 600
+        status, reply = await client.post('/resume')
+        assert (status, reply['error']['message'].startswith('this server is paused for ')) == (409, True)
+        assert (await client.post('/continue_generation', {}))[0] == 409
+        assert (await client.post('/resume', **NAMED))[0] == 200
+        assert await look(client) == ('run', [])
+        assert await client.post('/renew_pause?lease_s=60', **NAMED) == (200, {'renewed': False})
+        assert (await client.post('/generate', body(3)))[0] == 200
+
+    server.run(script)
+
+
+def test_a_lease_that_lapses_serves_others_and_refuses_its_holder(server, tmp_path):
+    async def script(client):
+        await client.post('/register_client', **NAMED)
+        await client.post('/pause?mode=abort&lease_s=0.2', **NAMED)
+        status, _ = await client.post('/generate', body(3))  # it waits for the end of the lease
+        assert status == 200
+        path = write_weights(tmp_path / 'v9', 2)
+        late = [
+            ('/pause?mode=abort&lease_s=60', None),
+            ('/resume', None),
+            ('/renew_pause?lease_s=60', None),
+            ('/update_weights', {'update_info': {'weights_path': path}}),
+            ('/finish_weight_update', {'weight_version': '9'}),
+            ('/update_weight_version', {'new_version': '9'}),
+            ('/update_weights_from_disk', {'model_path': path}),
+            ('/collective_rpc', {'method': 'reload_weights', 'kwargs': {'weights_path': path}}),
+            ('/flush_cache', None),
+        ]
+        for route, sent in late:
+            status, reply = await client.post(route, sent, **NAMED)
+            assert (status, 'run is fenced (its lease has lapsed' in str(reply)) == (412, True), (route, reply)
+        assert await look(client) == (None, [])
+        assert (await client.get('/weight_info'))[1]['weight_version'] == '0'
+        await client.post('/register_client', **NAMED)
+        assert (await client.post('/update_weights', late[3][1], **NAMED))[0] == 200
+
+    server.run(script)
+
+
+def test_a_new_run_takes_the_server_over(server):
+    async def script(client):
+        await client.post('/register_client', **NAMED)
+        await client.post('/pause?mode=abort&lease_s=600', **NAMED)
+        await client.post('/register_client', **OTHER)
+        assert (await client.post('/generate', body(3)))[0] == 200
+        status, reply = await client.post('/pause?mode=abort&lease_s=600', **NAMED)
+        assert (status, 'next-run-of-the-host has registered since' in str(reply)) == (412, True)
+
+    server.run(script)
+
+
+@pytest.mark.parametrize('route', ['/pause', '/pause?lease_s=0', '/pause?lease_s=1e9', '/pause?lease_s=4000',
+                                   '/pause?lease_s=nan', '/pause?lease_s=-1', '/pause?lease_s=' + '9' * 5000,
+                                   '/renew_pause', '/pause_generation'])  # fmt: skip
+def test_a_client_that_names_itself_pauses_with_a_lease_alone(server, route):
+    async def script(client):
+        await client.post('/register_client', **NAMED)
+        status, reply = await client.post(route, {}, **NAMED)
+        assert (status, 'lease_s' in str(reply)) == (400, True), reply
+        assert await look(client) == ('run', [])
+
+    server.run(script)
+
+
+@pytest.mark.parametrize(('route', 'name'), [
+    ('/register_client', ''), ('/register_client', 'a b'), ('/register_client', 'a' * 201),
+    ('/renew_pause?lease_s=60', ''), ('/pause?lease_s=60', ''), ('/pause?lease_s=60', 'ä'),
+])  # fmt: skip
+def test_a_name_that_is_missing_or_none_is_refused(server, route, name):
+    async def script(client):
+        status, reply = await client.post(route, headers={'X-Areal-Client': name} if name else {})
+        assert (status, 'X-Areal-Client' in str(reply)) == (400, True), reply
+        assert await look(client) == (None, [])
+
+    server.run(script)
+
+
+def test_a_pause_without_a_lease_is_told_of_and_stays(server):
+    async def script(client):
+        await client.post('/pause_generation', {'mode': 'abort'})
+        _, (pause,) = await look(client)
+        assert (pause['holder'], pause['lease_seconds']) == (None, None)
+        assert (await client.post('/resume'))[0] == 200
+        assert await look(client) == (None, [])
+
+    server.run(script)
