@@ -1,0 +1,291 @@
+"""Runs that are ended around their checkpoints, with a living server: python -m tests.chaos_roles.pauses.
+
+--minutes=30 --seed=0 --json=FILE. A run has one server of its own, which is left alone. Again and again the run is
+ended by SIGTERM or kill -9 while it has paused the server, while a checkpoint is written, or between the two; it then
+goes on with --resume, and at last to its end. A run in one process is ended itself, a run in roles loses its
+controller, which the launcher starts again. Each time another client asks the server for an answer: it must come within
+10 s of the end of the process, or of the lease of its pause. The run must then train on, and end with code 0. Exit code
+0 only if every check held and each place met both signals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from areal_jax import files
+from areal_jax.app.workdir.provenance import git_commit, hardware
+from areal_jax.rollout.servers.server_entries import read_registry
+from tests.chaos import logs
+from tests.chaos.kills import is_saving
+from tests.chaos.processes import RunningCommand, marked, python
+
+ALONE, IN_ROLES = 'alone', 'in roles'
+SIGNALS = (signal.SIGTERM, signal.SIGKILL)
+MOMENTS = ('paused', 'saving', 'between')
+SERVES_S = 10.0  # from the end of the process, or of its lease, to the answer of another client
+LEASE_S = 4.0  # shorter than by default, so that a kill costs less
+STOPPED = 75
+_START_S = 300.0  # until a run that was started again has trained an update: it must not wait for a probe
+_STEPS = 8  # by which each start prolongs the run
+_KEY = 'pauses'
+_FIELDS = {
+    'rollout.server': 'own', 'publication.channel': 'files', 'rollout.pause_lease_s': LEASE_S, 'checkpoint.every': 1,
+    'checkpoint.keep': 2, 'evaluation.problems': 0, 'telemetry.tensorboard': False, 'telemetry.plots': False,
+    'cluster.engines': '1 x tensor=1',
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Strike:
+    """One end of a process, and what followed."""
+
+    place: str
+    signal: str
+    moment: str
+    was_paused: bool  # the server, by the process that ended, at its end
+    lease_left_s: float  # at that time
+    served_s: float  # from the end of process and lease to the answer of another client
+    trained_s: float  # from the next start to its first update
+    violations: Sequence[str]
+
+
+@dataclasses.dataclass
+class Found:
+    """What all runs have shown."""
+
+    strikes: list[Strike] = dataclasses.field(default_factory=list)
+    ends: list[str] = dataclasses.field(default_factory=list)  # violations of the runs at their end
+    finished: int = 0  # runs
+
+    @property
+    def violations(self) -> list[str]:
+        return [*(text for strike in self.strikes for text in strike.violations), *self.ends]
+
+    def missing(self, places: Sequence[str]) -> list[str]:
+        met = {(strike.place, strike.signal) for strike in self.strikes}
+        kinds = [(place, number.name) for place in places for number in SIGNALS]
+        return [' '.join(kind) for kind in kinds if kind not in met]
+
+
+class StrangersClient:
+    """Another client of the one server of a run."""
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir = workdir
+
+    @property
+    def url(self) -> str:
+        """'' before the server has registered."""
+        return next((entry.url for entry in read_registry(self._workdir)), '')
+
+    def look(self) -> list[dict[str, Any]]:
+        """Who has paused the server."""
+        with contextlib.suppress(OSError):
+            return json.loads(self._ask('/health', None, 5.0) or '{}').get('pauses', [])
+        return []
+
+    def generate(self, timeout_s: float) -> float:
+        """Asks for one token; returns the time.monotonic() of the answer, infinity without one."""
+        body = {'input_ids': [1, 2], 'sampling_params': {'max_new_tokens': 1, 'ignore_eos': True}}
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            try:
+                answer = json.loads(self._ask('/generate', body, left_s))
+            except urllib.error.HTTPError as error:
+                raise RuntimeError(f'{error.code}: {error.read()[:300]!r}') from error
+            except OSError:
+                continue
+            if answer['meta_info']['finish_reason']['type'] == 'length':  # else the run's own pause has ended it
+                return time.monotonic()
+        return float('inf')
+
+    def _ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {'Authorization': f'Bearer {_KEY}', 'Content-Type': 'application/json'}
+        asked = urllib.request.Request(self.url + path, data, headers)
+        with urllib.request.urlopen(asked, timeout=timeout_s) as reply:
+            return str(reply.read().decode())
+
+
+class Chain:
+    """A run with its server, ended again and again."""
+
+    def __init__(self, place: str, directory: pathlib.Path, cache: pathlib.Path, rng: random.Random):
+        self.place, self._directory, self._rng = place, directory, rng
+        self.workdir = directory / 'run'
+        self.workdir.mkdir(parents=True)
+        self._cache, self._steps = cache, _STEPS
+        self._stranger = StrangersClient(self.workdir)
+        self._environment = {'AREAL_JAX_API_KEY': _KEY, 'JAX_PLATFORMS': 'cpu'}
+
+    def strike(self, signals: Sequence[signal.Signals], until_s: float, found: Found) -> None:
+        """Fills `found` with a strike for each signal, and with what the run ends with."""
+        with contextlib.ExitStack() as parts:
+            if self.place == ALONE:
+                parts.enter_context(self._start_server())
+            run = parts.enter_context(self._start(resume=False))
+            self._await_update(run, time.monotonic())
+            for number in signals:
+                if time.monotonic() > until_s:
+                    break
+                run = self._strike_once(run, number, parts, found)
+            ending = run.wait(_START_S)
+            found.ends += [f'{self.place}: {text}' for text in (*ending.violations((0,)), *run.orphans())]
+            found.finished += ending.exit_code == 0
+
+    def _strike_once(
+        self, run: RunningCommand, number: signal.Signals, parts: contextlib.ExitStack, found: Found
+    ) -> RunningCommand:
+        """The run as it goes on."""
+        moment = self._rng.choice(MOMENTS)
+        self._await_moment(run, moment)
+        pid = run.pid if self.place == ALONE else self._find_controller(run)
+        os.kill(pid, number)
+        wrong: list[str] = []
+        if self.place == ALONE:
+            ending = run.wait()
+            wrong += ending.violations((STOPPED,) if number == signal.SIGTERM else (-signal.SIGKILL,))
+        else:
+            run.wait_for(lambda: pid not in marked(run.mark))
+        ended_s, pauses = time.monotonic(), self._stranger.look()
+        left_s = max([float(pause['lease_seconds'] or 0.0) for pause in pauses], default=0.0)
+        if pauses and number == signal.SIGTERM and self.place == ALONE:
+            wrong.append(f'SIGTERM left the server paused: {pauses}')
+        served_s = self._stranger.generate(left_s + 3 * SERVES_S) - ended_s - left_s
+        if served_s > SERVES_S:
+            wrong.append(f'another client had its answer {served_s:.1f} s after the end of process and lease')
+        if self.place == ALONE:
+            self._steps += _STEPS
+            run = parts.enter_context(self._start(resume=True))
+        trained_s = self._await_update(run, ended_s)
+        if trained_s > _START_S:
+            wrong.append(f'no update within {_START_S:.0f} s of the next start')
+        strike = Strike(
+            self.place, number.name, moment, bool(pauses), round(left_s, 2), round(max(0.0, served_s), 2),
+            round(trained_s, 1), [f'{self.place}, {number.name} {moment}: {text}' for text in wrong],
+        )  # fmt: skip
+        found.strikes.append(strike)
+        print(f'{"failed" if wrong else "held":6}  {len(found.strikes)}: {strike}', flush=True)
+        return run
+
+    def _start(self, *, resume: bool) -> RunningCommand:
+        # a run in roles is prolonged once: its launcher goes on by itself
+        steps = self._steps if self.place == ALONE else 10 * _STEPS
+        fields = _FIELDS | {'run.steps': steps, 'run.compilation_cache': self._cache}
+        program = (
+            ['areal_jax.main_train', *(['--resume'] if resume else [])] if self.place == ALONE else ['launch.local']
+        )
+        fields |= {} if self.place == ALONE else {'cluster.learner': 'hosts=1 x data=1'}
+        flags = [f'--config.{name}={value}' for name, value in fields.items()]
+        command = python('-m', *program, '--config=configs/tiny_cpu.py', f'--workdir={self.workdir}', *flags)
+        return RunningCommand(command, self._directory, self._environment)
+
+    def _start_server(self) -> RunningCommand:
+        names = ('rollout.server', 'publication.channel', 'cluster.engines')
+        flags = [f'--config.{name}={_FIELDS[name]}' for name in names]
+        command = python('-m', 'areal_jax.main_serve', '--config=configs/tiny_cpu.py', '--port=0', *flags)
+        server = RunningCommand([*command, f'--workdir={self.workdir}'], self._directory, self._environment)
+        if not server.wait_for(lambda: bool(self._stranger.url), _START_S):
+            raise RuntimeError(f'the server did not start: {server.wait(0.0)}')
+        return server
+
+    def _await_moment(self, run: RunningCommand, moment: str) -> None:
+        sights: dict[str, Callable[[], bool]] = {
+            'paused': lambda: bool(self._stranger.look()),
+            'saving': lambda: is_saving(run, self.workdir),
+            'between': lambda: True,
+        }
+        if not run.wait_for(sights[moment], _START_S):
+            raise RuntimeError(f'the moment {moment!r} did not come: {run.wait(0.0).violations((0,))}')
+        run.sleep(self._rng.uniform(0.0, 1.0 if moment == 'between' else 0.02))
+
+    def _await_update(self, run: RunningCommand, began_s: float) -> float:
+        """Seconds to the first update after those that are saved; infinity where none comes."""
+        before = logs.newest_update(self.workdir)
+        newer = lambda: (logs.newest_update(self.workdir) or -1) > (-1 if before is None else before)
+        came = run.wait_for(newer, _START_S)
+        return time.monotonic() - began_s if came else float('inf')
+
+    def _find_controller(self, run: RunningCommand) -> int:
+        words = {b'areal_jax.main_role', b'--role=controller'}
+
+        def find() -> Iterator[int]:
+            for pid in marked(run.mark):
+                with contextlib.suppress(OSError):
+                    own = set(pathlib.Path(f'/proc/{pid}/cmdline').read_bytes().split(b'\0'))
+                    if words <= own and b'launch.keeper' not in own:
+                        yield pid
+
+        run.wait_for(lambda: any(find()), _START_S)
+        return next(find())
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog='python -m tests.chaos_roles.pauses', description=__doc__)
+    parser.add_argument('--minutes', type=float, default=30.0, help='after which it begins nothing new')
+    parser.add_argument('--moments', type=int, default=30, help='strikes; a third of them on runs in roles')
+    parser.add_argument('--places', nargs='+', choices=(ALONE, IN_ROLES), default=[ALONE, IN_ROLES])
+    parser.add_argument('--seed', type=int, default=0, help='of the moments')
+    parser.add_argument('--json', type=pathlib.Path, help='file for what was found')
+    flags = parser.parse_args(arguments)
+    for number in (*SIGNALS, signal.SIGINT, signal.SIGHUP):  # children would inherit what a shell ignores
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    directory, began_s, found = pathlib.Path(tempfile.mkdtemp(prefix='chaos_pauses_')), time.monotonic(), Found()
+    shares = {ALONE: flags.moments - flags.moments // 3, IN_ROLES: flags.moments // 3}
+    for place in flags.places:
+        count = shares[place] if len(flags.places) > 1 else flags.moments
+        signals = [SIGNALS[index % 2] for index in range(count)]
+        chain = Chain(place, directory / place, directory / 'cache', random.Random(f'{flags.seed} {place}'))
+        until_s = began_s + 60 * flags.minutes
+        try:
+            chain.strike(signals, until_s, found)
+        except (OSError, RuntimeError, StopIteration) as error:
+            found.ends.append(f'{place}: {type(error).__name__}: {error}')
+    return _report(found, flags, began_s, directory, arguments)
+
+
+def _report(
+    found: Found, flags: argparse.Namespace, began_s: float, directory: pathlib.Path, arguments: Sequence[str]
+) -> int:
+    missing = found.missing(flags.places)
+    moments = collections.Counter(f'{one.place}, {one.signal}, {one.moment}' for one in found.strikes)
+    passed = not found.violations and not missing
+    facts = {
+        'command': f'python -m tests.chaos_roles.pauses {" ".join(arguments)}', 'seed': flags.seed, 'passed': passed,
+        'commit': git_commit(), 'machine': hardware(), 'minutes': round((time.monotonic() - began_s) / 60, 2),
+        'strikes': len(found.strikes), 'held': sum(not one.violations for one in found.strikes),
+        'while_paused': sum(one.was_paused for one in found.strikes), 'runs_finished': found.finished,
+        'slowest_served_s': max((one.served_s for one in found.strikes), default=None),
+        'slowest_trained_s': max((one.trained_s for one in found.strikes), default=None),
+        'lease_s': LEASE_S, 'kinds': dict(moments), 'missing': missing, 'violations': found.violations,
+    }  # fmt: skip
+    if flags.json:
+        files.write_json(flags.json, facts | {'each': [dataclasses.asdict(one) for one in found.strikes]})
+    for name, value in facts.items():
+        print(f'{name}: {value}')
+    if found.violations:
+        print(f'what the runs left is in {directory}')
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0 if passed else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))
