@@ -187,7 +187,7 @@ class Leased(Factory):
 async def look(bench, url):
     """What the server says of its weights, and who has paused it."""
     ask = lambda: Connection(url).require('GET', '/weight_info')
-    return (await bench.clock.call('control/0', ask, Work('control'), 5.0)).fields()
+    return (await bench.clock.call('control/0', ask, Work('control'), 5.0)).fields().values
 
 
 async def post(bench, url, path, client=''):
