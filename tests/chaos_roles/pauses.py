@@ -43,6 +43,7 @@ LEASE_S = 4.0  # shorter than by default, so that a kill costs less
 STOPPED = 75
 _START_S = 300.0  # until a run that was started again has trained an update: it must not wait for a probe
 _STEPS = 8  # by which each start prolongs the run
+_SHARE_ALONE = 0.55  # of the minutes
 _KEY = 'pauses'
 _FIELDS = {
     'rollout.server': 'own', 'publication.channel': 'files', 'rollout.pause_lease_s': LEASE_S, 'checkpoint.every': 1,
@@ -58,8 +59,8 @@ class Strike:
     place: str
     signal: str
     moment: str
-    was_paused: bool  # the server, by the process that ended, at its end
-    lease_left_s: float  # at that time
+    was_paused: bool  # the server, just before the signal
+    lease_left_s: float  # at the end of the process; 0 where it had ended its pause, or had none
     served_s: float  # from the end of process and lease to the answer of another client
     trained_s: float  # from the next start to its first update
     violations: Sequence[str]
@@ -156,6 +157,7 @@ class Chain:
         moment = self._rng.choice(MOMENTS)
         self._await_moment(run, moment)
         pid = run.pid if self.place == ALONE else self._find_controller(run)
+        was_paused = bool(self._stranger.look())
         os.kill(pid, number)
         wrong: list[str] = []
         if self.place == ALONE:
@@ -177,7 +179,7 @@ class Chain:
         if trained_s > _START_S:
             wrong.append(f'no update within {_START_S:.0f} s of the next start')
         strike = Strike(
-            self.place, number.name, moment, bool(pauses), round(left_s, 2), round(max(0.0, served_s), 2),
+            self.place, number.name, moment, was_paused, round(left_s, 2), round(max(0.0, served_s), 2),
             round(trained_s, 1), [f'{self.place}, {number.name} {moment}: {text}' for text in wrong],
         )  # fmt: skip
         found.strikes.append(strike)
@@ -199,6 +201,7 @@ class Chain:
     def _start_server(self) -> RunningCommand:
         names = ('rollout.server', 'publication.channel', 'cluster.engines')
         flags = [f'--config.{name}={_FIELDS[name]}' for name in names]
+        flags.append(f'--config.run.compilation_cache={self._cache}')
         command = python('-m', 'areal_jax.main_serve', '--config=configs/tiny_cpu.py', '--port=0', *flags)
         server = RunningCommand([*command, f'--workdir={self.workdir}'], self._directory, self._environment)
         if not server.wait_for(lambda: bool(self._stranger.url), _START_S):
@@ -253,7 +256,7 @@ def main(arguments: Sequence[str]) -> int:
         count = shares[place] if len(flags.places) > 1 else flags.moments
         signals = [SIGNALS[index % 2] for index in range(count)]
         chain = Chain(place, directory / place, directory / 'cache', random.Random(f'{flags.seed} {place}'))
-        until_s = began_s + 60 * flags.minutes
+        until_s = began_s + 60 * flags.minutes * (_SHARE_ALONE if place == ALONE and len(flags.places) > 1 else 1)
         try:
             chain.strike(signals, until_s, found)
         except (OSError, RuntimeError, StopIteration) as error:
