@@ -1558,7 +1558,7 @@ MUTATIONS = [
     ),
     Mutation(
         'a pause of a server does not wait for what it aborts',
-        'areal_jax.rollout.http.service:GenerationService.pause',
+        'areal_jax.rollout.http.pausing:Pausing.pause',
         "if mode in ('abort', 'wait'):",
         "if mode == 'wait':",
         'tests/rollout/http/test_service.py',
@@ -1566,7 +1566,7 @@ MUTATIONS = [
     Mutation(
         'a paused server begins requests',
         'areal_jax.rollout.http.service:GenerationService._submit',
-        'elif self._pause is not None:',
+        'elif self._pauses.mode is not None:',
         'elif self._staged is not None:',
         'tests/rollout/http/test_service.py',
     ),
