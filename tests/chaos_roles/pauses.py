@@ -43,7 +43,9 @@ LEASE_S = 4.0  # shorter than by default, so that a kill costs less
 STOPPED = 75
 _START_S = 300.0  # until a run that was started again has trained an update: it must not wait for a probe
 _STEPS = 8  # by which each start prolongs the run
+_IN_A_ROW = 4  # controllers of one run in roles that are ended: its launcher gives up after five restarts in a row
 _SHARE_ALONE = 0.55  # of the minutes
+_NEVER_S = 1e9
 _KEY = 'pauses'
 _FIELDS = {
     'rollout.server': 'own', 'publication.channel': 'files', 'rollout.pause_lease_s': LEASE_S, 'checkpoint.every': 1,
@@ -102,7 +104,7 @@ class StrangersClient:
         return []
 
     def generate(self, timeout_s: float) -> float:
-        """Asks for one token; returns the time.monotonic() of the answer, infinity without one."""
+        """Asks for one token; returns the time.monotonic() of the answer, _NEVER_S without one."""
         body = {'input_ids': [1, 2], 'sampling_params': {'max_new_tokens': 1, 'ignore_eos': True}}
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
@@ -114,7 +116,7 @@ class StrangersClient:
                 continue
             if answer['meta_info']['finish_reason']['type'] == 'length':  # else the run's own pause has ended it
                 return time.monotonic()
-        return float('inf')
+        return _NEVER_S
 
     def _ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> str:
         data = None if body is None else json.dumps(body).encode()
@@ -176,7 +178,7 @@ class Chain:
             self._steps += _STEPS
             run = parts.enter_context(self._start(resume=True))
         trained_s = self._await_update(run, ended_s)
-        if trained_s > _START_S:
+        if trained_s == _NEVER_S:
             wrong.append(f'no update within {_START_S:.0f} s of the next start')
         strike = Strike(
             self.place, number.name, moment, was_paused, round(left_s, 2), round(max(0.0, served_s), 2),
@@ -188,7 +190,7 @@ class Chain:
 
     def _start(self, *, resume: bool) -> RunningCommand:
         # a run in roles is prolonged once: its launcher goes on by itself
-        steps = self._steps if self.place == ALONE else 10 * _STEPS
+        steps = self._steps if self.place == ALONE else 3 * _STEPS
         fields = _FIELDS | {'run.steps': steps, 'run.compilation_cache': self._cache}
         program = (
             ['areal_jax.main_train', *(['--resume'] if resume else [])] if self.place == ALONE else ['launch.local']
@@ -219,11 +221,11 @@ class Chain:
         run.sleep(self._rng.uniform(0.0, 1.0 if moment == 'between' else 0.02))
 
     def _await_update(self, run: RunningCommand, began_s: float) -> float:
-        """Seconds to the first update after those that are saved; infinity where none comes."""
+        """Seconds to the first update after those that are saved; _NEVER_S where none comes."""
         before = logs.newest_update(self.workdir)
         newer = lambda: (logs.newest_update(self.workdir) or -1) > (-1 if before is None else before)
         came = run.wait_for(newer, _START_S)
-        return time.monotonic() - began_s if came else float('inf')
+        return time.monotonic() - began_s if came else _NEVER_S
 
     def _find_controller(self, run: RunningCommand) -> int:
         words = {b'areal_jax.main_role', b'--role=controller'}
@@ -255,12 +257,17 @@ def main(arguments: Sequence[str]) -> int:
     for place in flags.places:
         count = shares[place] if len(flags.places) > 1 else flags.moments
         signals = [SIGNALS[index % 2] for index in range(count)]
-        chain = Chain(place, directory / place, directory / 'cache', random.Random(f'{flags.seed} {place}'))
+        each = count if place == ALONE else _IN_A_ROW
+        batches = [signals[first : first + each] for first in range(0, count, each)]
         until_s = began_s + 60 * flags.minutes * (_SHARE_ALONE if place == ALONE and len(flags.places) > 1 else 1)
-        try:
-            chain.strike(signals, until_s, found)
-        except (OSError, RuntimeError, StopIteration) as error:
-            found.ends.append(f'{place}: {type(error).__name__}: {error}')
+        for number, batch in enumerate(batches):
+            if time.monotonic() > until_s:
+                break
+            rng, folder = random.Random(f'{flags.seed} {place} {number}'), directory / f'{place} {number}'
+            try:
+                Chain(place, folder, directory / 'cache', rng).strike(batch, until_s, found)
+            except (OSError, RuntimeError, StopIteration) as error:
+                found.ends.append(f'{place}: {type(error).__name__}: {error}')
     return _report(found, flags, began_s, directory, arguments)
 
 
