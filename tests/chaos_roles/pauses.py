@@ -175,7 +175,7 @@ class Chain:
         if served_s > SERVES_S:
             wrong.append(f'another client had its answer {served_s:.1f} s after the end of process and lease')
         if self.place == ALONE:
-            self._steps += _STEPS
+            self._steps = max(self._steps, (logs.newest_update(self.workdir) or 0) + _STEPS)
             run = parts.enter_context(self._start(resume=True))
         trained_s = self._await_update(run, ended_s)
         if trained_s == _NEVER_S:
