@@ -16,6 +16,7 @@ Tools = Sequence[JsonObject]  # {'type': 'function', 'function': {'name': ..., .
 _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less than 2**15
 # Limits of the output in characters: per call, per conversation, and per character of the messages.
 _CHARACTERS, _CHARACTERS_EACH, _CHARACTERS_PER_CHARACTER = 2**20, 2**14, 16
+_LARGE = 2**16  # characters of a conversation with its tools
 _MEMORY_BYTES = 2**30  # besides input and output, whose bounds are above
 _CPU_SECONDS, _CONVERSATIONS_PER_CPU_SECOND = 10, 500  # one takes about 50 microseconds
 _WALL_SECONDS_PER_CPU_SECOND = 30  # the process may have to wait for the CPU
@@ -72,7 +73,7 @@ class ChatTemplate:
             )
         self.source = source
         self.takes_tools = _parse(source, place)  # whether it reads `tools`
-        self._worker = TemplateWorker(source)
+        self._workers = [TemplateWorker(source), TemplateWorker(source)]  # of usual requests, and of large ones
 
     def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
         """The prompt of each conversation, up to where the answer begins; threads take turns.
@@ -85,7 +86,7 @@ class ChatTemplate:
         values = self._values | ({'tools': list(tools)} if tools else {})
         try:
             request = {'conversations': messages, 'values': values, **self._bound(messages, tools)}
-            replies, ended = self._find_worker().render(request)
+            replies, ended = self._find_worker(request).render(request)
         except RecursionError as error:
             raise ConversationError(0, 'the messages or tools are nested too deep: leave out some levels') from error
         texts = [reply['text'] for reply in replies if 'text' in reply]
@@ -99,12 +100,15 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the process; a later call of `render` starts a new one."""
-        self._worker.close()
+        for worker in self._workers:
+            worker.close()
 
-    def _find_worker(self) -> TemplateWorker:
-        if self._worker.owner != os.getpid():  # this is a fork, and the process is its parent's
-            self._worker = TemplateWorker(self.source)
-        return self._worker
+    def _find_worker(self, request: JsonObject) -> TemplateWorker:
+        """A large conversation takes its time, and the others do not wait for it."""
+        is_large = len(request['conversations']) == 1 and request['length'] > _LARGE
+        if self._workers[is_large].owner != os.getpid():  # this is a fork, and the process is its parent's
+            self._workers[is_large] = TemplateWorker(self.source)
+        return self._workers[is_large]
 
     def _bound(self, conversations: Sequence[Messages], tools: Tools) -> dict[str, float]:
         """The limits of a call."""
@@ -113,6 +117,7 @@ class ChatTemplate:
         characters = _CHARACTERS + _CHARACTERS_EACH * len(conversations) + _CHARACTERS_PER_CHARACTER * length
         cpu_seconds = self._cpu_seconds + len(conversations) // _CONVERSATIONS_PER_CPU_SECOND
         return {
+            'length': length,
             'characters': characters,
             'memory_bytes': _MEMORY_BYTES + 16 * length + 4 * characters,
             'cpu_seconds': cpu_seconds,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _Value = TypeVar('_Value')
+_SLICE = 1 << 18  # characters that are searched at once
 _PRIVATE = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)  # code points without a meaning
 
 
@@ -97,9 +98,14 @@ class Spellings:
 
     def _find(self, text: str) -> list[int]:
         """Where in the text a spelling begins, also one that its end cuts off."""
-        if self._first is None or not self._first.search(text):
+        if self._first is None:
             return []
-        whole = {found.start() for found in self._start.finditer(text)}
+        whole: set[int] = set()
+        for start in range(0, len(text), _SLICE):  # a search holds the interpreter to its end
+            end = start + _SLICE
+            if self._first.search(text, start, end):
+                found = self._start.finditer(text, start, end + self._longest)
+                whole.update(place for place in (one.start() for one in found) if place < end)
         tail = range(max(0, len(text) - self._longest + 1), len(text))
         return sorted(whole | {place for place in tail if text[place:] in self._beginnings})
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
 from areal_jax.text.chat_template import (
@@ -88,6 +89,10 @@ class Tokenizer(Protocol):
         """Ids that control the model and are left out of a text for readers."""
         ...
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special ones among them; in a byte-level one a character stands for each byte."""
+        ...
+
     def fits(self, vocab_size: int) -> None:
         """Raises TokenizerError when a model with `vocab_size` embeddings lacks some of the ids."""
         ...
@@ -147,7 +152,9 @@ class _BpeTokenizer(_SizedTokenizer):
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the text of a special token becomes that token."""
         with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
-            return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
+            # a batch, because the library holds the interpreter for a text alone, seconds for one of some MB
+            (encoding,) = self._bpe.encode_batch_fast([text], add_special_tokens=False)
+            return np.asarray(encoding.ids, np.int32)
 
     @property
     def takes_tools(self) -> bool:
@@ -317,10 +324,14 @@ class CharacterTokenizer(_SizedTokenizer):
         self.eos_id = 0 if has_eos else self.vocab_size
         self._ids = {character: index for index, character in enumerate(characters, start=int(has_eos))}
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every character."""
+        return dict(self._ids)
+
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]; raises TokenizerError for a character without an id."""
         if unknown := sorted({character for character in text if character not in self._ids}):
-            raise TokenizerError(f'{text!r} has characters {unknown} that are not among {self.characters!r}')
+            raise TokenizerError(f'{show(text)} has characters {show(unknown)} that are not among {self.characters!r}')
         return np.asarray([self._ids[character] for character in text], np.int32)
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:

@@ -29,6 +29,7 @@ from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
@@ -108,7 +109,8 @@ class Ran:
 
     def _make_workflow(self) -> AgentWorkflow:
         model = self.model
-        settings = GatewaySettings(CONTEXT, 2 * SLOTS, 'wish', model.form.render, lambda token: str(token))
+        name, bound = lambda token: str(token), BodyBound(CONTEXT, 8, 16)
+        settings = GatewaySettings(CONTEXT, 2 * SLOTS, 'wish', model.form.render, name, bound)
         gateway = Gateway(FunctionHost(f'{_AGENT}:talk', 1), settings)
         agent = ProgramAgent(self._clock, functools.partial(gateway.open, model.sampling), PROGRAM, _DEADLINE_S)
         budgets = Budgets(TURNS, TURN_TOKENS, CONTEXT, tool_deadline_s=30.0, tool_bytes=1 << 16)

@@ -18,12 +18,14 @@ from areal_jax.agents.gateway.call_reader import DIALECTS, read_asked_call, read
 from areal_jax.agents.gateway.reply_writer import MODEL, make_answers, render
 from areal_jax.agents.gateway.session import Session
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
+from areal_jax.rollout.http.server.bodies import BODIES, Bodies
 from areal_jax.rollout.http.server.callers import refuse_pages
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.server.replies import LIMITS, Handler, guard, read_body
+from areal_jax.rollout.http.server.replies import Handler, guard
 from areal_jax.rollout.http.server.thread import bind, describe_url
+from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
 from areal_jax.rollout.http.wire.request_fields import read_integer
@@ -48,6 +50,7 @@ class GatewaySettings:
     required: Required  # agent.required
     render: Callable[[Messages, Tools], np.ndarray]  # int32 [P] of a conversation
     token_text: Callable[[int], str]
+    bound: BodyBound  # of what programs send
     limits: Limits = dataclasses.field(default_factory=Limits)
 
 
@@ -117,7 +120,7 @@ class Gateway:
         self._url = describe_url(listener)
         connections = ConnectionLimits(count_connections(limits.connections), limits.header_s, limits.write_s)
         app = web.Application(middlewares=[guard(self._admit)], client_max_size=limits.body_bytes)
-        app[LIMITS] = limits
+        app[BODIES] = Bodies(limits, self._settings.bound)
         app.add_routes(self._list_routes())
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
@@ -128,6 +131,7 @@ class Gateway:
                 await asyncio.Event().wait()
         finally:
             await runner.cleanup()
+            app[BODIES].close()
             await self._host.close()
 
     # Routes.
@@ -142,8 +146,10 @@ class Gateway:
     def _handle(self, path: str) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             session, settings = await self._find_session(request), self._settings
+            parse = functools.partial(read_asked_call, path, sampling=session.sampling, required=settings.required)
             try:
-                asked = read_asked_call(path, await read_body(request), session.sampling, settings.required)
+                async with request.app[BODIES].opened(request, parse, prompts=1, client=str(id(session))) as asked:
+                    pass
             except RequestError:
                 session.counts['malformed'] += 1
                 raise
@@ -161,8 +167,10 @@ class Gateway:
         return answer
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        await self._find_session(request)
-        return web.json_response({'input_tokens': len(self._settings.render(*read_count(await read_body(request))))})
+        session = await self._find_session(request)
+        async with request.app[BODIES].opened(request, read_count, prompts=1, client=str(id(session))) as asked:
+            ids = await request.app[BODIES].run(functools.partial(self._settings.render, *asked))
+        return web.json_response({'input_tokens': len(ids)})
 
     async def _list_models(self, request: web.Request) -> web.Response:
         await self._find_session(request)

@@ -34,6 +34,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_environment
 from areal_jax.protocols import Clock, Generator, Workflow
+from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
@@ -96,6 +97,7 @@ def load_programs(
         GatewaySettings(
             config.rollout.context_tokens, settings.programs, settings.required, chat_format.render,
             lambda token: tokenizer.decode(np.array([token], np.int32)),
+            BodyBound.of(config.rollout.context_tokens, tokenizer.vocabulary()),
         ),
     )  # fmt: skip
     told, deadline_s = _Told(PROGRAM), config.rollout.episode_deadline_s

@@ -19,6 +19,7 @@ from areal_jax.control.recording import Recording
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.types import Prompt, SamplingParams
 from tests.agents.toy_format import ToyFormat, ToyPool, user
 
@@ -31,7 +32,7 @@ CHAT = '/chat/completions'
 
 def make_gateway(host, required='wish', chat_format=None):
     render = (chat_format or ToyFormat()).render
-    return Gateway(host, GatewaySettings(400, 8, required, render, chr, LIMITS))
+    return Gateway(host, GatewaySettings(400, 8, required, render, chr, BodyBound(400, 1, 1), LIMITS))
 
 
 class CoroutineHost:

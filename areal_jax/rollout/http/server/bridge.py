@@ -68,6 +68,7 @@ class Bridge:
         self._readers = AnswerReaders(texts, parser)
         self.texts, self.load, self.context_tokens = texts, Load(limits), context_tokens
         self._inbox, self.vocab_size, self._seed = inbox, vocab_size, seed
+        self.bound = texts.bound(context_tokens)
         self._loop = asyncio.get_running_loop()
         self._draws = itertools.count(1)
 
@@ -111,7 +112,7 @@ class Bridge:
         """The same, also for prompts that the context has no room for."""
         call = grant(call, self.required)
         if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
-            call = await asyncio.to_thread(self._tokenize, call)
+            call = await _run_to_its_end(self._tokenize, call)
         return call
 
     def open(self, call: Call) -> Exchange:
@@ -166,6 +167,9 @@ class Bridge:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tokenize(self, call: Call) -> Call:
+        for prompt in call.prompts:
+            if isinstance(prompt, str):
+                self.bound.require_text(prompt, call.prompt_field)
         try:
             tokenized = tokenize_call(call, self.texts.encode, self.texts.apply_template)
             return self._with_texts(call, tokenized) if call.echo else tokenized
@@ -310,6 +314,16 @@ class Exchange:
         answer.finish = _describe_finish(delivery)
         answer.version, answer.began = delivery.version, delivery.began
         answer.latency_s = time.monotonic() - self._began
+
+
+async def _run_to_its_end(function: Callable[[Call], Result], call: Call) -> Result:
+    """In a thread, which is waited for also where the caller is cancelled: a client has one large text in work."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, call))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
 
 
 def find_group(call: Call, request_id: str) -> str:

@@ -7,7 +7,8 @@ from typing import cast
 from aiohttp import web
 
 from areal_jax.rollout.http.pauses import CLIENT, Lease, ServerPause
-from areal_jax.rollout.http.server.replies import BRIDGE, read_body
+from areal_jax.rollout.http.server.bodies import read_body
+from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.service import UpdateError
 from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError

@@ -10,9 +10,10 @@ from typing import Protocol, runtime_checkable
 from aiohttp import web
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.server.bodies import BODIES
 from areal_jax.rollout.http.server.bridge import Exchange
 from areal_jax.rollout.http.server.limits import QUEUE_FULL, TOO_LATE
-from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
+from areal_jax.rollout.http.server.replies import BRIDGE, Handler
 from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, messages, responses, sglang, vllm
@@ -52,6 +53,7 @@ ROUTES: dict[str, Dialect] = {
     '/v1/responses': responses,
     '/v1/messages': messages,
 }
+_BATCHES: tuple[Dialect, ...] = (sglang, completions)  # whose requests may have several prompts
 
 
 def list_routes(model: str) -> list[web.RouteDef]:
@@ -62,7 +64,8 @@ def list_routes(model: str) -> list[web.RouteDef]:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """The length of the prompt of a conversation, also of one that the context has no room for."""
-    call = await request.app[BRIDGE].encode(messages.parse_count(await read_body(request)))
+    async with request.app[BODIES].opened(request, messages.parse_count, prompts=1) as parsed:
+        call = await request.app[BRIDGE].encode(parsed)
     return web.json_response({'input_tokens': len(call.prompts[0])})
 
 
@@ -70,8 +73,10 @@ def _handle(dialect: Dialect, model: str) -> Handler:
     async def generate(request: web.Request) -> web.StreamResponse:
         if request.app[FACTS].draining:
             raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
-        bridge = request.app[BRIDGE]
-        call = await bridge.tokenize(dialect.parse(await read_body(request)))
+        bridge, bodies = request.app[BRIDGE], request.app[BODIES]
+        prompts = bridge.load.most_answers if dialect in _BATCHES else 1
+        async with bodies.opened(request, dialect.parse, prompts) as parsed:
+            call = await bridge.tokenize(parsed)
         require_scorable(call, bridge.limits.scored_tokens)
         info = ReplyInfo(model, int(time.time()), bridge.texts.token_text)
         exchange = bridge.open(call)

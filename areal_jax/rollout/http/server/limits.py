@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
 import dataclasses
+import time
+from collections.abc import AsyncIterator
 
 from areal_jax.rollout.http.wire.exchange import RequestError
 
 TOO_LONG_BODY, SLOW_BODY, TOO_MANY_STREAMS, QUEUE_FULL, TOO_LATE = 413, 408, 429, 503, 504
+SMALL_BYTES = 1 << 16  # of a body that is parsed on the loop of HTTP
+PLACE_S = 60.0  # for a place of a large body, and for its parsing
+_REST, _MOST_REST_S = 4.0, 2.0  # behind a body that is refused: so many times what it took
+_MOST_LARGE = 3  # larger ones of all clients, that are here at once
 FAILED = 500  # the model gave no numbers for this request
 
 
@@ -63,6 +72,11 @@ class Load:
                 TOO_MANY_STREAMS,
             )  # fmt: skip
 
+    @property
+    def most_answers(self) -> int:
+        """Of one request, where no other is open."""
+        return self._share_of(self.limits.requests)
+
     def _share_of(self, places: int) -> int:
         """Of so many places, what one request may take: those that are left are for others."""
         return max(1, int(self.limits.share * places))
@@ -70,3 +84,48 @@ class Load:
     def release(self, answers: int, stream: bool) -> None:
         self.answers -= answers
         self.streams -= stream
+
+
+class Places:
+    """For large bodies: a client has one in work at a time, from its first byte to its token ids; on one loop.
+
+    The refusal of one is sent after a rest, in which the client has no other in work either.
+
+    Args:
+      wait_s: for the place of a client; then 429.
+    """
+
+    def __init__(self, wait_s: float):
+        self._wait_s = wait_s
+        self._places: dict[str, asyncio.Lock] = {}
+        self._users: collections.Counter[str] = collections.Counter()
+        self._room = asyncio.Semaphore(_MOST_LARGE)
+
+    @contextlib.asynccontextmanager
+    async def taken(self, client: str) -> AsyncIterator[None]:
+        """Inside, the place of the client is held. Raises RequestError where it did not become free in time."""
+        place = self._places.setdefault(client, asyncio.Lock())
+        self._users[client] += 1
+        try:
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(self._wait_s):
+                        await held.enter_async_context(place)
+                        await held.enter_async_context(self._room)
+                except TimeoutError:
+                    raise RequestError(
+                        'body', f'the body is larger than {SMALL_BYTES} bytes, of which a client has one in work at a '
+                        f'time, and none of the earlier ones was done within {self._wait_s:g} s: send it again later',
+                        TOO_MANY_STREAMS,
+                    ) from None  # fmt: skip
+                began_s = time.monotonic()
+                try:
+                    yield
+                except RequestError:
+                    # what is refused costs its sender nothing: without a rest it would only be sent again
+                    await asyncio.sleep(min(_MOST_REST_S, _REST * (time.monotonic() - began_s)))
+                    raise
+        finally:
+            self._users[client] -= 1
+            if not self._users[client]:
+                del self._users[client], self._places[client]

@@ -1,4 +1,4 @@
-"""What every route has in common: reading a body, and turning what is refused into the reply of its dialect."""
+"""What every route has in common: who may ask, and what is refused becomes the reply of the path's dialect."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.complaints import NAME
-from areal_jax.rollout.http.server.limits import SLOW_BODY, TOO_LATE, TOO_LONG_BODY, Limits
+from areal_jax.rollout.http.server.limits import TOO_LATE
 from areal_jax.rollout.http.wire import messages, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
 
 BRIDGE: web.AppKey[Bridge] = web.AppKey('bridge', Bridge)
-LIMITS: web.AppKey[Limits] = web.AppKey('limits', Limits)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _SGLANG_PATHS = (
     '/generate', '/abort_request', '/pause_generation', '/continue_generation', '/flush_cache',
@@ -42,37 +39,6 @@ class Progress(Protocol):
     def note_request(self, has_body: bool) -> None: ...
 
     def note_body(self) -> None: ...
-
-
-async def read_body(request: web.Request) -> object:
-    """The JSON of the body, {} where it is empty; raises RequestError."""
-    limits = request.app[LIMITS]
-    try:
-        if (request.content_length or 0) > limits.body_bytes:
-            raise web.HTTPRequestEntityTooLarge(limits.body_bytes)
-        async with asyncio.timeout(limits.body_s):
-            content = await request.read()
-    except TimeoutError:
-        raise RequestError(
-            '', f'the body did not arrive within {limits.body_s:g} s: send it faster', SLOW_BODY
-        ) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise RequestError(
-            '', f'the body is larger than {limits.body_bytes} bytes: send less at once', TOO_LONG_BODY
-        ) from None
-    except (web.RequestPayloadError, HttpProcessingError) as error:  # invalid chunks or compression
-        reason = ' '.join(str(error).split())[:200]
-        raise RequestError(
-            'body', f'the body can not be read ({reason}): send it plain, or as its headers say'
-        ) from None
-    if isinstance(request.protocol, Progress):
-        request.protocol.note_body()
-    return parse_json(content) if content.strip() else {}
-
-
-async def read_fields(request: web.Request) -> Fields:
-    """The fields of a body that is a JSON object."""
-    return Fields(await read_body(request))
 
 
 def guard(admit: Callable[[web.Request], None], holder: Callable[[], str] = str) -> Middleware:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
+from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
 from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.rollout.http.wire.tools import require_shown
@@ -21,6 +22,10 @@ class Texts:
         self._tokenizer = tokenizer
         self.eos_ids = (tokenizer.eos_id,)
         self._hidden = tokenizer.special_token_ids()
+
+    def bound(self, context_tokens: int) -> BodyBound:
+        """Of bodies of requests to this model."""
+        return BodyBound.of(context_tokens, self._tokenizer.vocabulary())
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n] of a plain prompt, as of /v1/completions and /tokenize: what spells a special token becomes it."""

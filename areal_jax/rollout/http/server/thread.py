@@ -17,13 +17,14 @@ from areal_jax.config.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.server import control, generation, openapi, state, tokens
+from areal_jax.rollout.http.server.bodies import BODIES, Bodies
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.callers import KEYLESS, Callers
 from areal_jax.rollout.http.server.complaints import bounded_log
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.server.replies import BRIDGE, LIMITS, guard
+from areal_jax.rollout.http.server.replies import BRIDGE, guard
 from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser
@@ -125,12 +126,14 @@ class HttpThread:
         app = web.Application(
             middlewares=[guard(self._callers.admit, lambda: model.facts.holder)], client_max_size=limits.body_bytes
         )
-        app[FACTS], app[CONNECTIONS], app[LIMITS] = model.facts, table, limits
+        app[FACTS], app[CONNECTIONS] = model.facts, table
         app[BRIDGE] = Bridge(
             self._inbox, model.texts, limits,
             context_tokens=model.context_tokens, vocab_size=model.vocab_size, seed=model.seed,
             required=model.required, parser=model.parser, recorded=model.recorded,
         )  # fmt: skip
+        app[BODIES] = Bodies(limits, app[BRIDGE].bound)
+        app.on_cleanup.append(_close_bodies)
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
         routes += [tokens.list_routes(), openapi.list_routes()]
         app.add_routes([route for listed in routes for route in listed])
@@ -147,6 +150,10 @@ class HttpThread:
             )  # fmt: skip
         requests = min(limits.requests, max(1, int(_REQUESTS_PER_CONNECTION * connections)))
         return dataclasses.replace(limits, connections=connections, requests=requests)
+
+
+async def _close_bodies(app: web.Application) -> None:
+    app[BODIES].close()
 
 
 def _complain(log: logging.Logger, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

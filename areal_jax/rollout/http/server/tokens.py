@@ -8,10 +8,11 @@ import numpy as np
 from aiohttp import web
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.server.replies import BRIDGE, read_fields
+from areal_jax.rollout.http.server.bodies import BODIES
+from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.wire.exchange import Message, RequestError
 from areal_jax.rollout.http.wire.openai import read_messages
-from areal_jax.rollout.http.wire.request_fields import Fields, read_token_ids
+from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, Fields, read_token_ids
 from areal_jax.rollout.http.wire.tools import read_tools
 from areal_jax.text.chat_template import TokenizerError
 
@@ -29,16 +30,17 @@ def list_routes() -> list[web.RouteDef]:
 async def tokenize(request: web.Request) -> web.Response:
     """The ids of a text, of each of a list of texts, or of a conversation in the chat form of the model."""
     bridge = request.app[BRIDGE]
-    texts, messages, tools, with_strings = read_tokenize(await read_fields(request))
-    try:
-        if messages:
-            found = [await asyncio.to_thread(bridge.texts.apply_template, messages, tools)]
-        else:
-            listed = [texts] if isinstance(texts, str) else list(texts)
-            found = await asyncio.to_thread(lambda: [bridge.texts.encode(text) for text in listed])
-    except TokenizerError as error:
-        field = 'messages' if messages else 'prompt'
-        raise RequestError(field, f'{field} has no token ids: {error}') from error
+    async with request.app[BODIES].opened(request, parse_tokenize, MOST_PROMPTS) as parsed:
+        texts, messages, tools, with_strings = parsed
+        try:
+            if messages:
+                found = [await asyncio.to_thread(bridge.texts.apply_template, messages, tools)]
+            else:
+                listed = [texts] if isinstance(texts, str) else list(texts)
+                found = await asyncio.to_thread(lambda: [bridge.texts.encode(text) for text in listed])
+        except TokenizerError as error:
+            field = 'messages' if messages else 'prompt'
+            raise RequestError(field, f'{field} has no token ids: {error}') from error
     ids = [tokens.tolist() for tokens in found]
     strings = [[bridge.texts.token_text(token) for token in tokens] for tokens in ids] if with_strings else None
     is_batch = not messages and not isinstance(texts, str)
@@ -54,7 +56,8 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """The text of ids, or of each list of ids, under both names that servers have for it."""
     bridge = request.app[BRIDGE]
-    lists, is_batch, skip_special = read_detokenize(await read_fields(request))
+    async with request.app[BODIES].opened(request, parse_detokenize, MOST_PROMPTS) as parsed:
+        lists, is_batch, skip_special = parsed
     for tokens in lists:
         if len(tokens) and int(tokens.max()) >= bridge.vocab_size:
             raise RequestError(
@@ -72,6 +75,16 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     bridge = request.app[BRIDGE]
     info: JsonObject = {'max_model_len': bridge.context_tokens, 'vocab_size': bridge.vocab_size}
     return web.json_response(info | bridge.texts.special_tokens())
+
+
+def parse_tokenize(body: object) -> tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]:
+    """See `read_tokenize`."""
+    return read_tokenize(Fields(body))
+
+
+def parse_detokenize(body: object) -> tuple[list[np.ndarray], bool, bool]:
+    """See `read_detokenize`."""
+    return read_detokenize(Fields(body))
 
 
 def read_tokenize(

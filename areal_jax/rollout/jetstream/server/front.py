@@ -30,7 +30,6 @@ _OPTIONS = (
     ('grpc.so_reuseport', 0),  # else a second server takes half of the connections of the first one
     ('grpc.max_metadata_size', _METADATA_BYTES),
     ('grpc.absolute_max_metadata_size', _METADATA_BYTES),
-    ('grpc.max_receive_message_length', -1),
     ('grpc.max_send_message_length', -1),
 )
 
@@ -103,7 +102,8 @@ class _Server(server_lib.JetStreamServer):
     async def _prepare(self, build: Callable[[], OpenCalls], listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         calls = build()
-        self._grpc_server = grpc.aio.server(self._executor, options=_OPTIONS)
+        most = ('grpc.max_receive_message_length', calls.most_message)  # what is larger can be no legal call
+        self._grpc_server = grpc.aio.server(self._executor, options=(*_OPTIONS, most))
         orchestrator = RelayOrchestrator(self._driver, calls)
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(orchestrator, self._grpc_server)
         self._grpc_server.add_generic_rpc_handlers((ControlService(calls).build(),))

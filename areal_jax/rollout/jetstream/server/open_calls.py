@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hmac
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, cast
 
 import grpc
@@ -18,7 +19,7 @@ from grpc.aio import ServicerContext as Context
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.server.bridge import Bridge
-from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, TOO_LATE
+from areal_jax.rollout.http.server.limits import FAILED, PLACE_S, QUEUE_FULL, SMALL_BYTES, TOO_LATE, Places
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
 from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record, read_settings
@@ -28,6 +29,7 @@ from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
 from areal_jax.rollout.stream import DispatchError, LogprobError
 
+_CHARACTER_BYTES = 4  # at most; a token id takes 5, and a token has 4 characters at least in the bound
 _ID_BYTES = 16  # random, of an id that the server makes
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -53,9 +55,15 @@ class OpenCalls:
         self, bridge: Bridge, relay: Relay, api_key: str, holder: Callable[[], str], is_draining: Callable[[], bool]
     ):
         self.records, self.bridge = KeptRecords(), bridge
+        self._places = Places(PLACE_S)
         self._relay, self._api_key, self._holder, self._is_draining = relay, api_key, holder, is_draining
         self._numbers = itertools.count()
         self._open: dict[int, OpenCall] = {}
+
+    @property
+    def most_message(self) -> int:
+        """Bytes of a message: of a text that no context has room for, and of server.max_body_bytes at most."""
+        return min(self.bridge.limits.body_bytes, _CHARACTER_BYTES * self.bridge.bound.most_text(1))
 
     async def require_allowed(self, context: Context) -> Mapping[str, str]:
         """The metadata of the call by name; ends it where the key or the process is another one."""
@@ -72,7 +80,7 @@ class OpenCalls:
             )  # fmt: skip
         return found
 
-    async def open(self, token_ids: list[int] | None, text: str, max_tokens: int, context: Context) -> OpenCall:
+    async def open(self, token_ids: Sequence[int] | None, text: str, max_tokens: int, context: Context) -> OpenCall:
         """The call of a DecodeRequest, with ids or with a text; ends the call of gRPC where it is refused."""
         metadata = await self.require_allowed(context)
         try:
@@ -80,7 +88,10 @@ class OpenCalls:
                 raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
             if max_tokens < 1:
                 raise RequestError('max_tokens', f'max_tokens={max_tokens} must be 1 or more')
-            call = await self._read(metadata.get(SETTINGS), token_ids, text, max_tokens)
+            async with contextlib.AsyncExitStack() as held:
+                if len(text) > SMALL_BYTES:
+                    await held.enter_async_context(self._places.taken(_name_client(context)))
+                call = await self._read(metadata.get(SETTINGS), token_ids, text, max_tokens)
             self.bridge.load.admit(1, stream=True)
         except RequestError as error:
             await end_refused(context, error)
@@ -115,8 +126,13 @@ class OpenCalls:
         self.bridge.load.release(1, stream=True)
         self._relay.withdraw(call)
 
-    async def _read(self, settings: str | None, token_ids: list[int] | None, text: str, max_tokens: int) -> Call:
-        ids = [0] if token_ids is None else token_ids  # of a text: the tokenizer has its ids
+    async def _read(self, settings: str | None, token_ids: Sequence[int] | None, text: str, max_tokens: int) -> Call:
+        if token_ids is not None and len(token_ids) > self.bridge.context_tokens:  # before they are made into a list
+            raise RequestError(
+                'token_ids', f'token_ids of {len(token_ids)} tokens do not fit the context of '
+                f'{self.bridge.context_tokens} tokens: shorten it',
+            )  # fmt: skip
+        ids = [0] if token_ids is None else list(token_ids)  # of a text: the tokenizer has its ids
         call = vllm.parse(read_settings(settings, ids, max_tokens))
         if call.n != 1 or call.alternatives or call.prompt_logprobs is not None or call.model_columns:
             raise RequestError(
@@ -136,6 +152,11 @@ class OpenCalls:
         # what the service delivers goes to JetStream's threads, and not first to this loop
         found.submission = dataclasses.replace(submission, deliver=functools.partial(self._relay.deliver, found))
         return found
+
+
+def _name_client(context: Context) -> str:
+    """The address of the peer without its port, 'ipv4:127.0.0.1'."""
+    return str(context.peer()).rpartition(':')[0]
 
 
 async def end_refused(context: Context, error: UserError) -> NoReturn:

@@ -24,7 +24,7 @@ class RelayOrchestrator(orchestrator.LLMOrchestrator):
     async def Decode(
         self, request: jetstream_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[jetstream_pb2.DecodeResponse]:
-        ids = None if request.WhichOneof('content') == 'text_content' else list(request.token_content.token_ids)
+        ids = None if request.WhichOneof('content') == 'text_content' else request.token_content.token_ids
         call = await self._calls.open(ids, request.text_content.text, request.max_tokens, context)
         try:
             async for response in super().Decode(call, context):
