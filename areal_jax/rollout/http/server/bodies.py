@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeVar
 
 from aiohttp import web
@@ -23,7 +23,10 @@ from areal_jax.rollout.http.server.replies import Progress
 from areal_jax.rollout.http.wire.body_values import BodyBound, parse_large
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import parse_json
+from areal_jax.rollout.http.wire.sse import write_slowly
 
+_MOST_AT_ONCE = 8192  # values of a reply that is written on the loop
+_NONE: Mapping[str, str] = {}
 _THREADS = 2  # for what is done with large bodies, so that it takes no thread from small ones
 Result = TypeVar('Result')
 Parse = Callable[[object], Result]
@@ -80,6 +83,15 @@ class Bodies:
         except asyncio.CancelledError:
             await asyncio.wait([work])
             raise
+
+    async def reply(
+        self, render: Callable[[], object], values: int, headers: Mapping[str, str] = _NONE
+    ) -> web.Response:
+        """The JSON that `render` makes, of about so many values; a large one is made in a thread, piece by piece."""
+        if values <= _MOST_AT_ONCE:
+            return web.json_response(render(), headers=headers)
+        content = await self.run(lambda: ''.join(write_slowly(render())).encode())
+        return web.Response(body=content, content_type='application/json', charset='utf-8', headers=headers)
 
     def close(self) -> None:
         self._parser.close()

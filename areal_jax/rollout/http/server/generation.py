@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from areal_jax.rollout.http.wire import chat, completions, messages, responses, 
 from areal_jax.rollout.http.wire.exchange import MISSED, Answer, Call, Piece, ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.sse import DONE, frame
 
+_ANSWER_VALUES = 32  # of an answer in a reply, besides those of each token
 _LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events
 Pieces = AsyncIterator[tuple[Answer, Piece]]
 
@@ -90,7 +92,8 @@ def _handle(dialect: Dialect, model: str) -> Handler:
                     await score_answers(bridge, call, answers)
                     misses = exchange.note_misses()
                     headers = {MISSED: ', '.join(misses)} if misses else {}
-                    response = web.json_response(dialect.render(call, answers, info), headers=headers)
+                    render = functools.partial(dialect.render, call, answers, info)
+                    response = await bodies.reply(render, _count_values(call, answers), headers)
             return response
         except TimeoutError:
             raise RequestError('', _describe_late(bridge.limits.request_s), TOO_LATE) from None
@@ -145,6 +148,17 @@ def _render_failure(dialect: Dialect, answers: Sequence[Answer], message: str, s
     if isinstance(dialect, NamedEvents):
         return dialect.render_failure(answers, message, status, field)
     return frame(dialect.render_error(message, status, field))
+
+
+def _count_values(call: Call, answers: Sequence[Answer]) -> int:
+    """Of a reply, about."""
+    each = 2 + call.alternatives + len(call.columns) if call.logprobs else 1
+    of_prompts = sum(len(prompt) for prompt in call.prompts) if call.prompt_starts or call.echo else 0
+    return (
+        len(answers) * _ANSWER_VALUES
+        + each * sum(one.n_tokens for one in answers)
+        + (max(each, 2 + call.prompt_alternatives) * of_prompts)
+    )
 
 
 def _describe_late(seconds: float) -> str:

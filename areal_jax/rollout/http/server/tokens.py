@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 from aiohttp import web
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bodies import BODIES
+from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.replies import BRIDGE
 from areal_jax.rollout.http.wire.exchange import Message, RequestError
 from areal_jax.rollout.http.wire.openai import read_messages
@@ -41,16 +43,22 @@ async def tokenize(request: web.Request) -> web.Response:
         except TokenizerError as error:
             field = 'messages' if messages else 'prompt'
             raise RequestError(field, f'{field} has no token ids: {error}') from error
+    is_batch = not messages and not isinstance(texts, str)
+    return await request.app[BODIES].reply(
+        lambda: _render_tokens(bridge, found, is_batch, with_strings), sum(map(len, found)) * (2 if with_strings else 1)
+    )
+
+
+def _render_tokens(bridge: Bridge, found: Sequence[np.ndarray], is_batch: bool, with_strings: bool) -> JsonObject:
     ids = [tokens.tolist() for tokens in found]
     strings = [[bridge.texts.token_text(token) for token in tokens] for tokens in ids] if with_strings else None
-    is_batch = not messages and not isinstance(texts, str)
     counts = [len(tokens) for tokens in ids]
-    return web.json_response({
+    return {
         'count': counts if is_batch else counts[0],
         'max_model_len': bridge.context_tokens,
         'tokens': ids if is_batch else ids[0],
         'token_strs': strings if is_batch or strings is None else strings[0],
-    })  # fmt: skip
+    }
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -67,7 +75,7 @@ async def detokenize(request: web.Request) -> web.Response:
     spell = bridge.texts.spell
     texts = await asyncio.to_thread(lambda: [spell(tokens, skip_special=skip_special) for tokens in lists])
     text = texts if is_batch else texts[0]
-    return web.json_response({'prompt': text, 'text': text})
+    return await request.app[BODIES].reply(lambda: {'prompt': text, 'text': text}, sum(map(len, texts)) // 64)
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

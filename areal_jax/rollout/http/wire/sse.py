@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import ReplyError
 from areal_jax.rollout.http.wire.replies import load_json
 
+_ENTRIES = 1024  # that are written at once
 _PREFIX = 'data: '
 _LAST = f'{_PREFIX}[DONE]'
 DONE = f'{_LAST}\n\n'.encode()  # ends every stream
@@ -30,6 +32,36 @@ def frame_text(event: str) -> bytes:
 
 def write_json(value: object) -> str:
     return json.dumps(value, separators=(',', ':'), allow_nan=False)
+
+
+def write_slowly(value: object) -> Iterator[str]:
+    """`json.dumps(value)` in pieces, none of which takes long: the library holds the interpreter for a whole value."""
+    if _is_flat(value):
+        yield json.dumps(value)
+    elif isinstance(value, dict):
+        for index, (name, inner) in enumerate(value.items()):
+            yield f'{", " if index else "{"}{json.dumps(name)}: '
+            yield from write_slowly(inner)
+        yield '}'
+    else:
+        assert isinstance(value, list)
+        for start in range(0, len(value), _ENTRIES):
+            part = value[start : start + _ENTRIES]
+            if _is_flat(part):
+                yield f'{", " if start else "["}{json.dumps(part)[1:-1]}'
+                continue
+            for index, inner in enumerate(part, start):
+                yield ', ' if index else '['
+                yield from write_slowly(inner)
+        yield ']'
+
+
+def _is_flat(value: object) -> bool:
+    """A scalar, or a container of a few."""
+    if not isinstance(value, list | dict):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return len(value) <= _ENTRIES and not any(isinstance(part, list | dict) for part in parts)
 
 
 def parse_event(line: str) -> JsonObject | None:
