@@ -37,6 +37,48 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'large bodies: values are not counted before they are parsed',
+        'areal_jax.rollout.http.wire.body_values:BodyBound.count',
+        'if found > most:',
+        'if False:',
+        'tests/rollout/http/wire/test_body_values.py',
+    ),
+    Mutation(
+        'large bodies: a schema may have any number of values',
+        'areal_jax.rollout.http.wire.body_values:parse_large',
+        'if found > (most := max(MOST_VALUES, bound.context_tokens)):',
+        'if found < (most := 0):',
+        'tests/rollout/http/wire/test_body_values.py',
+    ),
+    Mutation(
+        'large bodies: those of one client are in work together',
+        'areal_jax.rollout.http.server.limits:Places.taken',
+        'await held.enter_async_context(place)',
+        'pass',
+        'tests/rollout/http/server/test_bodies.py',
+    ),
+    Mutation(
+        'large bodies: what is refused may come again at once',
+        'areal_jax.rollout.http.server.limits:Places.taken',
+        'await asyncio.sleep(min(_MOST_REST_S, _REST * (time.monotonic() - began_s)))',
+        'pass',
+        'tests/rollout/http/server/test_bodies.py',
+    ),
+    Mutation(
+        'large bodies: a process that died is not replaced',
+        'areal_jax.rollout.http.server.body_parser:BodyParser.parse',
+        'for _ in range(2):',
+        'for _ in range(1):',
+        'tests/rollout/http/server/test_bodies.py',
+    ),
+    Mutation(
+        'large bodies: a client that leaves gives its place back at once',
+        'areal_jax.rollout.http.server.bodies:Bodies.run',
+        'await asyncio.wait([work])',
+        'pass',
+        'tests/rollout/http/server/test_bodies.py',
+    ),
+    Mutation(
         'headers: nesting without end is an error of the interpreter',
         'areal_jax.files:decode_json',
         'except RecursionError as error:',

@@ -25,7 +25,7 @@ from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import parse_json
 from areal_jax.rollout.http.wire.sse import write_slowly
 
-_MOST_AT_ONCE = 8192  # values of a reply that is written on the loop
+_MOST_AT_ONCE = 1 << 14  # values of a reply that is written on the loop
 _NONE: Mapping[str, str] = {}
 _THREADS = 2  # for what is done with large bodies, so that it takes no thread from small ones
 Result = TypeVar('Result')

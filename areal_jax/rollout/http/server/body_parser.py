@@ -165,16 +165,18 @@ def main() -> None:
         os.nice(_NICE)
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     while len(sizes := requests.read(_SIZES.size)) == _SIZES.size:
-        _answer(*_SIZES.unpack(sizes), requests, replies)
+        function_bytes, body_bytes = _SIZES.unpack(sizes)
+        _answer(requests.read(function_bytes), requests.read(body_bytes), replies)
 
 
-def _answer(function_bytes: int, body_bytes: int, requests: BinaryIO, replies: BinaryIO) -> None:
-    function, content = requests.read(function_bytes), requests.read(body_bytes)
+def _answer(function: bytes, content: bytes, replies: BinaryIO) -> None:
+    reply: tuple[bool, object]
     try:
         reply = True, pickle.loads(function)(content)
+    except RequestError as error:
+        reply = False, (error.field, str(error), error.status)
     except UserError as error:
-        is_request = isinstance(error, RequestError)
-        reply = False, (error.field, str(error), error.status) if is_request else ('', str(error), 400)
+        reply = False, ('', str(error))
     written = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
     replies.write(_SIZE.pack(len(written)))
     replies.write(written)

@@ -77,7 +77,7 @@ def parse_large(
 
     Raises RequestError for one of more than MOST_VALUES values besides token ids, or of more text than the bound.
     """
-    value = parse_json(content)
+    value = parse_json(bytes(content))
     found = count_values(value)
     if found > (most := max(MOST_VALUES, bound.context_tokens)):
         raise _too_much(f'{found} values besides token ids', most, bound.context_tokens)

@@ -9,7 +9,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import ReplyError
 from areal_jax.rollout.http.wire.replies import load_json
 
-_ENTRIES = 1024  # that are written at once
+_ENTRIES, _FEW = 256, 2048  # of a list in one piece, and values in it
 _PREFIX = 'data: '
 _LAST = f'{_PREFIX}[DONE]'
 DONE = f'{_LAST}\n\n'.encode()  # ends every stream
@@ -36,7 +36,7 @@ def write_json(value: object) -> str:
 
 def write_slowly(value: object) -> Iterator[str]:
     """`json.dumps(value)` in pieces, none of which takes long: the library holds the interpreter for a whole value."""
-    if _is_flat(value):
+    if _is_small(value):
         yield json.dumps(value)
     elif isinstance(value, dict):
         for index, (name, inner) in enumerate(value.items()):
@@ -47,7 +47,7 @@ def write_slowly(value: object) -> Iterator[str]:
         assert isinstance(value, list)
         for start in range(0, len(value), _ENTRIES):
             part = value[start : start + _ENTRIES]
-            if _is_flat(part):
+            if _is_small(part):
                 yield f'{", " if start else "["}{json.dumps(part)[1:-1]}'
                 continue
             for index, inner in enumerate(part, start):
@@ -56,12 +56,15 @@ def write_slowly(value: object) -> Iterator[str]:
         yield ']'
 
 
-def _is_flat(value: object) -> bool:
-    """A scalar, or a container of a few."""
-    if not isinstance(value, list | dict):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return len(value) <= _ENTRIES and not any(isinstance(part, list | dict) for part in parts)
+def _is_small(value: object) -> bool:
+    """Whether it has few values inside, at any depth."""
+    layer, found = [value], 0
+    while layer := [one for one in layer if isinstance(one, list | dict)]:
+        found += sum(map(len, layer))
+        if found > _FEW:
+            return False
+        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
+    return True
 
 
 def parse_event(line: str) -> JsonObject | None:

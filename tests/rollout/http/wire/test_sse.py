@@ -1,9 +1,11 @@
 """Server-sent events on the wire."""
 
+import json
+
 import pytest
 
 from areal_jax.rollout.http.wire.exchange import ReplyError
-from areal_jax.rollout.http.wire.sse import DONE, frame, parse_event
+from areal_jax.rollout.http.wire.sse import DONE, frame, parse_event, write_slowly
 
 
 def test_an_event_is_read_as_it_was_written():
@@ -25,3 +27,16 @@ def test_a_broken_event_is_refused(line):
 def test_a_number_that_json_has_not_is_not_written():
     with pytest.raises(ValueError, match='not JSON compliant'):
         frame({'logprob': float('nan')})
+
+
+@pytest.mark.parametrize(
+    'value',
+    [
+        7, None, 'é"', {}, [], [[]], {'a': {}}, [1, [2, {'b': [3.5, None, True]}], 'x'], {'a': [1] * 5000, 'é': 'c'},
+        [[i, {'x': i}] for i in range(3000)], [0] * 1024, [0] * 1025, [0] * 1024 + [[1]],
+    ],
+)  # fmt: skip
+def test_pieces_of_a_value_are_what_the_library_writes(value):
+    pieces = list(write_slowly(value))
+    assert ''.join(pieces) == json.dumps(value)
+    assert max(map(len, pieces)) < 20_000
