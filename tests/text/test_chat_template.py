@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 
 import pytest
 
@@ -119,3 +120,24 @@ def test_a_template_that_cannot_be_read_is_refused_when_it_is_loaded(case):
         ChatTemplate(source, {}, 'model/chat_template.jinja')
     assert str(error.value).startswith('model/chat_template.jinja: the chat template ')
     assert reason in str(error.value)
+
+
+def test_usual_conversations_do_not_wait_for_a_large_one():
+    source = (
+        '{% if messages[0].content|length > 70000 %}{% for i in range(100000) %}{% for j in range(100000) %}'
+        '{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}'
+    )
+    template, ended = ChatTemplate(source, {}, 'file', cpu_seconds=2.0), []
+
+    def render_large():
+        with pytest.raises(ConversationError, match=r'more than 2\.0 s of CPU time'):
+            template.render([chat_messages('a' * 80_000)])
+        ended.append(True)
+
+    thread = threading.Thread(target=render_large)
+    thread.start()
+    assert template.render([chat_messages('small')]) == ['small']
+    assert not ended
+    thread.join()
+    assert ended
+    template.close()

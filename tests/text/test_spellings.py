@@ -132,3 +132,12 @@ def test_values_that_are_nested_too_deep_are_refused(smollm2):
 
 def test_plain_prompts_spell_special_tokens_on_purpose(smollm2):
     np.testing.assert_array_equal(smollm2.encode('<|im_start|>'), [1])
+
+
+@pytest.mark.parametrize('place', [0, 1, 2**18 - 10, 2**18 - 9, 2**18 - 3, 2**18 - 1, 2**18, 2**18 + 1, 2**19 - 5])
+def test_a_spelling_anywhere_in_a_long_text_is_marked_once(place):
+    bpe = Tokenizer(models.WordLevel({'<|end|>': 0, '?': 1}, unk_token='?'))
+    bpe.add_special_tokens([AddedToken('<|end|>', special=True)])
+    text = 'x' * place + '<|end|>' + '<y' * 2**17 + '<|e'
+    marked, mark = Spellings(bpe, frozenset({0}), 'f').mark(text, '')
+    assert marked == 'x' * place + f'{mark}<|end|>' + '<y' * 2**17 + f'{mark}<|e'
