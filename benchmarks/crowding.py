@@ -51,7 +51,7 @@ ANSWERS = (200, 400, 408, 413, 429, 503)  # that a crowding client may get
 _WARM_S, _PAUSE_S, _HEALTH_EVERY_S, _START_S = 1.0, 0.3, 0.05, 180.0
 _SERVER = {
     'rollout.context_tokens': CONTEXT, 'rollout.block_tokens': 64, 'rollout.slots': 16,
-    'rollout.prefill_buckets': '(64,1024)', 'rollout.max_new_tokens': 64,
+    'rollout.prefill_buckets': '(64,1024)',
 }  # fmt: skip
 Json = dict[str, Any]
 

@@ -38,17 +38,17 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         'large bodies: values are not counted before they are parsed',
-        'areal_jax.rollout.http.wire.body_values:BodyBound.count',
+        'areal_jax.rollout.http.server.body_values:BodyBound.count',
         'if found > most:',
         'if False:',
-        'tests/rollout/http/wire/test_body_values.py',
+        'tests/rollout/http/server/test_body_values.py',
     ),
     Mutation(
         'large bodies: a schema may have any number of values',
-        'areal_jax.rollout.http.wire.body_values:parse_large',
+        'areal_jax.rollout.http.server.body_values:parse_large',
         'if found > (most := max(MOST_VALUES, bound.context_tokens)):',
         'if found < (most := 0):',
-        'tests/rollout/http/wire/test_body_values.py',
+        'tests/rollout/http/server/test_body_values.py',
     ),
     Mutation(
         'large bodies: those of one client are in work together',

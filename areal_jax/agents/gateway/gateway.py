@@ -19,13 +19,13 @@ from areal_jax.agents.gateway.reply_writer import MODEL, make_answers, render
 from areal_jax.agents.gateway.session import Session
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
 from areal_jax.rollout.http.server.bodies import BODIES, Bodies
+from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.server.callers import refuse_pages
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
 from areal_jax.rollout.http.server.descriptors import count_connections
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.replies import Handler, guard
 from areal_jax.rollout.http.server.thread import bind, describe_url
-from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
 from areal_jax.rollout.http.wire.openai import render_models
 from areal_jax.rollout.http.wire.request_fields import read_integer

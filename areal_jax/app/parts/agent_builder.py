@@ -34,7 +34,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_environment
 from areal_jax.protocols import Clock, Generator, Workflow
-from areal_jax.rollout.http.wire.body_values import BodyBound
+from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task

@@ -18,8 +18,8 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.recording import Recording
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
+from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.wire.body_values import BodyBound
 from areal_jax.types import Prompt, SamplingParams
 from tests.agents.toy_format import ToyFormat, ToyPool, user
 

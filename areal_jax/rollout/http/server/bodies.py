@@ -18,9 +18,9 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from areal_jax.rollout.http.server.body_parser import BodyParser
+from areal_jax.rollout.http.server.body_values import BodyBound, parse_large
 from areal_jax.rollout.http.server.limits import PLACE_S, SLOW_BODY, SMALL_BYTES, TOO_LONG_BODY, Limits, Places
 from areal_jax.rollout.http.server.replies import Progress
-from areal_jax.rollout.http.wire.body_values import BodyBound, parse_large
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import parse_json
 from areal_jax.rollout.http.wire.sse import write_slowly

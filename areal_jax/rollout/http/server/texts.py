@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.body_values import BodyBound
+from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
 from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.rollout.http.wire.tools import require_shown

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.wire import completions, vllm
-from areal_jax.rollout.http.wire.body_values import (
+from areal_jax.rollout.http.server.body_values import (
     MOST_VALUES,
     BodyBound,
     count_characters,
     count_values,
     parse_large,
 )
+from areal_jax.rollout.http.wire import completions, vllm
 from areal_jax.rollout.http.wire.exchange import RequestError
 
 BOUND = BodyBound(context_tokens=1000, in_token=2, longest_token=5)
