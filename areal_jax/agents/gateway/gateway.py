@@ -148,7 +148,7 @@ class Gateway:
             session, settings = await self._find_session(request), self._settings
             parse = functools.partial(read_asked_call, path, sampling=session.sampling, required=settings.required)
             try:
-                async with request.app[BODIES].opened(request, parse, prompts=1, client=str(id(session))) as asked:
+                async with request.app[BODIES].opened(request, parse, 1, str(id(session)), any_text=True) as asked:
                     pass
             except RequestError:
                 session.counts['malformed'] += 1

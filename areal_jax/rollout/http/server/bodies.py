@@ -47,7 +47,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def opened(
-        self, request: web.Request, parse: Parse[Result], prompts: int, client: str = ''
+        self, request: web.Request, parse: Parse[Result], prompts: int, client: str = '', any_text: bool = False
     ) -> AsyncIterator[Result]:
         """What `parse`, a function of a module, makes of the JSON of the body, {} where it is empty.
 
@@ -56,6 +56,7 @@ class Bodies:
         Args:
           prompts: that the route takes at most.
           client: who sends it; '' = the address of the peer.
+          any_text: the handler itself refuses a text that no context has room for.
 
         Raises RequestError.
         """
@@ -67,7 +68,8 @@ class Bodies:
             await self._read(request, content, self.limits.body_bytes)
             for _ in self.bound.count(content, prompts):
                 await asyncio.sleep(0)
-            function = functools.partial(parse_large, parse, self.bound, prompts)
+            most_text = self.limits.body_bytes if any_text else self.bound.most_text(prompts)
+            function = functools.partial(parse_large, parse, self.bound, most_text)
             found = await self.run(functools.partial(self._parser.parse, function, content))
             del content
             yield found

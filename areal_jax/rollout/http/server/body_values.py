@@ -71,18 +71,18 @@ class BodyBound:
 
 
 def parse_large(
-    function: Callable[[object], Result], bound: BodyBound, prompts: int, content: bytes | bytearray
+    function: Callable[[object], Result], bound: BodyBound, most_text: int, content: bytes | bytearray
 ) -> Result:
     """What the function makes of the JSON of a body.
 
-    Raises RequestError for one of more than MOST_VALUES values besides token ids, or of more text than the bound.
+    Raises RequestError for one of more than MOST_VALUES values besides token ids, or of more text than `most_text`.
     """
     value = parse_json(bytes(content))
     found = count_values(value)
     if found > (most := max(MOST_VALUES, bound.context_tokens)):
         raise _too_much(f'{found} values besides token ids', most, bound.context_tokens)
-    if (length := count_characters(value)) > (most := bound.most_text(prompts)):
-        raise _too_much(f'{length} characters of text', most, bound.context_tokens)
+    if (length := count_characters(value)) > most_text:
+        raise _too_much(f'{length} characters of text', most_text, bound.context_tokens)
     return function(value)
 
 

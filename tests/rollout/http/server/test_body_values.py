@@ -56,7 +56,7 @@ def test_what_cannot_reach_the_bound_is_not_counted_and_what_can_in_slices():
 def test_ids_of_all_prompts_of_a_batch_pass():
     ids = json.dumps({'prompt': [[1] * 1000] * 300}).encode()
     assert count(ids, prompts=300) == 1
-    call = parse_large(completions.parse, BOUND, 300, ids)
+    call = parse_large(completions.parse, BOUND, BOUND.most_text(300), ids)
     assert len(call.prompts) == 300
     np.testing.assert_array_equal(call.prompts[7], np.ones(1000, np.int32))
 
@@ -72,15 +72,15 @@ def test_values_are_those_besides_token_ids():
 def test_schemas_with_lists_of_numbers_have_values():
     body = {'tools': [{'type': 'function', 'function': {'name': 'f', 'parameters': {'enum': [1] * (MOST_VALUES + 1)}}}]}
     with pytest.raises(RequestError, match=r'has 6\d{4} values besides token ids, and .* has 65536 at most'):
-        parse_large(vllm.parse, BOUND, 1, json.dumps(body).encode())
+        parse_large(vllm.parse, BOUND, 1 << 20, json.dumps(body).encode())
 
 
 def test_text_has_a_bound_of_its_own():
     assert count_characters({'ab': ['cde', {'f': 'g'}], 'ids': [1, 2]}) == 2 + 3 + 1 + 1 + 3
     body = {'metadata': {'x': 'a' * (1 << 20)}}
     with pytest.raises(RequestError, match=r'has 1048585 characters of text, and .* has 1048576 at most'):
-        parse_large(vllm.parse, BOUND, 1, json.dumps(body).encode())
-    assert parse_large(len, BOUND, 0, json.dumps(body).encode()) == 1  # of a route without prompts
+        parse_large(vllm.parse, BOUND, 1 << 20, json.dumps(body).encode())
+    assert parse_large(len, BOUND, BOUND.most_text(0), json.dumps(body).encode()) == 1  # of a route without prompts
     BOUND.require_text('a' * (1 << 20), 'prompt')
     with pytest.raises(RequestError, match='prompt of 1048577 characters does not fit the context of 1000 tokens'):
         BOUND.require_text('a' * ((1 << 20) + 1), 'prompt')
@@ -88,8 +88,8 @@ def test_text_has_a_bound_of_its_own():
 
 def test_what_the_parser_refuses_is_refused_in_its_words():
     with pytest.raises(RequestError, match='body must be JSON'):
-        parse_large(vllm.parse, BOUND, 1, b'{')
+        parse_large(vllm.parse, BOUND, 1 << 20, b'{')
     with pytest.raises(RequestError, match='nested too deep'):
-        parse_large(vllm.parse, BOUND, 1, b'[' * 100_000)
+        parse_large(vllm.parse, BOUND, 1 << 20, b'[' * 100_000)
     with pytest.raises(RequestError, match='token_ids'):
-        parse_large(vllm.parse, BOUND, 1, b'{}')
+        parse_large(vllm.parse, BOUND, 1 << 20, b'{}')
