@@ -142,7 +142,7 @@ def test_a_panic_inside_the_library_is_an_error_of_the_tokenizer(monkeypatch):
     panic = type('PanicException', (BaseException,), {})
 
     class Panicking:
-        def encode(self, text, add_special_tokens):
+        def encode_batch_fast(self, text, add_special_tokens):
             raise panic('index out of bounds')
 
     monkeypatch.setattr(module, 'build_bpe', lambda *fields: Panicking())
