@@ -109,10 +109,7 @@ SECTIONS: Mapping[str, Section] = {
             2.0, SECONDS, 'code: CPU seconds of a check, unless the problem says; agent.tools: of a call'
         ),
         memory_limit_mb=Integer(1024, COUNT, 'code, agent.tools: MiB of all processes, where the problem does not say'),
-        packages=Texts(
-            PACKAGES,
-            'code, agent.tools: what programs can import besides the standard library, with what it requires',
-        ),
+        packages=Texts(PACKAGES, 'code, agent.tools: what programs import beyond the standard library, and its needs'),
         show_tests=Flag(False, 'code: the visible tests stand in the prompt'),
         partial_credit=Flag(False, 'code: the share of the tests that pass is the reward; False = all or nothing'),
         verifier=Choice('process', ('process', 'inline'), "'inline': without workers, for fast trusted code"),
