@@ -114,6 +114,7 @@ def drive(server, folder, script):
     async def program():
         engine.start(supervisor)
         if isinstance(engine, OwnEngine):
+            await engine.fence()
             await engine.stage(PublishedWeights(0, '', write_weights(folder / '0', 0)))
             await engine.swap(0)
         found = await script(engine, clock, supervisor)

@@ -97,7 +97,7 @@ def test_weights_that_the_server_began_with_are_no_version_of_the_run(factory):
         await prepare()
         return fresh, await bench.engine.ask()
 
-    assert bench.run(script) == (HeldWeights(-1), HeldWeights(0, 'digest of 0'))
+    assert bench.run(script) == (HeldWeights(-1, is_fenced=True), HeldWeights(0, 'digest of 0'))
 
 
 def test_weights_that_cannot_be_loaded_are_refused_and_the_old_ones_stay(factory):

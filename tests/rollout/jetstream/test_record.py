@@ -177,11 +177,15 @@ class Acting:
 
 
 def test_replies_of_the_second_service_with_a_changed_field_are_read():
-    content = {'weight_version': '3', 'manifest_hash': 'a', 'pause_seconds': 0.5}
+    pause = {'mode': 'abort', 'holder': 'run', 'paused_seconds': 1.5, 'lease_seconds': 88.5}
+    content = {'weight_version': '3', 'manifest_hash': 'a', 'pause_seconds': 0.5, 'client': 'run', 'pauses': [pause]}
     messages = [json.dumps(one).encode() for one in changed(content)]
     messages += [text.encode() for text in broken_texts(json.dumps(content))] + [b'\xff']
     for message in messages:
         connection = Acting(message)
-        for name in asyncio.run(JetstreamDialect().ask(connection)):
+        held = asyncio.run(JetstreamDialect().ask(connection))
+        for name in (held.version, held.digest, held.client, *(holder for holder, _ in held.pauses)):
             assert name.isprintable()
+        assert all(0 <= seconds < 1e30 for _, seconds in held.pauses)
+        assert held.find_foreign_pause('another').isprintable()
         assert 0 <= asyncio.run(JetstreamDialect().swap(connection, '3')) < 1e30
