@@ -63,10 +63,11 @@ class EnvironmentClient:
     async def close(self) -> None:
         """Requests under way get no reply."""
         self._receiver.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._receiver
-        self._socket.close()
-        self._context.term()
+        try:
+            await asyncio.wait([self._receiver])
+        finally:  # a context with an open socket ends never, and hangs whoever collects it
+            self._socket.close()
+            self._context.term()
 
     async def _send(self, number: bytes, method: str, payload: JsonObject) -> None:
         with contextlib.suppress(zmq.ZMQError):  # closed meanwhile

@@ -97,10 +97,12 @@ class _Server:
 
     async def close(self) -> None:
         self._ready.cancel()
-        await self._commands.close()
-        await asyncio.wait([self._process])
-        await self._client.close()
-        self._folder.cleanup()
+        try:
+            await self._commands.close()
+            await asyncio.wait([self._process])
+        finally:
+            await self._client.close()
+            self._folder.cleanup()
 
     async def _run(self, job: Job) -> Ending:
         record = EpisodeRecord()

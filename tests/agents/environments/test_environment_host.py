@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import pathlib
 import sys
 
 import pytest
+import zmq
 
 from areal_jax.agents.environments.environment_host import EnvironmentHost
 from areal_jax.agents.programs.program_host import Ending, Job
@@ -114,6 +116,23 @@ def test_a_cancelled_episode_is_cancelled_in_its_server_which_serves_others(loop
     wait_for((tmp_path / 'cancelled').exists)
     loop.run(host.close())
     assert loop.run(host.run(make_job('raise'))) == Ending('failed', 'the run has ended')
+
+
+def test_a_close_that_is_cancelled_leaves_no_socket_open(loop):
+    """A context of ZMQ with an open socket hangs the thread that collects it."""
+    host = make_host()
+    assert loop.run(host.run(make_job('raise'))).status == 'lost'
+
+    async def cancel():
+        closing = asyncio.create_task(host.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+
+    loop.run(cancel())
+    assert [one for one in gc.get_objects() if isinstance(one, zmq.Context) and not one.closed] == []
+    loop.run(host.close())
+    assert not is_alive(host.pid)
 
 
 def test_another_server_takes_the_place_of_one_that_died(loop):
