@@ -89,8 +89,8 @@ class Found:
 class StrangersClient:
     """Another client of the one server of a run."""
 
-    def __init__(self, workdir: pathlib.Path):
-        self._workdir = workdir
+    def __init__(self, workdir: pathlib.Path, key: str = _KEY):
+        self._workdir, self._key = workdir, key
 
     @property
     def url(self) -> str:
@@ -120,7 +120,7 @@ class StrangersClient:
 
     def _ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> str:
         data = None if body is None else json.dumps(body).encode()
-        headers = {'Authorization': f'Bearer {_KEY}', 'Content-Type': 'application/json'}
+        headers = {'Authorization': f'Bearer {self._key}', 'Content-Type': 'application/json'}
         asked = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(asked, timeout=timeout_s) as reply:
             return str(reply.read().decode())

@@ -12,9 +12,11 @@ import time
 
 import pytest
 
+from areal_jax import main_check_log
 from areal_jax.report.draw_ledger import conservation
 from areal_jax.rollout.servers.server_entries import read_registry
-from tests.app.test_main_train import ROOT, environment
+from tests.app.test_main_train import ROOT, environment, wait_for_steps
+from tests.chaos_roles.pauses import StrangersClient
 
 STEPS = 3
 OWN = [
@@ -118,3 +120,68 @@ def test_a_server_that_is_killed_comes_back_and_nothing_is_lost(tmp_path):
         e['request'] for e in before if e['kind'] == 'receive'
     }
     assert had <= {e['request'] for e in found if e['kind'] == 'move'}
+
+
+def find_trainer(workdir):
+    """The process that holds the pauses, which the launcher has started."""
+    words = {b'areal_jax.main_train', f'--workdir={workdir}'.encode()}
+    for entry in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
+        try:
+            own = set(entry.read_bytes().split(b'\0'))
+        except OSError:
+            continue
+        if words <= own and b'launch.keeper' not in own:
+            return int(entry.parent.name)
+    raise AssertionError('there is no trainer')
+
+
+@pytest.fixture
+def stop_in_a_pause(tmp_path, monkeypatch):
+    """Starts a run and stops its trainer (SIGSTOP) while that has paused the server.
+
+    Returns a client of somebody else, and a function that lets the run go on to its end and returns its events.
+    """
+    monkeypatch.setenv('AREAL_JAX_API_KEY', 'of the test')
+    stopped = []
+
+    def go_on():
+        os.kill(stopped.pop(), signal.SIGCONT)
+
+    def stop(lease_s, steps=12):
+        fields = {'run.steps': steps, 'checkpoint.every': 1, 'checkpoint.keep': 2, 'rollout.pause_lease_s': lease_s}
+        flags = [f'--config.{name}={value}' for name, value in fields.items()]
+        process = launch(tmp_path, *flags, '--config.cluster.engines=1 x shared')
+        wait_for_steps(tmp_path, 2, process)
+        stranger, trainer = StrangersClient(tmp_path, 'of the test'), find_trainer(tmp_path)
+        while not stopped:
+            assert process.poll() is None, process.communicate()[0]
+            if stranger.look():
+                os.kill(trainer, signal.SIGSTOP)
+                stopped.append(trainer)
+                time.sleep(0.5)  # what it has sent arrives
+                if not stranger.look():
+                    go_on()
+
+        def end():
+            go_on()
+            events, metrics = finish(process, tmp_path, 300)
+            check_whole(events, metrics, steps)
+            assert main_check_log.main([str(tmp_path)]) == 0
+            return events
+
+        return stranger, end
+
+    yield stop
+    if stopped:
+        go_on()
+
+
+@pytest.mark.slow
+def test_a_run_that_stands_still_for_a_minute_in_a_pause_goes_on_as_if_nothing_had_been(stop_in_a_pause):
+    stranger, end = stop_in_a_pause(lease_s=90)
+    time.sleep(60)
+    (pause,) = stranger.look()
+    assert pause['paused_seconds'] > 60
+    assert pause['lease_seconds'] > 0
+    events = end()
+    assert [event['kind'] for event in events].count('fence') == 1  # when it joined
