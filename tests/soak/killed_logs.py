@@ -50,7 +50,13 @@ _OLD = dataclasses.replace(_RUN, overrides=_AGED)
 _DISTURBED = ('friction.actor_share=0.3', 'friction.actor=logprobs', 'friction.reward_share=0.3')
 _FRICTION = dataclasses.replace(_RUN, overrides=(*_RUN.overrides, *_DISTURBED))
 _FULL = dataclasses.replace(_RUN, overrides=('run.clock=virtual',))
-_SERVERS = ('rollout.server=own', 'simulation.failures=exponential(15)', 'simulation.restart=uniform(2, 6)')
+_SERVERS = (
+    'rollout.server=own',
+    'publication.channel=files',
+    'simulation.failures=exponential(300)',
+    'simulation.restart=uniform(20, 60)',
+    'run.steps=3',
+)
 
 
 @dataclasses.dataclass
