@@ -79,6 +79,27 @@ MUTATIONS = [
         'tests/rollout/http/server/test_bodies.py',
     ),
     Mutation(
+        'large messages: they are parsed on the loop of gRPC',
+        'areal_jax.rollout.http.server.bodies:Bodies.parsed',
+        'if len(message) <= SMALL_BYTES:',
+        'if True:',
+        'tests/rollout/http/server/test_bodies.py',
+    ),
+    Mutation(
+        'large messages: ids beyond the context are copied',
+        'areal_jax.rollout.jetstream.server.request_messages:read_request',
+        'if len(ids) > bound.context_tokens:',
+        'if False:',
+        'tests/rollout/jetstream/test_messages.py',
+    ),
+    Mutation(
+        'large messages: one of the second service is parsed whatever its size',
+        'areal_jax.rollout.jetstream.server.request_messages:read_control',
+        'if len(message) > SMALL_BYTES:',
+        'if False:',
+        'tests/rollout/jetstream/test_messages.py',
+    ),
+    Mutation(
         'headers: nesting without end is an error of the interpreter',
         'areal_jax.files:decode_json',
         'except RecursionError as error:',

@@ -1,5 +1,6 @@
 """benchmarks/jetstream.py: its clients, its options, and the interpreter that it needs."""
 
+import asyncio
 import importlib.util
 
 import pytest
@@ -25,6 +26,21 @@ def test_clients_get_all_answers_and_their_log_probs():
     assert found['tokens'] == 12.0
     assert found['mean_logprob'] == pytest.approx(-1 - (sum(range(3, 8)) + sum(range(2, 9))) / 1200)
     assert not wait_healthy('http://127.0.0.1:1', 0.1, lambda: True)
+
+
+@needs_jetstream
+@pytest.mark.slow
+def test_messages_of_every_kind_of_a_crowding_client_are_answered_and_honest_clients_are_served():
+    from benchmarks.crowding import JETSTREAM, JETSTREAM_ANSWERS, ask, find_kinds, open_sender
+
+    with JetstreamToyServer() as server:
+        with open_sender(JETSTREAM, server.url, '') as send:
+            for kind, (path, make) in find_kinds(JETSTREAM).items():
+                assert send(path, make(100_000)) in JETSTREAM_ANSWERS, kind
+        turn = asyncio.run(ask(JETSTREAM, server.url, ['', ''], 0.5))
+    assert turn.faults == []
+    assert turn.rate > 0
+    assert turn.healths > 0
 
 
 def test_both_sides_serve_one_engine_of_one_size():

@@ -1,6 +1,7 @@
-"""JetStream's messages, for clients whose interpreter has no JetStream: DecodeRequest and DecodeResponse.
+"""JetStream's messages, without JetStream: DecodeRequest and DecodeResponse.
 
-The fields and their numbers are those of jetstream/core/proto/jetstream.proto of google-jetstream 0.2.2
+Clients have no JetStream in their interpreter, nor has the process that parses large messages of a server. The
+fields and their numbers are those of jetstream/core/proto/jetstream.proto of google-jetstream 0.2.2
 (third_party/jetstream). They are declared here and not in the default pool of protobuf, where JetStream, if it is
 imported too, declares the same names.
 """
@@ -8,24 +9,29 @@ imported too, declares the same names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 PACKAGE = 'jetstream_proto'
-DECODE = f'/{PACKAGE}.Orchestrator/Decode'
+SERVICE = f'{PACKAGE}.Orchestrator'
+DECODE = f'/{SERVICE}/Decode'
 _INT32, _STRING, _MESSAGE = (
     descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
     descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
     descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE,
 )
 _OF_STREAM = 'DecodeResponse.StreamContent'
+_CHOICES = {'DecodeRequest': ('content', ('text_content', 'token_content'))}  # a oneof: the last one sent counts
 # message: field: (number, type, name of the message, repeated). What this project neither sends nor reads is left out
 _FIELDS: Mapping[str, Mapping[str, tuple[int, int, str, bool]]] = {
     'DecodeRequest': {
         'max_tokens': (4, _INT32, '', False),
+        'text_content': (5, _MESSAGE, 'DecodeRequest.TextContent', False),
         'token_content': (6, _MESSAGE, 'DecodeRequest.TokenContent', False),
     },
+    'DecodeRequest.TextContent': {'text': (1, _STRING, '', False)},
     'DecodeRequest.TokenContent': {'token_ids': (1, _INT32, '', True)},
     'DecodeResponse': {'stream_content': (3, _MESSAGE, _OF_STREAM, False)},
     _OF_STREAM: {'samples': (1, _MESSAGE, f'{_OF_STREAM}.Sample', True)},
@@ -46,6 +52,12 @@ def _declare() -> descriptor_pool.DescriptorPool:
                 label=descriptor_pb2.FieldDescriptorProto.Label.Value(label),
                 type_name=f'.{PACKAGE}.{message}' if message else None,
             )  # fmt: skip
+        if path in _CHOICES:
+            choice, members = _CHOICES[path]
+            messages[path].oneof_decl.add(name=choice)
+            for member in messages[path].field:
+                if member.name in members:
+                    member.oneof_index = 0
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool
@@ -61,6 +73,14 @@ _Request, _Response = (
 def render_decode(token_ids: Sequence[int], max_tokens: int) -> bytes:
     """A DecodeRequest for so many tokens after the prompt."""
     return _Request(max_tokens=max_tokens, token_content={'token_ids': token_ids}).SerializeToString()
+
+
+def parse_request(message: bytes) -> Any:
+    """The DecodeRequest in the bytes, with JetStream's names of fields.
+
+    Raises google.protobuf.message.DecodeError for bytes that are none.
+    """
+    return _Request.FromString(message)
 
 
 def parse_decode(message: bytes) -> np.ndarray:

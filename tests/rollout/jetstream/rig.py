@@ -93,3 +93,12 @@ class Talk:
     async def control(self, method, fields=(), metadata=()):
         call = self.channel.unary_unary(control.describe_path(method))
         return control.decode(await call(control.encode(dict(fields)), metadata=list(metadata)))
+
+
+async def refusal(awaited):
+    """(status, sentence) of a call that is refused."""
+    import grpc
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await awaited
+    return caught.value.code().name, caught.value.details()

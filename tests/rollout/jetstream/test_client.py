@@ -8,10 +8,11 @@ import pytest
 from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.jetstream.client import JetstreamDialect
+from areal_jax.rollout.jetstream.control import STATUS
 from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RequestFailedError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.rollout.engine_contract import CHECKS, LONGEST, PROMPT, SAMPLING, Bench, Setting, Subject, request
-from tests.rollout.http.clients.test_own import LIMITS, PACE, Factory, make_clock
+from tests.rollout.http.clients.test_own import LIMITS, PACE, Factory, check_renewal, check_silence, make_clock
 from tests.rollout.jetstream.rig import JetstreamToyServer, needs_jetstream
 
 pytestmark = [pytest.mark.slow, needs_jetstream]
@@ -27,7 +28,7 @@ class JetstreamFactory(Factory):
 
         self.connection = JetstreamConnection(self.server.url, client='test')
         engine = OwnEngine(
-            server_lanes(0), JetstreamDialect(), self.connection, clock, log,
+            server_lanes(0), JetstreamDialect(self.lease_s), self.connection, clock, log,
             locate=lambda published: published.handle, limits=LIMITS, kv_policy='recompute',
         )  # fmt: skip
 
@@ -153,3 +154,36 @@ def test_a_server_that_ends_fails_what_it_was_answering(factory, server):
                 pass
 
     Bench(factory).run(script)
+
+
+# Leases of pauses.
+
+
+def leased(server, folder, seconds):
+    """Whose pauses last so long without a word."""
+    factory = JetstreamFactory(server, folder)
+    factory.lease_s = seconds
+    return factory
+
+
+def test_a_pause_is_renewed_while_it_is_wanted(server, tmp_path, monkeypatch):
+    factory = leased(server, tmp_path, 100.0)
+
+    async def look(bench):
+        ask = lambda: factory.connection.act(STATUS)
+        return (await bench.clock.call('control/0', ask, Work('control'), 5.0)).values
+
+    check_renewal(factory, look, monkeypatch)
+
+
+def test_a_run_that_was_silent_for_too_long_drops_what_it_has_and_registers_anew(server, tmp_path, monkeypatch):
+    check_silence(leased(server, tmp_path, 0.2), monkeypatch)
+
+
+def test_a_client_that_is_closed_ends_its_pause(server, tmp_path):
+    async def script(bench):
+        await bench.engine.pause()
+        await bench.engine.close()
+
+    Bench(leased(server, tmp_path, 100.0)).run(script)
+    assert server.talk(lambda talk: talk.control(STATUS))['pauses'] == []

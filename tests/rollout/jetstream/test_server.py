@@ -14,10 +14,11 @@ import pytest
 
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.jetstream.control import ABORT, PAUSE, RECORD, RESUME, STAGE, STATUS, SWAP
+from areal_jax.rollout.jetstream.messages import parse_decode, render_decode
 from areal_jax.rollout.jetstream.record import KEPT, SETTINGS, decode_record
 from areal_jax.rollout.jetstream.record import RECORD as RECORD_KEY
 from tests.rollout.http.server.rig import PROMPT, write_weights
-from tests.rollout.jetstream.rig import JetstreamToyServer, needs_jetstream
+from tests.rollout.jetstream.rig import JetstreamToyServer, needs_jetstream, refusal
 from tests.toys import STOP, length, token
 
 pytestmark = [pytest.mark.slow, needs_jetstream]
@@ -33,14 +34,6 @@ def settings(name='a', draw=2, sample=1, **fields):
 
 def expected(new, draw=2, sample=1, w=0, prompt=PROMPT):
     return [token(w, draw, sample, position) for position in range(len(prompt), len(prompt) + new)]
-
-
-async def refusal(awaited):
-    import grpc
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaited
-    return caught.value.code().name, caught.value.details()
 
 
 @pytest.fixture
@@ -142,6 +135,45 @@ def test_a_call_that_is_refused_says_why_and_takes_no_slot(server, call, code, m
     assert found == code
     assert message in details
     assert ids == expected(10)
+
+
+PADDING = bytes([15 * 8 + 2, 0x80, 0x80, 0x08]) + bytes(1 << 17)  # a field that the message does not have
+
+
+def test_a_large_message_has_the_answer_of_a_small_one_and_is_bounded_by_the_context(server):
+    decode = '/jetstream_proto.Orchestrator/Decode'
+    small = render_decode(PROMPT, 10)
+    text = bytes([5 * 8 + 2, 0x84, 0x80, 0x41, 1 * 8 + 2, 0x80, 0x80, 0x41]) + b'a' * (65 << 14)
+
+    async def read(talk, message):
+        call = talk.channel.unary_stream(decode)(message, metadata=settings())
+        return [parse_decode(one).tolist() async for one in call]
+
+    async def script(talk):
+        same = [await read(talk, message) for message in (small, small + PADDING)]
+        long = [render_decode([1] * 401, 10), render_decode([1] * 1_000_000, 10), small + text, PADDING + b'\xff']
+        return same, [await refusal(read(talk, message)) for message in long], await read(talk, small)
+
+    same, refused, after = server.talk(script)
+    assert same[0] == same[1] == after
+    assert [code for code, _ in refused] == ['INVALID_ARGUMENT'] * 4
+    assert [sentence for _, sentence in refused[:3]] == [
+        'token_ids of 401 tokens do not fit the context of 400 tokens: shorten it',
+        'token_ids of 1000000 tokens do not fit the context of 400 tokens: shorten it',
+        'text of 1064960 characters does not fit the context of 400 tokens, for which 1048576 are the most: shorten it',
+    ]
+    assert refused[3][1].startswith('the message is no DecodeRequest')
+
+
+def test_a_message_that_no_context_has_room_for_is_not_received(server):
+    most = 4 << 20  # four bytes for each of 1,048,576 characters
+
+    async def script(talk):
+        send = talk.channel.unary_stream('/jetstream_proto.Orchestrator/Decode')
+        return await refusal(anext(aiter(send(bytes(most + 1))))), (await talk.read(talk.decode(new=3)))[0]
+
+    (code, _), ids = server.talk(script)
+    assert (code, len(ids)) == ('RESOURCE_EXHAUSTED', 3)
 
 
 def test_a_key_and_a_holder_are_asked_for():

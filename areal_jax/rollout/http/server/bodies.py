@@ -74,6 +74,18 @@ class Bodies:
             del content
             yield found
 
+    @contextlib.asynccontextmanager
+    async def parsed(self, message: bytes, parse: Callable[[bytes], Result], client: str) -> AsyncIterator[Result]:
+        """What `parse`, a function of a module, makes of a message that has arrived as a whole.
+
+        Inside, the place of its client is held if the message is large. Raises RequestError.
+        """
+        if len(message) <= SMALL_BYTES:
+            yield parse(message)
+            return
+        async with self._places.taken(client):
+            yield await self.run(functools.partial(self._parser.parse, parse, message))
+
     async def run(self, function: Callable[[], Result]) -> Result:
         """Runs work on a large body in a thread. It is waited for also where the caller is cancelled.
 

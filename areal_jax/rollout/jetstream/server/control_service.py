@@ -12,7 +12,7 @@ from areal_jax.files import JsonObject
 from areal_jax.rollout.http.pauses import CLIENT, LONGEST_LEASE_S, ServerPause
 from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields, parse_json
+from areal_jax.rollout.http.wire.request_fields import Fields
 from areal_jax.rollout.jetstream.control import (
     ABORT,
     FLUSH,
@@ -28,6 +28,7 @@ from areal_jax.rollout.jetstream.control import (
     encode,
 )
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls, end_refused
+from areal_jax.rollout.jetstream.server.request_messages import read_control
 
 _PAUSES = ('abort', 'retract', 'in_place', 'wait')
 
@@ -58,7 +59,7 @@ class ControlService:
             metadata = await self._calls.require_allowed(context)
             try:
                 client = wire.read_client(metadata.get(CLIENT.lower(), ''))
-                return encode(await act(_read(message), client))
+                return encode(await act(read_control(message), client))
             except UserError as error:
                 await end_refused(context, error)
             except TimeoutError:
@@ -73,7 +74,7 @@ class ControlService:
         """The record of an answer, once."""
         await self._calls.require_allowed(context)
         try:
-            name = _read(message).take_text('request_id')
+            name = read_control(message).take_text('request_id')
         except RequestError as error:
             await end_refused(context, error)
         if record := self._calls.records.take(name):
@@ -155,7 +156,3 @@ class ControlService:
 def _take_lease(fields: Fields) -> float:
     """Seconds; 0 = none are given."""
     return fields.take_number('lease_s', 0.0, 0.0, LONGEST_LEASE_S)
-
-
-def _read(message: bytes) -> Fields:
-    return Fields(parse_json(message or b'{}'))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import grpc
 from jetstream.core import server_lib
-from jetstream.core.proto import jetstream_pb2_grpc
 
 from areal_jax.config.addresses import join_address
 from areal_jax.protocols import Inbox
@@ -101,14 +100,14 @@ class _Server(server_lib.JetStreamServer):
 
     async def _prepare(self, build: Callable[[], OpenCalls], listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
-        calls = build()
+        calls = self._calls = build()
         most = ('grpc.max_receive_message_length', calls.most_message)  # what is larger can be no legal call
         self._grpc_server = grpc.aio.server(self._executor, options=(*_OPTIONS, most))
-        orchestrator = RelayOrchestrator(self._driver, calls)
-        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(orchestrator, self._grpc_server)
-        self._grpc_server.add_generic_rpc_handlers((ControlService(calls).build(),))
+        services = RelayOrchestrator(self._driver, calls), ControlService(calls)
+        self._grpc_server.add_generic_rpc_handlers(tuple(service.build() for service in services))
         listener.close()
         self._grpc_server.add_insecure_port(join_address(host, port))
 
     async def _async_stop(self) -> None:
         await self._grpc_server.stop(grace=_GRACE_S)
+        self._calls.bodies.close()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import hmac
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NoReturn, cast
 
 import grpc
@@ -18,15 +17,16 @@ from grpc.aio import ServicerContext as Context
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.pauses import FENCED
+from areal_jax.rollout.http.server.bodies import Bodies
 from areal_jax.rollout.http.server.bridge import Bridge
-from areal_jax.rollout.http.server.limits import FAILED, PLACE_S, QUEUE_FULL, SMALL_BYTES, TOO_LATE, Places
-from areal_jax.rollout.http.wire import vllm
+from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, TOO_LATE
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
-from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record, read_settings
+from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record
 from areal_jax.rollout.jetstream.server.engine import StepError
 from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.rollout.jetstream.server.request_messages import read_request
 from areal_jax.rollout.stream import DispatchError, LogprobError
 
 _CHARACTER_BYTES = 4  # at most; a token id takes 5, and a token has 4 characters at least in the bound
@@ -55,7 +55,7 @@ class OpenCalls:
         self, bridge: Bridge, relay: Relay, api_key: str, holder: Callable[[], str], is_draining: Callable[[], bool]
     ):
         self.records, self.bridge = KeptRecords(), bridge
-        self._places = Places(PLACE_S)
+        self.bodies = Bodies(bridge.limits, bridge.bound)
         self._relay, self._api_key, self._holder, self._is_draining = relay, api_key, holder, is_draining
         self._numbers = itertools.count()
         self._open: dict[int, OpenCall] = {}
@@ -80,22 +80,19 @@ class OpenCalls:
             )  # fmt: skip
         return found
 
-    async def open(self, token_ids: Sequence[int] | None, text: str, max_tokens: int, context: Context) -> OpenCall:
+    async def open(self, message: bytes, context: Context) -> OpenCall:
         """The call of a DecodeRequest, with ids or with a text; ends the call of gRPC where it is refused."""
         metadata = await self.require_allowed(context)
         try:
             if self._is_draining():
                 raise RequestError('', 'this server is ending: ask another one', QUEUE_FULL)
-            if max_tokens < 1:
-                raise RequestError('max_tokens', f'max_tokens={max_tokens} must be 1 or more')
-            async with contextlib.AsyncExitStack() as held:
-                if len(text) > SMALL_BYTES:
-                    await held.enter_async_context(self._places.taken(_name_client(context)))
-                call = await self._read(metadata.get(SETTINGS), token_ids, text, max_tokens)
+            parse = functools.partial(read_request, self.bridge.bound, metadata.get(SETTINGS))
+            async with self.bodies.parsed(message, parse, _name_client(context)) as read:
+                call = await self.bridge.tokenize(read)
             self.bridge.load.admit(1, stream=True)
         except RequestError as error:
             await end_refused(context, error)
-        found = self._make(call, token_ids is None, max_tokens)
+        found = self._make(call, isinstance(read.prompts[0], str))
         number = next(self._numbers)
         self._open[number] = found
         deadline = asyncio.get_running_loop().call_later(self.bridge.limits.request_s, self._expire, found)
@@ -126,28 +123,11 @@ class OpenCalls:
         self.bridge.load.release(1, stream=True)
         self._relay.withdraw(call)
 
-    async def _read(self, settings: str | None, token_ids: Sequence[int] | None, text: str, max_tokens: int) -> Call:
-        if token_ids is not None and len(token_ids) > self.bridge.context_tokens:  # before they are made into a list
-            raise RequestError(
-                'token_ids', f'token_ids of {len(token_ids)} tokens do not fit the context of '
-                f'{self.bridge.context_tokens} tokens: shorten it',
-            )  # fmt: skip
-        ids = [0] if token_ids is None else list(token_ids)  # of a text: the tokenizer has its ids
-        call = vllm.parse(read_settings(settings, ids, max_tokens))
-        if call.n != 1 or call.alternatives or call.prompt_logprobs is not None or call.model_columns:
-            raise RequestError(
-                SETTINGS, f'{SETTINGS} asks for several answers, alternatives, routed experts or log-probs of the '
-                'prompt: JetStream has none, ask for one answer with logprobs=0',
-            )  # fmt: skip
-        if token_ids is None:
-            call = dataclasses.replace(call, prompts=(text,), prompt_field='text')
-        return await self.bridge.tokenize(call)
-
-    def _make(self, call: Call, sends_text: bool, max_tokens: int) -> OpenCall:
+    def _make(self, call: Call, sends_text: bool) -> OpenCall:
         name = name_answers(call, f'request-{secrets.token_hex(_ID_BYTES)}').request_ids[0]
         answer = Answer(name, cast(np.ndarray, call.prompts[0]))
         text = self.bridge.texts.answer(call.sampling[0]) if sends_text else None
-        found = OpenCall(call, answer, max_tokens, text=text)
+        found = OpenCall(call, answer, cast(int, call.sampling[0].max_new_tokens), text=text)
         (submission,) = self.bridge.describe(call, [answer], lambda index, delivery: None)
         # what the service delivers goes to JetStream's threads, and not first to this loop
         found.submission = dataclasses.replace(submission, deliver=functools.partial(self._relay.deliver, found))

@@ -1,4 +1,7 @@
-"""JetStream's LLMOrchestrator, whose calls are ours: settings in, tokens as they come, the record behind them."""
+"""JetStream's LLMOrchestrator, whose calls are ours: settings in, tokens as they come, the record behind them.
+
+Messages arrive as bytes: gRPC would parse one of any size on its loop, before anybody is asked whether it may come.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import grpc
 from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2
 
+from areal_jax.rollout.jetstream.messages import SERVICE
 from areal_jax.rollout.jetstream.server.driver import RelayDriver
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls
@@ -21,17 +25,30 @@ class RelayOrchestrator(orchestrator.LLMOrchestrator):
         super().__init__(driver)
         self._calls = calls
 
+    def build(self) -> grpc.GenericRpcHandler:
+        """For grpc.aio.Server.add_generic_rpc_handlers."""
+        decode = grpc.unary_stream_rpc_method_handler(
+            self.Decode, response_serializer=jetstream_pb2.DecodeResponse.SerializeToString
+        )
+        check = grpc.unary_unary_rpc_method_handler(
+            self.HealthCheck, response_serializer=jetstream_pb2.HealthCheckResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {'Decode': decode, 'HealthCheck': check})
+
     async def Decode(
-        self, request: jetstream_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+        self, request: bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[jetstream_pb2.DecodeResponse]:
-        ids = None if request.WhichOneof('content') == 'text_content' else request.token_content.token_ids
-        call = await self._calls.open(ids, request.text_content.text, request.max_tokens, context)
+        call = await self._calls.open(request, context)
         try:
             async for response in super().Decode(call, context):
                 yield response
         except concurrent.futures.CancelledError:
             return  # JetStream's word for a client that is gone
         await self._calls.finish(call, context)
+
+    async def HealthCheck(self, request: bytes, context: grpc.aio.ServicerContext) -> jetstream_pb2.HealthCheckResponse:
+        """Whatever the message: it has no fields."""
+        return await super().HealthCheck(jetstream_pb2.HealthCheckRequest(), context)
 
     def _get_prefill_content(self, request: OpenCall) -> tuple[OpenCall, bool]:
         """(what RelayDriver finds as the content, whether the client gets ids alone)."""

@@ -203,12 +203,13 @@ async def wait_until(bench, holds):
     raise AssertionError('it did not come true')
 
 
-def test_a_pause_is_renewed_while_it_is_wanted(server, tmp_path, monkeypatch):
+def check_renewal(factory, look, monkeypatch):
+    """A pause lasts as long as it is wanted; `look(bench)` is what the server says of itself."""
     monkeypatch.setattr(own, 'RENEWAL', 0.001)
 
     async def script(bench):
         async def is_renewed():
-            (pause,) = (await look(bench, server.url))['pauses']
+            (pause,) = (await look(bench))['pauses']
             return pause['paused_seconds'] + pause['lease_seconds'] > 100.2
 
         await bench.engine.pause()
@@ -216,12 +217,13 @@ def test_a_pause_is_renewed_while_it_is_wanted(server, tmp_path, monkeypatch):
         bench.engine.resume()
         (answer,) = bench.collect(0)
         await bench.end_of(answer)
-        return (await look(bench, server.url))['client']
+        return (await look(bench))['client']
 
-    assert Bench(Leased(server, tmp_path, 100.0)).run(script) == 'test'
+    assert Bench(factory).run(script) == 'test'
 
 
-def test_a_run_that_was_silent_for_too_long_drops_what_it_has_and_registers_anew(server, tmp_path, monkeypatch):
+def check_silence(factory, monkeypatch):
+    """A run that was silent for too long drops what it has, and registers anew."""
     monkeypatch.setattr(own, 'RENEWAL', 1000)
 
     async def script(bench):
@@ -240,7 +242,15 @@ def test_a_run_that_was_silent_for_too_long_drops_what_it_has_and_registers_anew
         await bench.end_of(answer)
         return len(answer.tokens())
 
-    assert Bench(Leased(server, tmp_path, 0.2)).run(script) == LONGEST
+    assert Bench(factory).run(script) == LONGEST
+
+
+def test_a_pause_is_renewed_while_it_is_wanted(server, tmp_path, monkeypatch):
+    check_renewal(Leased(server, tmp_path, 100.0), lambda bench: look(bench, server.url), monkeypatch)
+
+
+def test_a_run_that_was_silent_for_too_long_drops_what_it_has_and_registers_anew(server, tmp_path, monkeypatch):
+    check_silence(Leased(server, tmp_path, 0.2), monkeypatch)
 
 
 def test_a_renewal_that_is_refused_fails_the_requests_that_wait(server, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from areal_jax.errors import UserError
 from areal_jax.rollout.http.server import limits
 from areal_jax.rollout.http.server.bodies import Bodies
 from areal_jax.rollout.http.server.body_parser import BodyParser
+from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.server.limits import SMALL_BYTES, Limits, Places
 from areal_jax.rollout.http.wire.exchange import RequestError
 from tests.rollout.http.server.rig import CONTEXT, PROMPT, ToyServer
@@ -133,6 +134,28 @@ def test_errors_cross_the_process(parser):
     with pytest.raises(RequestError, match='of the user') as caught:
         parser.parse(_fail, b'')
     assert caught.value.status == 400
+
+
+def test_a_large_message_is_parsed_in_the_process_and_in_the_place_of_its_client(parser):
+    async def main():
+        bodies = Bodies(Limits(), BodyBound(CONTEXT, 1, 1), parser, wait_s=0.01)
+        async with bodies.parsed(bytes(SMALL_BYTES), _name_process, 'a') as found:
+            assert (found, parser.pid) == (os.getpid(), None)
+        large = bytes(SMALL_BYTES + 1)
+        async with bodies.parsed(large, _name_process, 'a') as found:
+            assert found == parser.pid is not None
+            with pytest.raises(RequestError, match='of which a client has one in work at a time'):
+                async with bodies.parsed(large, _name_process, 'a'):
+                    pass
+            async with bodies.parsed(large, _name_process, 'b') as other:
+                assert other == found
+        bodies.close()
+
+    asyncio.run(main())
+
+
+def _name_process(content):
+    return os.getpid()
 
 
 def _die(content):
