@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation(
         'large bodies: what is refused may come again at once',
         'areal_jax.rollout.http.server.limits:Places.taken',
-        'await asyncio.sleep(min(_MOST_REST_S, _REST * (time.monotonic() - began_s)))',
+        'await asyncio.sleep(min(_MOST_REST_S, max(_LEAST_REST_S, _REST * (time.monotonic() - began_s))))',
         'pass',
         'tests/rollout/http/server/test_bodies.py',
     ),

@@ -64,7 +64,7 @@ class Bodies:
         if await self._read(request, content, SMALL_BYTES):
             yield parse(parse_json(bytes(content)) if content.strip() else {})
             return
-        async with self._places.taken(client or request.remote or ''):
+        async with self.taken(client or request.remote or ''):
             await self._read(request, content, self.limits.body_bytes)
             for _ in self.bound.count(content, prompts):
                 await asyncio.sleep(0)
@@ -73,6 +73,10 @@ class Bodies:
             found = await self.run(functools.partial(self._parser.parse, function, content))
             del content
             yield found
+
+    def taken(self, client: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Inside, the place of the client is held. Raises RequestError where it did not become free in time."""
+        return self._places.taken(client)
 
     @contextlib.asynccontextmanager
     async def parsed(self, message: bytes, parse: Callable[[bytes], Result], client: str) -> AsyncIterator[Result]:
@@ -83,7 +87,7 @@ class Bodies:
         if len(message) <= SMALL_BYTES:
             yield parse(message)
             return
-        async with self._places.taken(client):
+        async with self.taken(client):
             yield await self.run(functools.partial(self._parser.parse, parse, message))
 
     async def run(self, function: Callable[[], Result]) -> Result:

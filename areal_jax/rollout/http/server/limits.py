@@ -14,7 +14,7 @@ from areal_jax.rollout.http.wire.exchange import RequestError
 TOO_LONG_BODY, SLOW_BODY, TOO_MANY_STREAMS, QUEUE_FULL, TOO_LATE = 413, 408, 429, 503, 504
 SMALL_BYTES = 1 << 16  # of a body that is parsed on the loop of HTTP
 PLACE_S = 60.0  # for a place of a large body, and for its parsing
-_REST, _MOST_REST_S = 4.0, 2.0  # behind a body that is refused: so many times what it took
+_REST, _LEAST_REST_S, _MOST_REST_S = 4.0, 0.1, 2.0  # behind a body that is refused: so many times what it took
 _MOST_LARGE = 3  # larger ones of all clients, that are here at once
 FAILED = 500  # the model gave no numbers for this request
 
@@ -123,7 +123,7 @@ class Places:
                     yield
                 except RequestError:
                     # what is refused costs its sender nothing: without a rest it would only be sent again
-                    await asyncio.sleep(min(_MOST_REST_S, _REST * (time.monotonic() - began_s)))
+                    await asyncio.sleep(min(_MOST_REST_S, max(_LEAST_REST_S, _REST * (time.monotonic() - began_s))))
                     raise
         finally:
             self._users[client] -= 1

@@ -57,6 +57,7 @@ class ControlService:
     ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
         async def answer(message: bytes, context: grpc.aio.ServicerContext) -> bytes:
             metadata = await self._calls.require_allowed(context)
+            await self._calls.refuse_large(message, context)
             try:
                 client = wire.read_client(metadata.get(CLIENT.lower(), ''))
                 return encode(await act(read_control(message), client))
@@ -73,6 +74,7 @@ class ControlService:
     async def _record(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """The record of an answer, once."""
         await self._calls.require_allowed(context)
+        await self._calls.refuse_large(message, context)
         try:
             name = read_control(message).take_text('request_id')
         except RequestError as error:

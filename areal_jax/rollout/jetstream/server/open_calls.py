@@ -19,14 +19,14 @@ from areal_jax.errors import UserError
 from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.server.bodies import Bodies
 from areal_jax.rollout.http.server.bridge import Bridge
-from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, TOO_LATE
+from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, SMALL_BYTES, TOO_LATE
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
 from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record
 from areal_jax.rollout.jetstream.server.engine import StepError
 from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
-from areal_jax.rollout.jetstream.server.request_messages import read_request
+from areal_jax.rollout.jetstream.server.request_messages import read_control, read_request
 from areal_jax.rollout.stream import DispatchError, LogprobError
 
 _CHARACTER_BYTES = 4  # at most; a token id takes 5, and a token has 4 characters at least in the bound
@@ -79,6 +79,16 @@ class OpenCalls:
                 f'the request is for the process {meant}, and this one is {holder}: read the registry of the run again',
             )  # fmt: skip
         return found
+
+    async def refuse_large(self, message: bytes, context: Context) -> None:
+        """Ends a call, after the rest of a large body, whose message is larger than any but those of Decode."""
+        if len(message) <= SMALL_BYTES:
+            return
+        try:
+            async with self.bodies.taken(_name_client(context)):
+                read_control(message)
+        except RequestError as error:
+            await end_refused(context, error)
 
     async def open(self, message: bytes, context: Context) -> OpenCall:
         """The call of a DecodeRequest, with ids or with a text; ends the call of gRPC where it is refused."""

@@ -47,7 +47,8 @@ class RelayOrchestrator(orchestrator.LLMOrchestrator):
         await self._calls.finish(call, context)
 
     async def HealthCheck(self, request: bytes, context: grpc.aio.ServicerContext) -> jetstream_pb2.HealthCheckResponse:
-        """Whatever the message: it has no fields."""
+        """Whatever the message has: there are no fields in it."""
+        await self._calls.refuse_large(request, context)
         return await super().HealthCheck(jetstream_pb2.HealthCheckRequest(), context)
 
     def _get_prefill_content(self, request: OpenCall) -> tuple[OpenCall, bool]:
