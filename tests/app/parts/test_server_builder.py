@@ -185,3 +185,15 @@ def test_a_run_that_stands_still_for_a_minute_in_a_pause_goes_on_as_if_nothing_h
     assert pause['lease_seconds'] > 0
     events = end()
     assert [event['kind'] for event in events].count('fence') == 1  # when it joined
+
+
+@pytest.mark.slow
+def test_a_run_that_stands_still_for_longer_than_its_lease_is_fenced_and_loads_its_weights_again(stop_in_a_pause):
+    stranger, end = stop_in_a_pause(lease_s=4)
+    assert stranger.generate(4 + 10) < time.monotonic()  # an answer: the server serves others
+    assert stranger.look() == []
+    events = end()
+    lapsed = next(e for e in events if e['kind'] == 'engine_state' and e['state'] == 'unknown')
+    assert 'lease' in lapsed['reason']
+    later = [event['kind'] for event in events if event['seq'] > lapsed['seq']]
+    assert 'load' in later[later.index('fence') :]
