@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ RUN_MODEL_CODE = ('code',)  # task.name: tasks of this package whose scorers run
 
 NAME, HUMAN_EVAL = 'code', 'humaneval'  # task.name, task.path
 _CHECKS, _WALL = 2, 3  # of an answer: its tests and the hidden ones; wall seconds for a CPU second of the limit
+_CHECK_SHARE = 0.9  # of task.verifier_deadline_s: its worker starts and ends what it runs in the rest
 _FIELDS = ('show_tests', 'partial_credit')
 PACKAGES = ('numpy',)  # task.packages, where nobody sets it
 
@@ -100,13 +102,23 @@ def find_code_problems(c: Config) -> Iterator[str]:
             if getattr(task, field):
                 yield f'task.{field}=True is for task.name={NAME!r}, and it is {task.name!r}; remove one of them'
         return
-    least_s = _CHECKS * _WALL * task.time_limit_s
+    least_s = find_least_deadline(task.time_limit_s)
     if not task.reward and task.verifier_deadline_s < least_s:
         yield (
             f'task.verifier_deadline_s={task.verifier_deadline_s:g} would end checks that task.time_limit_s='
             f'{task.time_limit_s:g} allows: {_CHECKS} checks of {_WALL} wall seconds for each CPU second; raise it to '
             f'{least_s:g} or more'
         )
+
+
+def find_check_budget(deadline_s: float) -> float:
+    """Wall seconds of the whole check of an answer, which end before its worker is killed."""
+    return _CHECK_SHARE * deadline_s
+
+
+def find_least_deadline(time_limit_s: float, checks: int = _CHECKS) -> float:
+    """The least task.verifier_deadline_s, rounded up to tenths, for so many checks with a limit of CPU seconds."""
+    return math.ceil(10 * checks * _WALL * time_limit_s / _CHECK_SHARE) / 10
 
 
 def find_training_problems(c: Config) -> Iterator[str]:

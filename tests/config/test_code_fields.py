@@ -25,7 +25,7 @@ def test_the_defaults_are_right():
     ('fields', 'said'),
     [
         ({'path': 'humaneval'}, "task.path='humaneval' is for evaluation only"),
-        ({'time_limit_s': 10.0}, r'task.verifier_deadline_s=20 would end checks .* raise it to 60 or more'),
+        ({'time_limit_s': 10.0}, r'task.verifier_deadline_s=20 would end checks .* raise it to 66.7 or more'),
         ({'name': 'running_sums', 'show_tests': True}, "task.show_tests=True is for task.name='code', and it is"),
         ({'name': 'running_sums', 'partial_credit': True}, "task.partial_credit=True is for task.name='code'"),
         ({'verifier': 'inline'}, "task.verifier='inline' would run code of a model in the process of the run"),

@@ -29,6 +29,7 @@ from areal_jax.plugins import absolute_spec, load_function
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.client_stream import ClientStream
+from areal_jax.tasks.code.code_problems import require_time
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.pairs import contrast_task, read_pairs
 from areal_jax.tasks.registry import make_task, value_names
@@ -136,7 +137,8 @@ def build_verifier(
     An own scorer is called once, with an empty answer, when the verifier starts. A verifier that compares some answers
     twice writes to WORKDIR/audit.jsonl. `workers`: None = task.verifier_workers. A `start_worker` that starts no
     process scores nothing, so the scorer is not tried out. `sandbox`: of `try_scorer_sandbox`.
-    Raises UserError for a scorer that workers cannot load, and at the start for one that fails.
+    Raises UserError for a scorer that workers cannot load, and for a problem whose time limit the deadline does not
+    allow, and at the start for a scorer that fails.
     """
     reward = config.task.reward
     own = has_own_scorer(config.task)
@@ -147,6 +149,7 @@ def build_verifier(
     if config.task.verifier == 'inline':
         score = cast(Scorer, load_function(reward, 'task.reward')) if reward else task.score
         return InlineVerifier(score, decode, trial, reward or task.scorer)
+    _require_time(config, task)
     is_first = start_worker is WorkerProcess and lane == lanes.REWARD
     references = _list_references(config, task) if is_first else []
     if sandbox is not None and start_worker is WorkerProcess:
@@ -170,6 +173,14 @@ def build_verifier(
         with_episode=with_episode,
         start_worker=start_worker,
     )
+
+
+def _require_time(config: TrackedConfig, task: Task) -> None:
+    """Raises TaskError for a problem of code whose checks would be ended by the deadline of its worker."""
+    if runs_model_code(config.task) and isinstance(task, ListedTask):
+        for side in task.problems.values():
+            for problem in side:
+                require_time(problem, config.task.verifier_deadline_s)
 
 
 def _list_references(config: TrackedConfig, task: Task) -> list[Problem]:

@@ -1,7 +1,8 @@
 """The problems of the task `code`: from a file of JSON lines, generated, or those of HumanEval.
 
 A problem has question, answer (its reference solution, or ''), entry_point ('' = a program), prompt (code that an
-answer may go on), setup, test, tests, hidden_tests, time_limit_s, memory_limit_mb, partial_credit, family and place.
+answer may go on), setup, test, tests, hidden_tests, time_limit_s, memory_limit_mb, check_s (wall seconds of
+a check), partial_credit, family and place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from areal_jax.config.sandbox_fields import find_least_deadline
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
@@ -92,6 +94,18 @@ def complete_problem(row: JsonObject, place: str) -> Problem:
     if problem['test'] and not entry_point:
         raise TaskError(f"{place}: 'test' calls a function: name it in entry_point")
     return problem
+
+
+def require_time(problem: Problem, deadline_s: float) -> None:
+    """Raises TaskError where the time limit of the problem is longer than the deadline of a check allows."""
+    checks = 1 + bool(problem['hidden_tests'])
+    least_s = find_least_deadline(problem['time_limit_s'], checks)
+    if least_s > deadline_s:
+        raise TaskError(
+            f'{problem["place"]}: time_limit_s={problem["time_limit_s"]:g} allows checks that '
+            f'task.verifier_deadline_s={deadline_s:g} would end; lower the one, or raise the other to '
+            f'{least_s:g} or more'
+        )
 
 
 def _as_setup(prompt: str) -> str:

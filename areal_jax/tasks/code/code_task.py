@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.config.sandbox_fields import HUMAN_EVAL
+from areal_jax.config.sandbox_fields import HUMAN_EVAL, find_check_budget
 from areal_jax.errors import suggest
 from areal_jax.tasks.code import code_problems, function_families
+from areal_jax.tasks.code.check_time import CheckTime
 from areal_jax.tasks.code.code_block import find_code
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.tasks.scoring.score_call import MachineFaultError, Score
@@ -22,13 +23,14 @@ _judge: Judge | None = None  # of this process, which scores one answer at a tim
 
 def build(
     tokenizer: Tokenizer, path: str, datasets: Sequence[str], system_prompt: str, held_out_fraction: float,
-    time_limit_s: float, memory_limit_mb: int, show_tests: bool, partial_credit: bool,
+    time_limit_s: float, memory_limit_mb: int, verifier_deadline_s: float, show_tests: bool, partial_credit: bool,
 ) -> ListedTask:  # fmt: skip
     """The problems of a file, of HumanEval (all held out), or of generated families.
 
     Args:
       path: '' = generated ones; 'humaneval'.
       datasets: families of generated problems; () = all but those that are held out whole.
+      verifier_deadline_s: the whole check of an answer ends before.
       show_tests: the visible tests stand behind the question.
 
     Raises TaskError.
@@ -38,11 +40,11 @@ def build(
             f'task.datasets={tuple(datasets)} names families of generated problems, and task.path={path!r} '
             "has none: use task.path='', or task.datasets=()"
         )
-    listed = _list_problems(path, datasets)
+    listed, check_s = _list_problems(path, datasets), find_check_budget(verifier_deadline_s)
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in listed:
         limits = {'time_limit_s': time_limit_s, 'memory_limit_mb': memory_limit_mb}
-        complete = {**limits, **problem, 'partial_credit': partial_credit}
+        complete = {**limits, **problem, 'partial_credit': partial_credit, 'check_s': check_s}
         whole = path == HUMAN_EVAL or function_families.is_held_out_family(problem['family'])
         is_held_out = whole or hash_fraction(problem['question']) < held_out_fraction
         sides['held_out' if is_held_out else 'train'].append(complete)
@@ -85,11 +87,12 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> Sc
         return Score(0.0, 'no_code')
     if _judge is None:
         raise MachineFaultError('no sandbox has been started in this process')
+    whole = CheckTime(problem['check_s'])
     try:
-        found = _judge.check(problem, code, problem['tests'], is_partial=problem['partial_credit'])
+        found = _judge.check(problem, code, problem['tests'], is_partial=problem['partial_credit'], whole=whole)
         reward = 1.0 if found.label == 'ok' else found.share * bool(problem['partial_credit'])
         if found.label == 'ok' and problem['hidden_tests']:
-            hidden = _judge.check(problem, code, problem['hidden_tests'])
+            hidden = _judge.check(problem, code, problem['hidden_tests'], whole=whole)
             seconds = {'cpu_s': found.cpu_s + hidden.cpu_s, 'wall_s': found.wall_s + hidden.wall_s}
             shown = 'ok' if hidden.label == 'ok' else 'visible_only'
             found = dataclasses.replace(found, label=shown, reason=hidden.reason, **seconds)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_jax.tasks.code.answer_program import Failure
+from areal_jax.tasks.code.check_time import CheckTime
 from areal_jax.tasks.code.checks_program import GONE
 from areal_jax.tasks.code.program_run import (
     PRELOADED,
@@ -59,22 +60,27 @@ class Judge:
         self._children = ConfinedChildren(level, (*PRELOADED, PROGRAM, _CHECKS), readable)
 
     def check(
-        self, problem: Mapping[str, Any], code: str, tests: Sequence[Any], *, is_partial: bool = False
+        self,
+        problem: Mapping[str, Any],
+        code: str,
+        tests: Sequence[Any],
+        *,
+        is_partial: bool = False,
+        whole: CheckTime | None = None,
     ) -> Judgement:
         """Runs the code against the tests.
 
         Args:
           problem: a problem of code_problems.py: entry_point, setup, test, time_limit_s, memory_limit_mb.
           tests: for it: of its tests, or of its hidden ones; [] = those of its `test`.
-          is_partial: run all of them.
+          is_partial: run all of them, as far as there is time.
+          whole: the time of the whole check; None = as the problem's limit allows.
 
         Raises ServerLostError.
         """
-        start_s = time.monotonic()
-        if problem['entry_point']:
-            outcomes, cpu_s = self._check_function(problem, code, tests, is_partial)
-        else:
-            outcomes, cpu_s = self._check_programs(problem, code, tests, is_partial)
+        start_s, whole = time.monotonic(), whole or CheckTime()
+        check = self._check_function if problem['entry_point'] else self._check_programs
+        outcomes, cpu_s = check(problem, code, tests, is_partial, whole)
         failed = [outcome for outcome in outcomes if outcome[0] != 'ok']
         label, reason = failed[0] if failed else _OK
         passed = len(outcomes) - len(failed)
@@ -91,7 +97,7 @@ class Judge:
         return self._children.pid
 
     def _check_function(
-        self, problem: Mapping[str, Any], code: str, tests: Sequence[Any], is_partial: bool
+        self, problem: Mapping[str, Any], code: str, tests: Sequence[Any], is_partial: bool, whole: CheckTime
     ) -> tuple[list[Failure], float]:
         limits = _limits(problem).for_child()
         with contextlib.ExitStack() as opened:
@@ -108,25 +114,27 @@ class Judge:
                     Child(f'{_CHECKS}:run_checks', (checks, ours.fileno(), writer), limits),
                 ])  # fmt: skip
             told_bytes = _TOLD_BYTES * (len(tests) + 1)
-            told, late = read_until_end(reader, self._children.meter, problem['time_limit_s'], told_bytes)
+            told, late = read_until_end(reader, self._children.meter, problem['time_limit_s'], told_bytes, whole)
             ended = self._children.end()
         return _read_outcomes(told, late, ended, problem), sum(child.cpu_s for child in ended)
 
     def _check_programs(
-        self, problem: Mapping[str, Any], code: str, tests: Sequence[Any], is_partial: bool
+        self, problem: Mapping[str, Any], code: str, tests: Sequence[Any], is_partial: bool, whole: CheckTime
     ) -> tuple[list[Failure], float]:
         outcomes, total_s = [], 0.0
         for test in tests:
-            outcome, cpu_s = self._run_program(problem, code, test)
+            outcome, cpu_s = self._run_program(problem, code, test, whole)
             outcomes.append(outcome)
             total_s += cpu_s
-            if outcome[0] != 'ok' and not is_partial:
+            if outcome[0] != 'ok' and (not is_partial or whole.left_s <= 0):
                 break
         return outcomes, total_s
 
-    def _run_program(self, problem: Mapping[str, Any], code: str, test: Mapping[str, str]) -> tuple[Failure, float]:
+    def _run_program(
+        self, problem: Mapping[str, Any], code: str, test: Mapping[str, str], whole: CheckTime
+    ) -> tuple[Failure, float]:
         given = test['input'].encode(errors='surrogatepass')
-        end = run_program(self._children, code, given, _limits(problem))
+        end = run_program(self._children, code, given, _limits(problem), whole)
         return _judge_output(end, test['output']), end.cpu_s
 
 
@@ -134,7 +142,7 @@ def _limits(problem: Mapping[str, Any]) -> ProgramLimits:
     return ProgramLimits(problem['time_limit_s'], problem['memory_limit_mb'], _OUTPUT_BYTES)
 
 
-def _read_outcomes(told: bytes, late: bool, ended: Sequence[Ended], problem: Mapping[str, Any]) -> list[Failure]:
+def _read_outcomes(told: bytes, late: str, ended: Sequence[Ended], problem: Mapping[str, Any]) -> list[Failure]:
     """The outcome of each test that ran. Raises ServerLostError where the tests' own process failed."""
     lines = [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b'\n')]
     outcomes: list[Failure] = [(line[0], line[1]) for line in lines if line]
@@ -146,7 +154,7 @@ def _read_outcomes(told: bytes, late: bool, ended: Sequence[Ended], problem: Map
     if ended[0].is_over:
         return [*outcomes, TOO_MUCH]
     if late or ended[1].cpu_s >= problem['time_limit_s']:  # the kernel may end it before the clock here is read
-        return [*outcomes, ('time_limit', f'more than {problem["time_limit_s"]:g} s')]
+        return [*outcomes, ('time_limit', late or f'more than {problem["time_limit_s"]:g} s')]
     raise ServerLostError(f'the process of the tests ended with status {ended[1].status} before its verdict')
 
 

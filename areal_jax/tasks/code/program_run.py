@@ -9,22 +9,20 @@ import math
 import os
 import select
 import signal
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.tasks.code.answer_program import Failure
+from areal_jax.tasks.code.check_time import CheckTime, ProgramTime
 from areal_jax.tasks.code.pair_protocol import FrameError, read_reason
 from areal_jax.workers.exits import name_signal
 from areal_jax.workers.sandbox.confined_children import (
     Child,
     ConfinedChildren,
     Ended,
-    ServerLostError,
     hand_text,
-    is_runnable,
 )
-from areal_jax.workers.sandbox.meter import LOOK_S, Meter
+from areal_jax.workers.sandbox.meter import Meter
 
 PROGRAM = 'areal_jax.tasks.code.answer_program'  # the module of the child
 
@@ -35,8 +33,6 @@ PRELOADED = (
 )  # fmt: skip
 LABELS = ('wrong', 'syntax', 'exception', 'memory_limit', 'forbidden')  # that the child may give itself
 TOO_MUCH: Failure = ('memory_limit', 'its processes had more memory together than one may have')
-_WALL = 3.0  # seconds for a CPU second of the limit; then a sleeping program is late
-_STARVED_WALL = 30.0  # and then the machine is too busy to judge one that would run
 _SAID_BYTES = 2**16  # of how a program ended
 _SHORTEST_S = 0.002  # between two looks at a clock
 
@@ -77,11 +73,14 @@ class ProgramEnd:
     cpu_s: float
 
 
-def run_program(children: ConfinedChildren, code: str, given: bytes, limits: ProgramLimits) -> ProgramEnd:
+def run_program(
+    children: ConfinedChildren, code: str, given: bytes, limits: ProgramLimits, whole: CheckTime | None = None
+) -> ProgramEnd:
     """Runs the program with `given` as its standard input.
 
     Args:
       children: a server that has imported PROGRAM, with no child at work.
+      whole: the time of the check that the program is a part of; None = it is all of it.
 
     Raises ServerLostError, which says nothing about the program.
     """
@@ -99,7 +98,7 @@ def run_program(children: ConfinedChildren, code: str, given: bytes, limits: Pro
         finally:
             for descriptor in (printed, tells):
                 os.close(descriptor)
-        text, late = read_until_end(output, children.meter, limits.time_s, limits.output_bytes)
+        text, late = read_until_end(output, children.meter, limits.time_s, limits.output_bytes, whole or CheckTime())
         (ended,) = children.end()
         said = os.read(told, _SAID_BYTES)
     label, reason = _find_end(len(text) > limits.output_bytes, said, late, ended, limits.time_s)
@@ -113,36 +112,31 @@ def hand_json(opened: contextlib.ExitStack, given: Mapping[str, Any]) -> int:
     return descriptor
 
 
-def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int) -> tuple[bytes, bool]:
-    """What is written until all writers have closed the pipe, and whether the time was over before.
+def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int, whole: CheckTime) -> tuple[bytes, str]:
+    """What is written until all writers have closed the pipe, and why the time was over before; '' = it was not.
 
-    It is over where a child, or the answer with all its processes, has used `limit_s` of CPU time, or sleeps at _WALL
-    times that. Reading ends too where the meter finds too much memory. Raises ServerLostError where the machine did not
-    let it run.
+    It is over where a child, or the answer with all its processes, has used `limit_s` of CPU time, or WALL times that
+    of its own, and where the check has none left. Reading ends too where the meter finds too much memory.
+    Raises ServerLostError where the machine did not let it run.
     """
     parts: list[bytes] = []
-    size = 0
+    size, late = 0, ''
     poll = select.poll()
     poll.register(reader, select.POLLIN)
-    start_s = time.monotonic()
-    while True:
+    program = ProgramTime(whole, meter, limit_s)
+    while size <= most_bytes and not meter.is_over:
         used_s = meter.read_cpu_s()
-        passed_s = time.monotonic() - start_s
-        if used_s >= limit_s or size > most_bytes or meter.is_over:
-            return b''.join(parts), used_s >= limit_s
-        if passed_s >= _WALL * limit_s:
-            if not any(map(is_runnable, meter.list_processes())):
-                return b''.join(parts), True
-            if passed_s >= _STARVED_WALL * limit_s:
-                raise ServerLostError(f'a program got {used_s:.2f} s of a processor in {passed_s:.0f} s')
-        wait_s = min(LOOK_S, limit_s - used_s, max(_WALL * limit_s - passed_s, 0.05))
-        if not poll.poll(max(wait_s, _SHORTEST_S) * 1000):
+        if late := program.find_late(used_s):
+            break
+        if not poll.poll(max(program.find_wait_s(used_s), _SHORTEST_S) * 1000):
             continue
         part = os.read(reader, 2**16)
         if not part:
-            return b''.join(parts), False
+            break
         parts.append(part)
         size += len(part)
+    program.end()
+    return b''.join(parts), late
 
 
 def describe_gone(program: Ended, time_s: float) -> Failure:
@@ -159,11 +153,11 @@ def describe_gone(program: Ended, time_s: float) -> Failure:
     return 'killed', f'by {name_signal(number)}'
 
 
-def _find_end(is_long: bool, said: bytes, late: bool, ended: Ended, time_s: float) -> Failure:
+def _find_end(is_long: bool, said: bytes, late: str, ended: Ended, time_s: float) -> Failure:
     if ended.is_over:
         return TOO_MUCH
     if late:
-        return 'time_limit', f'more than {time_s:g} s'
+        return 'time_limit', late
     if is_long:
         return 'ok', ''
     try:

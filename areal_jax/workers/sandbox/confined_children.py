@@ -162,18 +162,6 @@ class ConfinedChildren:
         return reply
 
 
-def is_runnable(pid: int) -> bool:
-    """Whether a process runs, or waits for a processor; False where it sleeps, is stopped or has ended.
-
-    One that waits for a disk, or for a child that has its memory (vfork), sleeps: as long as it likes.
-    """
-    try:
-        with open(f'/proc/{pid}/stat', 'rb') as file:
-            return file.read().rpartition(b')')[2].split()[0] == b'R'
-    except OSError:
-        return False
-
-
 def hand_text(text: bytes) -> int:
     """A descriptor from which a child reads this text to its end."""
     descriptor = os.memfd_create('text', os.MFD_CLOEXEC)

@@ -17,7 +17,8 @@ from areal_jax.workers.sandbox.control_group import Used, read_used
 LOOK_S = 0.1  # between two looks: what goes beyond its bound ends within half a second
 _CPU_CLOCK = 2  # of a process, in a clock's number
 _TICKS, _PAGE = os.sysconf('SC_CLK_TCK'), os.sysconf('SC_PAGE_SIZE')
-_SESSION, _USED, _RESIDENT = 3, slice(11, 15), 21  # fields of /proc/PID/stat, behind the name
+# fields of /proc/PID/stat, behind the name
+_SESSION, _USED, _WAITED, _STARTED, _RESIDENT = 3, slice(11, 13), slice(13, 15), 19, 21
 
 _NOTHING = Used(0.0, 0)
 
@@ -41,6 +42,8 @@ class Meter:
     before: Used = _NOTHING
     total_s: float = dataclasses.field(default=0.0, init=False)  # at the last look, of all processes of the answer
     is_over: bool = dataclasses.field(default=False, init=False)  # its memory, at the last look
+    _seen: dict[tuple[int, bytes], float] = dataclasses.field(default_factory=dict, init=False)  # CPU seconds
+    _here: frozenset[int] = dataclasses.field(default=frozenset(), init=False)
     _looked_s: float = dataclasses.field(default_factory=time.monotonic, init=False)
 
     def read_cpu_s(self) -> float:
@@ -50,9 +53,16 @@ class Meter:
             self._looked_s = time.monotonic()
         return max(self.total_s, *map(read_process_s, self.pids))
 
-    def list_processes(self) -> list[int]:
-        """The children, and all processes of the answer."""
-        return [*self.pids, *(pid for pid, _ in list_session(self.server, self.pids[0]))]
+    def waits(self) -> bool:
+        """Whether one of the children, or of the processes of the answer, would run, and nothing is known to keep it.
+
+        Where there is no group, processes that are new since the last call may keep it: what they used is not known
+        once they have ended.
+        """
+        before, self._here = self._here, frozenset(pid for pid, _ in list_session(self.server, self.pids[0]))
+        if before and not self.files and self._here - before:
+            return False
+        return any(map(is_runnable, {*self.pids, *self._here}))
 
     def _look(self) -> None:
         if self.files:
@@ -60,11 +70,17 @@ class Meter:
                 used = read_used(*self.files)
                 self.total_s, self.is_over = used.cpu_s - self.before.cpu_s, used.kills > self.before.kills
             return
-        used_s, memory = 0.0, 0
+        used_s, waited_s, memory = 0.0, 0.0, 0
+        gone = dict(self._seen)
         for pid, fields in list_session(self.server, self.pids[0]):
-            used_s += sum(map(int, fields[_USED])) / _TICKS
+            own, of_children = (sum(map(int, fields[part])) / _TICKS for part in (_USED, _WAITED))
+            used_s, waited_s = used_s + own, waited_s + of_children
+            process = pid, fields[_STARTED]
+            self._seen[process] = own
+            gone.pop(process, None)
             memory += _read_memory(pid, self.server, int(fields[_RESIDENT]) * _PAGE)
-        self.total_s = max(self.total_s, used_s)
+        # what has ended is told by those that waited for it; of others as far as it was seen
+        self.total_s = max(self.total_s, used_s + max(waited_s, sum(gone.values())))
         self.is_over = self.is_over or 0 < self.memory_bytes < memory
 
 
@@ -74,6 +90,18 @@ def read_process_s(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
     except OSError:
         return 0.0
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a process runs, or waits for a processor; False where it sleeps, is stopped or has ended.
+
+    One that waits for a disk, or for a child that has its memory (vfork), sleeps: as long as it likes.
+    """
+    try:
+        with open(f'/proc/{pid}/stat', 'rb') as file:
+            return file.read().rpartition(b')')[2].split()[0] == b'R'
+    except OSError:
+        return False
 
 
 def list_session(server: int, leader: int) -> Iterator[tuple[int, list[bytes]]]:

@@ -10,6 +10,7 @@ from areal_jax import main_replay
 from areal_jax.app.run import loop_parts
 from areal_jax.errors import ExitCode
 from areal_jax.labels import CODE
+from areal_jax.tasks.task import TaskError
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.workers.sandbox.confinement import find_abi
 from tests.app.run.test_sandboxed_run import RECORD
@@ -32,6 +33,12 @@ def fields(tmp_path, monkeypatch):
         'task__held_out_fraction': 0.3, 'model__characters': 'abcdx=', 'run__steps': 3, 'run__clock': 'real',
         'checkpoint__every': 1,
     }  # fmt: skip
+
+
+def test_a_problem_whose_checks_its_deadline_would_end_ends_the_start(fields, tmp_path):
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(json.dumps(row | {'time_limit_s': 10}) for row in ROWS))
+    with pytest.raises(TaskError, match=r'rows.jsonl:1: time_limit_s=10 .*verifier_deadline_s=20 .* to 66.7 or more'):
+        SmallRun(tmp_path / 'run', **fields)
 
 
 @pytest.mark.slow

@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from areal_jax.tasks.code.code_problems import complete_problem, list_human_eval, read_problems, show_tests
+from areal_jax.tasks.code.code_problems import (
+    complete_problem,
+    list_human_eval,
+    read_problems,
+    require_time,
+    show_tests,
+)
 from areal_jax.tasks.task import TaskError
 
 FUNCTION = {'question': 'Twice.', 'entry_point': 'f', 'tests': [[[1], 2], 'assert f(0) == 0']}
@@ -74,3 +80,12 @@ def test_human_eval_is_read():
     assert len(problems) == 164
     assert problems[0]['place'] == 'HumanEval/0'
     assert 'has_close_elements' in problems[0]['question']
+
+
+@pytest.mark.parametrize(('hidden', 'least'), [([], '33.4'), (PROGRAM['tests'], '66.7')])
+def test_a_time_limit_that_no_check_has_is_refused(hidden, least):
+    problem = complete_problem(PROGRAM | {'time_limit_s': 10, 'hidden_tests': hidden}, 'rows.jsonl:1')
+    require_time(problem, float(least))
+    said = f'rows.jsonl:1: time_limit_s=10 allows checks that task.verifier_deadline_s=20 .* to {least} or more'
+    with pytest.raises(TaskError, match=said):
+        require_time(problem, 20.0)

@@ -34,7 +34,7 @@ needs_landlock = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no L
 def build(path='', datasets=(), **fields):
     values = {
         'system_prompt': '', 'held_out_fraction': 0.25, 'time_limit_s': 1.0, 'memory_limit_mb': 256,
-        'show_tests': False, 'partial_credit': False,
+        'verifier_deadline_s': 20.0, 'show_tests': False, 'partial_credit': False,
     }  # fmt: skip
     return make_task('code', CharacterTokenizer(ASCII), None, path=path, datasets=datasets, **values | fields)
 
@@ -127,6 +127,16 @@ def test_scores_and_labels_through_a_worker(make, tmp_path):
         assert (verdict.attempts, len(verdict.reason) < 12 * REASON_CHARACTERS) == (1, True)
     half = {**problem, 'tests': [[[1], 2], [[2], 4]], 'partial_credit': True}
     assert ask(judge, half, 'def f(x): return 2').reward == 0.5
+
+
+@needs_landlock
+def test_a_problem_of_many_inputs_has_a_verdict_before_its_worker_is_killed(make, tmp_path):
+    inputs = [{'input': str(number), 'output': str(number)} for number in range(500)]
+    path = write(tmp_path, {'question': 'Print it.', 'tests': inputs, 'time_limit_s': 2.0})
+    (problem,) = build(path, held_out_fraction=0.0, verifier_deadline_s=3.0).problems['train']
+    verdict = ask(make(), problem, 'import time\ntime.sleep(1)\nprint(input())')
+    assert (verdict.label, verdict.reward, verdict.attempts) == ('time_limit', 0.0, 1), verdict
+    assert verdict.reason == 'its whole check took more than 2.7 s'
 
 
 @needs_landlock
