@@ -122,9 +122,10 @@ def _check_of_fields(kind: type) -> Check:
         fields = dataclasses.fields(kind)
         required = {one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING}
     else:
-        required = set(kind.__required_keys__)  # type: ignore[attr-defined]
-    checks = {name: check_of(typing.get_args(hint)[0] if typing.get_origin(hint) is NotRequired else hint)
-              for name, hint in hints.items()}  # fmt: skip
+        # __required_keys__ does not see NotRequired in annotations that are texts
+        written = typing.get_type_hints(kind, include_extras=True)
+        required = {name for name, hint in written.items() if typing.get_origin(hint) is not NotRequired}
+    checks = {name: check_of(hint) for name, hint in hints.items()}
     fits = lambda value: all(check(value[name]) for name, check in checks.items() if name in value)
     return lambda value: isinstance(value, dict) and required <= value.keys() and fits(value)
 

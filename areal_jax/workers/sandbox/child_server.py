@@ -130,7 +130,7 @@ class _Server:
             self._end()
             return {'fault': f'no child process: {error.strerror}'}
         files = [self._group.cpu_file, self._group.kills_file] if self._group and orders[0].is_counted else []
-        return {'pids': [child.pid for child in self._children], 'files': files, 'before': self._before}
+        return {'pids': [child.pid for child in self._children], 'counted_in': files, 'before': self._before}
 
     def _read_orders(self, children: Sequence[_Message], descriptors: Sequence[int]) -> Iterator[_Order]:
         given = iter(descriptors)

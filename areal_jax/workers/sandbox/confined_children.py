@@ -106,7 +106,7 @@ class ConfinedChildren:
         started = self._ask({'children': words}, handed)
         pids: list[int] = started['pids']
         bound = int(children[0].limits['memory_bytes']) if children[0].is_counted else 0
-        self.meter = Meter(self.pid, pids, bound, tuple(started['files']), Used(*started['before']))
+        self.meter = Meter(self.pid, pids, bound, tuple(started['counted_in']), Used(*started['before']))
         return pids
 
     def end(self) -> list[Ended]:

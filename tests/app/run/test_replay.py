@@ -144,7 +144,9 @@ def test_a_run_of_another_version_names_the_field(run, capsys):
     assert 'starts.json is of another version of this program: rollout.slotz is not a field of the config' in said
     change_json(run / 'starts.json', lambda starts: starts['starts'][0]['config']['rollout'].pop('slotz'))
     change_json(run / 'starts.json', lambda starts: starts['starts'][0]['config']['rollout'].update(slots='many'))
-    assert "starts.json has rollout.slots='many', which is not of the type" in refused(capsys, f'--workdir={run}')
+    assert "starts.json: start 1 is not of a run: rollout.slots='many' must be a whole number" in refused(
+        capsys, f'--workdir={run}'
+    )
 
 
 def test_data_is_named_by_its_digest(tmp_path, lines, capsys):

@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_and_resumed_tells_it_and_a_replay_starts_no_proce
 
 
 def test_a_level_that_does_not_work_ends_the_start(tmp_path, monkeypatch):
-    def refuse(level):
+    def refuse(level, packages):
         raise SandboxError(f'{level} is not here')
 
     (tmp_path / 'scorer.py').write_text(SCORER)

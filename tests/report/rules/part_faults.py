@@ -175,6 +175,19 @@ def _first_serving(events: Events, rng: random.Random) -> Events | None:
     return events[:index] + events[index + 1 :] if index >= 0 else None
 
 
+def _unfenced(events: Events, rng: random.Random) -> Events | None:
+    """The fence of a server that comes back: what is new is fenced too, of which no rule knows."""
+    states: dict[str, str] = {}
+    places = []
+    for index, event in enumerate(events):
+        if event['kind'] == 'engine_state':
+            states[event['engine']] = event['state']
+        elif event['kind'] == 'fence' and states.get(event['engine']) in ('unknown', 'quarantined'):
+            places.append(index)
+    index = rng.choice(places) if places else -1
+    return events[:index] + events[index + 1 :] if places else None
+
+
 def _unstaged(events: Events, rng: random.Random) -> Events | None:
     """The line that tells that a version was staged, of a commit that was acknowledged."""
     index = pick(events, rng, 'stage', _done('acknowledge'))
@@ -254,7 +267,7 @@ SERVERS: Mapping[str, Planter] = {
     'a version that was not acknowledged': delete('stage', _done('acknowledge')),
     'a version swapped in and not staged': _unstaged,
     'a server that serves and has not joined': delete('join'),
-    'a server that comes back without a fence': delete('fence'),
+    'a server that comes back without a fence': _unfenced,
     'a server that serves by itself': edit('engine_state', _set(state='serving'), lambda e: e['state'] == 'unknown'),
     'a server that is registered twice': edit('register', _set(incarnation=0)),
     'a request sent to a silent server': _first_serving,
