@@ -90,11 +90,13 @@ def test_the_router_has_a_gradient_where_recorded_and_live_experts_differ():
 
 
 def test_padding_touches_no_expert_and_changes_nothing():
+    """Products of 11 and of 16 rows round alike on some processors only."""
     states, _ = run(PARAMS)
-    padded = jnp.concatenate([TOKENS, jnp.full(5, 13)])
     valid = jnp.arange(16) < 11
-    found, routed = run(PARAMS, padded, valid=valid)
-    np.testing.assert_array_equal(found[:11], states)
+    found, routed = run(PARAMS, jnp.concatenate([TOKENS, jnp.full(5, 13)]), valid=valid)
+    other, _ = run(PARAMS, jnp.concatenate([TOKENS, jnp.arange(5)]), valid=valid)
+    np.testing.assert_array_equal(found[:11], other[:11])
+    np.testing.assert_allclose(found[:11], states, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(routed.loads.sum(-1), [22.0, 22.0])
 
 
