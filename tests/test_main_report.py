@@ -208,7 +208,11 @@ def test_a_repeated_update_is_named(tmp_path: pathlib.Path, capsys):
         ('config.json', None, 'holds no run: there is no config.json; give the --workdir of a run'),
         ('config.json', '{"run": {"steps": 4', 'config.json is no JSON'),
         ('config.json', '[1, 2]', 'config.json holds a list, not an object'),
-        ('config.json', '{"name": "another program"}', 'config.json holds loss.objective=None'),
+        (
+            'config.json',
+            '{"name": "another program"}',
+            "config.json has name='another program', which is no section with fields",
+        ),
         ('facts.json', '{"config": "x', 'facts.json is no JSON'),
         ('facts.json', '{"config": "x"}', 'facts.json was written by another version'),
         (

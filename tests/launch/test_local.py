@@ -288,7 +288,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path):
 
 
 def test_a_server_that_hangs_before_it_registers_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setenv('STAND_IN_REGISTER_S', '1')
+    monkeypatch.setenv('STAND_IN_REGISTER_S', '4')  # it takes that long to begin on a busy machine
     with Run(tmp_path, server={'hangs': True}) as run:
         [[hung, *_], *_] = run.await_events('server start', 2)
         assert not is_alive(int(hung))

@@ -10,7 +10,7 @@ from areal_jax.workers.sandbox.confined_children import ServerLostError
 from areal_jax.workers.sandbox.meter import LOOK_S, Meter
 
 WALL = 3.0  # seconds for a CPU second of a limit
-_STARVED_WALL = 30.0  # and then the machine is too busy to judge an answer that would run
+STARVED_WALL = 30.0  # and then the machine is too busy to judge an answer that would run
 _SHORTEST_S = 0.02  # between two looks at what waits for a processor
 
 
@@ -70,7 +70,7 @@ class ProgramTime:
         if used_s >= self._limit_s or self._has_slept(used_s):
             return f'more than {self._limit_s:g} s'
         passed_s = time.monotonic() - self._start_s
-        if passed_s >= _STARVED_WALL * self._limit_s:
+        if passed_s >= STARVED_WALL * self._limit_s:
             raise ServerLostError(f'a program got {used_s:.2f} s of a processor in {passed_s:.0f} s')
         return self._whole.judge_budget(self._kept_s)
 

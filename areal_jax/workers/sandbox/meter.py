@@ -16,7 +16,7 @@ from areal_jax.workers.sandbox.control_group import Used, read_used
 
 LOOK_S = 0.1  # between two looks: what goes beyond its bound ends within half a second
 _CPU_CLOCK = 2  # of a process, in a clock's number
-_TICKS, _PAGE = os.sysconf('SC_CLK_TCK'), os.sysconf('SC_PAGE_SIZE')
+TICKS, _PAGE = os.sysconf('SC_CLK_TCK'), os.sysconf('SC_PAGE_SIZE')
 # fields of /proc/PID/stat, behind the name
 _SESSION, _USED, _WAITED, _STARTED, _RESIDENT = 3, slice(11, 13), slice(13, 15), 19, 21
 
@@ -73,7 +73,7 @@ class Meter:
         used_s, waited_s, memory = 0.0, 0.0, 0
         gone = dict(self._seen)
         for pid, fields in list_session(self.server, self.pids[0]):
-            own, of_children = (sum(map(int, fields[part])) / _TICKS for part in (_USED, _WAITED))
+            own, of_children = (sum(map(int, fields[part])) / TICKS for part in (_USED, _WAITED))
             used_s, waited_s = used_s + own, waited_s + of_children
             process = pid, fields[_STARTED]
             self._seen[process] = own

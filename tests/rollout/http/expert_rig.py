@@ -94,6 +94,7 @@ def drive(subject, script):
     async def program():
         engine.start(supervisor)
         if isinstance(engine, OwnEngine):
+            await engine.fence()
             await engine.stage(PublishedWeights(0, '', '0'))
             await engine.swap(0)
         found = await script(engine)

@@ -50,14 +50,14 @@ def children(start):
 @needs_landlock
 @pytest.mark.parametrize('how', [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in STARVE])
 def test_an_answer_that_starves_itself_is_late(children, how, monkeypatch):
-    monkeypatch.setattr(check_time, '_STARVED_WALL', 1e6)  # a machine that is busy with other tests is waited for
+    monkeypatch.setattr(check_time, 'STARVED_WALL', 1e6)  # a machine that is busy with other tests is waited for
     end = run_program(children, FORK + STARVE[how], b'', ProgramLimits(0.3, 512, 10_000))
     assert end.label == 'time_limit', end
 
 
 @needs_landlock
 def test_a_function_that_starves_its_tests_is_late(judge, monkeypatch):
-    monkeypatch.setattr(check_time, '_STARVED_WALL', 1e6)
+    monkeypatch.setattr(check_time, 'STARVED_WALL', 1e6)
     body = 'fork(14, lambda: burn(1e9))\n    burn(1e9)'
     row = {'question': '?', 'entry_point': 'f', 'tests': [[[1], 1]], 'time_limit_s': 0.3}
     problem = {'memory_limit_mb': 512, **code_problems.complete_problem(row, 'here')}
@@ -150,7 +150,7 @@ def _list_processes(*found):
 def _make_meter(monkeypatch, looks, **fields):
     listed = iter(looks)
     monkeypatch.setattr(meter, 'list_session', lambda *_: _list_processes(*next(listed)))
-    monkeypatch.setattr(meter, '_TICKS', 100)
+    monkeypatch.setattr(meter, 'TICKS', 100)
     monkeypatch.setattr(meter, 'read_process_s', lambda pid: 0.0)
     monkeypatch.setattr(meter, 'LOOK_S', 0.0)
     return Meter(1, (2, 3), **fields)

@@ -184,7 +184,7 @@ def test_replies_of_control_with_a_changed_field_are_read_or_refused(runner, mak
         if action == 'swap':
             assert 0 <= found < 1e30
         elif action != 'update':
-            for name in [found] if isinstance(found, str) else found:
+            for name in [found] if isinstance(found, str) else [found.version, found.digest, found.client]:
                 assert isinstance(name, str)
                 name.encode()
                 read_version(name)

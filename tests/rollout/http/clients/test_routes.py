@@ -15,6 +15,7 @@ from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
+from areal_jax.rollout.http.wire import replies
 from areal_jax.rollout.servers.remote_engine import RequestFailedError
 from areal_jax.types import Segment
 from tests.rollout.engine_contract import LONGEST, Bench
@@ -97,7 +98,7 @@ class Scripted:
 
     async def require(self, method, path, body=None):
         class Reply:
-            fields = staticmethod(dict)
+            fields = staticmethod(lambda: replies.Reply({}))
 
         return Reply()
 
