@@ -95,7 +95,7 @@ class Run:
         *answers,
         episode=None,
         pool=None,
-        deadline_s=20.0,
+        deadline_s=60.0,
         required='wish',
         host=None,
         prompt=PROMPT,
