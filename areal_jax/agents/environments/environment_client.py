@@ -60,14 +60,15 @@ class EnvironmentClient:
         finally:
             del self._waiting[number]
 
-    async def close(self) -> None:
-        """Requests under way get no reply."""
-        self._receiver.cancel()
-        try:
-            await asyncio.wait([self._receiver])
-        finally:  # a context with an open socket ends never, and hangs whoever collects it
-            self._socket.close()
-            self._context.term()
+    def close(self) -> None:
+        """Requests under way get no reply.
+
+        Waits for nothing: a context whose socket is still open never ends, and hangs the thread that collects it.
+        """
+        for task in (self._receiver, *self._cancels):
+            task.cancel()
+        self._socket.close()
+        self._context.term()
 
     async def _send(self, number: bytes, method: str, payload: JsonObject) -> None:
         with contextlib.suppress(zmq.ZMQError):  # closed meanwhile

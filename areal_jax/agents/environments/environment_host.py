@@ -97,12 +97,10 @@ class _Server:
 
     async def close(self) -> None:
         self._ready.cancel()
-        try:
-            await self._commands.close()
-            await asyncio.wait([self._process])
-        finally:
-            await self._client.close()
-            self._folder.cleanup()
+        self._client.close()  # first: whoever waits for the end of a process may be given up
+        await self._commands.close()
+        await asyncio.wait([self._process])
+        self._folder.cleanup()
 
     async def _run(self, job: Job) -> Ending:
         record = EpisodeRecord()

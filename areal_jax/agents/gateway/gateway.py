@@ -130,9 +130,11 @@ class Gateway:
                 started.set()
                 await asyncio.Event().wait()
         finally:
-            await runner.cleanup()
             app[BODIES].close()
-            await self._host.close()
+            try:  # the I/O loop cancels again what takes long to end, and each of the two is to begin
+                await self._host.close()
+            finally:
+                await runner.cleanup()
 
     # Routes.
 

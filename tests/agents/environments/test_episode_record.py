@@ -97,7 +97,7 @@ async def ask_all(address, bodies):
             found.append(await client.ask('run', {}))
         except WireError as error:
             found.append(error)
-    await client.close()
+    client.close()
     server.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await server
