@@ -60,7 +60,7 @@ def list_descendants(root: int) -> list[Process]:
 def list_marked(mark: str, variable: str = MARK) -> list[Process]:
     """Living processes that were started with variable=mark in their environment, and their forks."""
     entry = f'{variable}={mark}'.encode()
-    return [process for process in _list_processes() if entry in _read_proc(process.pid, 'environ').split(b'\0')]
+    return [process for process in _list_processes() if entry in read_proc(process.pid, 'environ').split(b'\0')]
 
 
 def end_descendants(reap: Callable[[], bool], within_s: float) -> bool:
@@ -121,14 +121,15 @@ def _list_processes() -> Iterator[Process]:
     except OSError:
         return
     for pid in pids:
-        state, *numbers = _read_proc(pid, 'stat').rpartition(b')')[2].split()[:3] or [b'']
+        state, *numbers = read_proc(pid, 'stat').rpartition(b')')[2].split()[:3] or [b'']
         if numbers:
             yield Process(pid, int(numbers[0]), int(numbers[1]), is_alive=state not in (b'Z', b'X'))
 
 
-def _read_proc(pid: int, name: str) -> bytes:
+def read_proc(pid: int, name: str) -> bytes:
+    """Returns a file of /proc/PID; empty where the process has ended, or belongs to somebody else."""
     try:
         with open(f'/proc/{pid}/{name}', 'rb') as file:
             return file.read()
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:
         return b''

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
+from areal_jax.workers.descendants import read_proc
 from areal_jax.workers.sandbox.control_group import Used, read_used
 
 LOOK_S = 0.1  # between two looks: what goes beyond its bound ends within half a second
@@ -97,11 +98,7 @@ def is_runnable(pid: int) -> bool:
 
     One that waits for a disk, or for a child that has its memory (vfork), sleeps: as long as it likes.
     """
-    try:
-        with open(f'/proc/{pid}/stat', 'rb') as file:
-            return file.read().rpartition(b')')[2].split()[0] == b'R'
-    except OSError:
-        return False
+    return read_proc(pid, 'stat').rpartition(b')')[2].split()[:1] == [b'R']
 
 
 def list_session(server: int, leader: int) -> Iterator[tuple[int, list[bytes]]]:
@@ -110,7 +107,7 @@ def list_session(server: int, leader: int) -> Iterator[tuple[int, list[bytes]]]:
     while unvisited:
         pid = unvisited.pop()
         unvisited += _list_children(pid)
-        fields = _read(pid, 'stat').rpartition(b')')[2].split()
+        fields = read_proc(pid, 'stat').rpartition(b')')[2].split()
         if len(fields) > _RESIDENT and int(fields[_SESSION]) == leader:
             yield pid, fields
 
@@ -121,7 +118,7 @@ def _list_children(pid: int) -> list[int]:
         threads = os.listdir(f'/proc/{pid}/task')
     except OSError:
         return []
-    return [int(child) for thread in threads for child in _read(pid, f'task/{thread}/children').split()]
+    return [int(child) for thread in threads for child in read_proc(pid, f'task/{thread}/children').split()]
 
 
 def _read_memory(pid: int, server: int, resident: int) -> int:
@@ -129,19 +126,11 @@ def _read_memory(pid: int, server: int, resident: int) -> int:
 
     Where that may not be read, without what a fork of the server has at least, which is not its own.
     """
-    for line in _read(pid, 'smaps_rollup').splitlines():
+    for line in read_proc(pid, 'smaps_rollup').splitlines():
         if line.startswith(b'Pss:'):
             return int(line.split()[1]) * 2**10
     return max(resident - _read_resident(server), 0)
 
 
 def _read_resident(pid: int) -> int:
-    return int((_read(pid, 'statm').split() or [b'0', b'0'])[1]) * _PAGE
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        with open(f'/proc/{pid}/{name}', 'rb') as file:
-            return file.read()
-    except OSError:  # it has ended, or belongs to somebody else
-        return b''
+    return int((read_proc(pid, 'statm').split() or [b'0', b'0'])[1]) * _PAGE
