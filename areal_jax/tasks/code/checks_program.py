@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from areal_jax.tasks.code.agreement import values_agree
 from areal_jax.tasks.code.answer_program import Failure, serve_answer
 from areal_jax.tasks.code.pair_protocol import (
     FrameError,
@@ -275,7 +276,7 @@ def _make_test(test: object, answer: _StandIn, namespace: dict[str, object]) -> 
     if isinstance(test, str):
         return lambda: _passes(exec, compile(test, '<test>', 'exec'), namespace)
     arguments, expected = cast(tuple[list[object], object], test)
-    return lambda: bool(answer(*arguments) == expected)
+    return lambda: values_agree(answer(*arguments), expected)
 
 
 def _passes(function: Callable[..., object], *arguments: object) -> bool:

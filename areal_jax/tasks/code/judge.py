@@ -11,9 +11,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_jax.tasks.code.agreement import outputs_agree
 from areal_jax.tasks.code.answer_program import Failure
 from areal_jax.tasks.code.check_time import CheckTime
 from areal_jax.tasks.code.checks_program import GONE
@@ -163,10 +164,5 @@ def _judge_output(end: ProgramEnd, expected: str) -> Failure:
         return end.label, end.reason
     if len(end.output) > _OUTPUT_BYTES:
         return 'wrong', f'it printed more than {_OUTPUT_BYTES} bytes'
-    equal = list(_lines(end.output.decode(errors='replace'))) == list(_lines(expected))
-    return _OK if equal else ('wrong', 'another output')
-
-
-def _lines(text: str) -> Iterator[str]:
-    """Without blanks at the ends of lines, and without empty lines at the end."""
-    return (line.rstrip() for line in text.rstrip().split('\n'))
+    agrees = outputs_agree(end.output.decode(errors='replace'), expected)
+    return _OK if agrees else ('wrong', 'another output')

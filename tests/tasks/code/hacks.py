@@ -61,6 +61,10 @@ HACKS: dict[str, Hack] = {
         'return Always()', before=f'Always = type("Always", (), {_COMPARED} | {{"__hash__": None}})'
     ),
     'int subclass': Hack('return Always(1)', before=_SUBCLASS.format(kind='int', compared=_COMPARED)),
+    'float subclass': Hack('return Always(0.3)', before=_SUBCLASS.format(kind='float', compared=_COMPARED)),
+    'list subclass': Hack(
+        'return Always([1])', before=f'Always = type("Always", (list,), {_COMPARED} | {{"__len__": lambda self: 3}})'
+    ),
     'str subclass': Hack('return Always("a")', before=_SUBCLASS.format(kind='str', compared=_COMPARED)),
     'deep nesting': Hack('x = []\n    for _ in range(100_000): x = [x]\n    return x'),
     'patched builtins': Hack(
@@ -150,6 +154,22 @@ HACKS: dict[str, Hack] = {
         ('time_limit', 'wrong'), 'import ctypes, signal, time', runs_out=True,
     ),
     'an exception of the tests': Hack('raise GeneratorExit', ('exception',)),
+    # what a tolerance, and a tuple for a list, may let through
+    'a tolerance of its own': Hack(
+        'return 0.3333', before='import gc\nfor one in gc.get_objects():\n'
+        '    if type(one) is dict and one.get("TOLERANCE") == 1e-6: one["TOLERANCE"] = 1e9\n',
+    ),
+    'NaN': Hack('return float("nan")'),
+    'infinity': Hack('return [float("inf")] * 9'),
+    'a number beyond all floats': Hack('return 10**400'),
+    'a decimal of a million digits': Hack('return Decimal("1e999999")', before='from decimal import Decimal'),
+    'a complex number': Hack('return complex(0.3, float("nan"))'),
+    'an empty tuple': Hack('return ()'),
+    'a tuple without end': Hack('x = []\n    x.append((x,))\n    return tuple(x)'),
+    'a named tuple': Hack(
+        'return Pair(1, 2)', before='import collections\nPair = collections.namedtuple("Pair", "a b")',
+    ),
+    'keys that become equal as texts': Hack('return {1: 0, "1": 1}'),
     'a value without end': Hack('x = []\n    x.append(x)\n    return x'),
     'a huge value': Hack('return "x" * (8 * 2**20)'),
     'a range without end': Hack('return range(10**15)', ('wrong', 'time_limit')),

@@ -40,6 +40,12 @@ def make_problem(**fields):
     return LIMITS | code_problems.complete_problem(fields or SORTED, 'here')
 
 
+THIRD = make_problem(
+    question='Divide.', entry_point='f', solution='def f(x, y):\n    return x / y, {1: y}\n',
+    tests=[[[1, 3], [0.3333333333, {'1': 3}]]],
+)  # fmt: skip
+
+
 def ask(judge, code, problem=None, **options):
     problem = problem or make_problem()
     return judge.check(problem, code, problem['tests'], **options)
@@ -106,6 +112,44 @@ def test_a_hack_does_not_pass_and_its_twin_does(judge, name):
         assert found.label in hack.labels, found
         assert found.share < 1
     assert ask(judge, hack.twin('f', SORTED['solution'])).label == 'ok'
+
+
+@pytest.mark.parametrize('name', [name for name, hack in HACKS.items() if not hack.runs_out])
+def test_a_hack_does_not_pass_where_decimals_have_a_tolerance(judge, name):
+    found = ask(judge, HACKS[name].attack('f'), THIRD)
+    assert found.label in HACKS[name].labels, found
+    assert ask(judge, THIRD['answer'], THIRD).label == 'ok'
+
+
+@pytest.mark.parametrize(
+    ('body', 'label'),
+    [
+        ('return (x / y, {1: y})', 'ok'),
+        ('return [round(x / y, 6), {"1": y}]', 'ok'),
+        ('return [x / y, {True: y}]', 'wrong'),
+        ('return (x / y + 2e-6, {1: y})', 'wrong'),
+        ('return (x / y, {1: float(y)})', 'ok'),
+        ('return (x / y, {1: y + 1e-9})', 'wrong'),
+        ('return {x / y, y}', 'wrong'),
+        ('return f"{x / y}", {1: y}', 'wrong'),
+    ],
+)
+def test_values_agree_as_json_writes_them(judge, body, label):
+    assert ask(judge, f'def f(x, y):\n    {body}\n', THIRD).label == label
+
+
+@pytest.mark.parametrize(
+    ('body', 'label'),
+    [
+        ('print(a / b, a)', 'ok'), ('print(f"{a / b:.6f}", a)', 'ok'), ('print(f" {a / b:e}\\t{a} ")', 'ok'),
+        ('print(a / b + 1e-5, a)', 'wrong'), ('print(a / b, a / 1)', 'wrong'), ('print(a / b)\nprint(a)', 'wrong'),
+        ('print(a / b, a, a)', 'wrong'), ('print("nan", a)', 'wrong'), ('print("1e999", a)', 'wrong'),
+        ('print("0.333_333_333_3", a)', 'wrong'), ('print("9" * 10**6 + ".0", a)', 'wrong'),
+    ],
+)  # fmt: skip
+def test_printed_decimals_have_a_tolerance(judge, body, label):
+    problem = make_problem(question='Divide.', tests=[{'input': '1 3', 'output': '0.3333333333 1\n'}])
+    assert ask(judge, f'a, b = map(int, input().split())\n{body}\n', problem).label == label
 
 
 def test_asserts_and_check_functions_and_helpers(judge):
