@@ -42,7 +42,7 @@ SERVES_S = 10.0  # from the end of the process, or of its lease, to the answer o
 LEASE_S = 4.0  # shorter than by default, so that a kill costs less
 STOPPED = 75
 _START_S = 300.0  # until a run that was started again has trained an update: it must not wait for a probe
-_STEPS = 8  # by which each start prolongs the run
+_STEPS = 24  # by which each start prolongs a run: none is to be at its end when a signal comes
 _IN_A_ROW = 4  # controllers of one run in roles that are ended: its launcher gives up after five restarts in a row
 _SHARE_ALONE = 0.55  # of the minutes
 _NEVER_S = 1e9
@@ -174,7 +174,7 @@ class Chain:
         served_s = self._stranger.generate(left_s + 3 * SERVES_S) - ended_s - left_s
         if served_s > SERVES_S:
             wrong.append(f'another client had its answer {served_s:.1f} s after the end of process and lease')
-        if self.place == ALONE:
+        if self.place == ALONE:  # the launcher of a run in roles goes on by itself
             self._steps = max(self._steps, (logs.newest_update(self.workdir) or 0) + _STEPS)
             run = parts.enter_context(self._start(resume=True))
         trained_s = self._await_update(run, ended_s)
@@ -189,9 +189,7 @@ class Chain:
         return run
 
     def _start(self, *, resume: bool) -> RunningCommand:
-        # a run in roles is prolonged once: its launcher goes on by itself
-        steps = self._steps if self.place == ALONE else 3 * _STEPS
-        fields = _FIELDS | {'run.steps': steps, 'run.compilation_cache': self._cache}
+        fields = _FIELDS | {'run.steps': self._steps, 'run.compilation_cache': self._cache}
         program = (
             ['areal_jax.main_train', *(['--resume'] if resume else [])] if self.place == ALONE else ['launch.local']
         )
