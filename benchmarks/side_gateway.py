@@ -2,7 +2,8 @@
 
     python -m benchmarks.side_gateway
 
-For each line of standard input, a number, it opens so many episodes and prints {url, keys} as a line of JSON.
+For each line of standard input, a number, it ends its episodes, opens so many and prints {url, keys} as a line of JSON.
+Its process has the settings of a run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from areal_jax.agents.dialogue import Reply, Turn
 from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
 from areal_jax.agents.gateway.session import Session
 from areal_jax.agents.programs.program_host import Ending, Job
+from areal_jax.app.process.setup import set_up_process
 from areal_jax.control.episode import Call
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.types import Prompt, SamplingParams, Segment
@@ -62,10 +64,11 @@ def render(messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str
 async def main() -> None:
     host = IdleHost()
     settings = GatewaySettings(CONTEXT, 256, 'wish', render, str, BodyBound(CONTEXT, 8, 16))
-    gateway, tasks = Gateway(host, settings), []
+    gateway, tasks, sessions = Gateway(host, settings), [], []
     while line := await asyncio.to_thread(sys.stdin.readline):
-        for task in tasks:
+        for task, session in zip(tasks, sessions, strict=True):
             task.cancel()
+            session.close()  # else what all turns have asked stays, and is searched for garbage
         sessions = [gateway.open(_SAMPLING, _PROMPT, sample) for sample in range(int(line))]
         tasks = [asyncio.create_task(answer(session)) for session in sessions]
         found = [await host.environments.get() for _ in sessions]
@@ -74,4 +77,5 @@ async def main() -> None:
 
 
 if __name__ == '__main__':
+    set_up_process()
     asyncio.run(main())
