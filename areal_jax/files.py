@@ -1,4 +1,4 @@
-"""Files that are complete or absent, JSON from files that may be damaged, and the lock of a workdir."""
+"""Files that are complete or absent, JSON from files that may be damaged, the lock of a workdir, and URLs for paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import stat
@@ -25,6 +26,14 @@ MOST_BYTES = 256 << 20  # of a JSON file: more than any that a run writes or a c
 _PART_BYTES = 1 << 20
 READ_S = 60.0  # for one file
 _LOCK_TRIES, _LOCK_PAUSE_S = 4, 0.05
+_URL = re.compile(r'(?:^|[=,(])\s*([a-z][a-z0-9+.-]+)://', re.IGNORECASE)  # also inside of log(RUN), FIELD=PATH and A,B
+_INSTEAD = {
+    'hf': 'download it first (hf download OWNER/NAME --local-dir DIR) and name the directory',
+    'http': 'download it first and name the file',
+    'https': 'download it first and name the file',
+    'file': 'write the path alone, without file://',
+}
+_MOUNT = 'mount the bucket (gcsfuse, mountpoint-s3 or the driver of the cluster) and name the mount'
 
 
 class FileError(UserError, ValueError):
@@ -36,6 +45,24 @@ Announce: TypeAlias = Callable[[int, int], None]  # hears how many bytes of how 
 
 def announce_nothing(done: int, total: int) -> None:
     """For who shows no progress."""
+
+
+def describe_url(path: str) -> str:
+    """'is a URL, ...' with the fix, for what names a place with a scheme (gs://bucket/run); '' for any other path.
+
+    The one check of all commands and fields that take paths: the standard library would make a directory 'gs:' of it.
+    """
+    found = _URL.search(path)
+    if found is None:
+        return ''
+    fix = _INSTEAD.get(found[1].lower(), _MOUNT)
+    return f'is a URL, and a run needs a directory or file of a file system: {fix}'
+
+
+def require_local(name: str, path: str) -> None:
+    """Raises FileError for a URL; `name` is the flag or field that holds it: '--workdir'."""
+    if reason := describe_url(path):
+        raise FileError(f'{name}={path} {reason}')
 
 
 def read_json(path: pathlib.Path, fix: str = 'restore it or remove it', most_bytes: int = MOST_BYTES) -> JsonObject:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -42,7 +42,9 @@ def _check(path: pathlib.Path) -> int:
 
 def _build_parser() -> Parser:
     parser = Parser('areal-check-log')
-    parser.add_argument('file', metavar='FILE', help='events.jsonl, a workdir, or a file of areal-replay --portable.')
+    parser.add_argument(
+        'file', metavar='FILE', type=local_path, help='events.jsonl, a workdir, or a file of areal-replay --portable.'
+    )
     return parser
 
 

@@ -71,19 +71,14 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
-    from areal_jax.app.command_line import define_model
+    from areal_jax.app.command_line import define_model, define_path
 
     values = flags.FlagValues()
     define_model(values)
-    flags.DEFINE_string('workdir', None, 'Directory for answers.jsonl and results.json.', flag_values=values)
+    define_path(values, 'workdir', 'Directory for answers.jsonl and results.json.')
     flags.DEFINE_bool('resume', False, 'Go on after the problems complete in the workdir.', flag_values=values)
-    flags.DEFINE_string(
-        'benchmark',
-        None,
-        'A file of JSON lines with question and answer: all of them are evaluated.',
-        flag_values=values,
-    )
-    flags.DEFINE_string('json', None, 'Where to copy results.json to.', flag_values=values)
+    define_path(values, 'benchmark', 'A file of JSON lines with question and answer: all of them are evaluated.')
+    define_path(values, 'json', 'Where to copy results.json to.')
     return values
 
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
 from areal_jax.commands.help import answer
 from areal_jax.config.declarations import DTYPES
 from areal_jax.errors import ExitCode, UserError
@@ -71,8 +71,10 @@ def write_export(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path
 
 def _build_parser() -> Parser:
     parser = Parser('areal-export')
-    parser.add_argument('--workdir', required=True, help='Of a run, finished or not, or one of its checkpoints.')
-    parser.add_argument('--out', help='The directory to make; may be left out with --push.')
+    parser.add_argument(
+        '--workdir', required=True, type=local_path, help='Of a run, finished or not, or one of its checkpoints.'
+    )
+    parser.add_argument('--out', type=local_path, help='The directory to make; may be left out with --push.')
     parser.add_argument('--step', type=int, help='Which checkpoint, by its updates; without it the newest.')
     parser.add_argument('--dtype', default='float32', help='Of the weights.')
     parser.add_argument('--push', metavar='OWNER/NAME', help='Upload it to this repository of the Hugging Face Hub.')

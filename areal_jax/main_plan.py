@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
 
@@ -58,9 +58,12 @@ def _count(text: str) -> int:
 def _build_parser() -> Parser:
     parser = Parser('areal-plan')
     parser.add_argument('--cluster', required=True, help='Devices and their kind: "64 x H800".')
-    parser.add_argument('--model', required=True, help='A model by name, such as R1-distill-Qwen-7B.')
+    parser.add_argument('--model', required=True, type=local_path, help='A model by name, such as R1-distill-Qwen-7B.')
     parser.add_argument(
-        '--lengths', required=True, help='Tokens of an answer: "lognormal(9000, 0.75)", or the workdir of a run.'
+        '--lengths',
+        required=True,
+        type=local_path,
+        help='Tokens of an answer: "lognormal(9000, 0.75)", or the workdir of a run.',
     )
     parser.add_argument('--answers', type=_count, required=True, help='Answers of an update.')
     parser.add_argument('--group_size', type=_count, help='Answers to a prompt: 16 without it, or those of the run.')

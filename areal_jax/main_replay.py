@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -79,16 +79,18 @@ def _parse_path(text: str) -> tuple[str, str]:
 def _build_parser() -> Parser:
     parser = Parser('areal-replay')
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument('--workdir', help='Work directory of the run to replay.')
-    source.add_argument('--from', dest='packed', help='A run that --portable packed.')
-    parser.add_argument('--out', help='Directory of the replay, new or empty; without it RUN.replay beside the run.')
-    parser.add_argument('--portable', help='Pack the run into this file instead of replaying it.')
+    source.add_argument('--workdir', type=local_path, help='Work directory of the run to replay.')
+    source.add_argument('--from', dest='packed', type=local_path, help='A run that --portable packed.')
+    parser.add_argument('--out', type=local_path,
+        help='Directory of the replay, new or empty; without it RUN.replay beside the run.',
+    )  # fmt: skip
+    parser.add_argument('--portable', type=local_path, help='Pack the run into this file instead of replaying it.')
     parser.add_argument(
-        '--data', action='append', default=[], metavar='FIELD=PATH',
+        '--data', action='append', default=[], metavar='FIELD=PATH', type=local_path,
         help='Where a file that the config names lies here: task.path=FILE, model.path=PATH, staleness.schedule=FILE, '
         'cluster.reallocate=FILE.',
     )  # fmt: skip
-    parser.add_argument('--json', default='', help='Write what was found there too.')
+    parser.add_argument('--json', default='', type=local_path, help='Write what was found there too.')
     return parser
 
 

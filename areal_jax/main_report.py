@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
@@ -78,14 +78,16 @@ def _require_place(option: str, path: pathlib.Path) -> None:
 def _build_parser() -> Parser:
     parser = Parser('areal-report')
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument('--workdir', help='Work directory of a run, finished or not.')
-    what.add_argument('--compare', nargs='+', metavar='RUN', help='Work directories of two or more runs.')
+    what.add_argument('--workdir', type=local_path, help='Work directory of a run, finished or not.')
+    what.add_argument(
+        '--compare', nargs='+', metavar='RUN', type=local_path, help='Work directories of two or more runs.'
+    )
     parser.add_argument(
         '--plots', action=argparse.BooleanOptionalAction, default=True,
         help='Draw the pictures and report.html too; --no-plots leaves them out.',
     )  # fmt: skip
-    parser.add_argument('--json', default='', help='Copy report.json there too.')
-    parser.add_argument('--out', default='', help=f'Page of the comparison; without it {COMPARISON}.')
+    parser.add_argument('--json', default='', type=local_path, help='Copy report.json there too.')
+    parser.add_argument('--out', default='', type=local_path, help=f'Page of the comparison; without it {COMPARISON}.')
     return parser
 
 

@@ -30,12 +30,11 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import parse_train_command
     from areal_jax.app.process.setup import set_up_process, silence_libraries
     from areal_jax.app.roles.roles import require_role, require_roles
-    from areal_jax.registry.self_test import require_path, require_usable
+    from areal_jax.registry.self_test import require_usable
 
     silence_libraries()
     values = _define_flags()
     command = parse_train_command(argv, values)
-    require_path(values.workdir)
     process = _parse_process(values)
     require_roles(command.config)
     require_role(command.config, process.role, process.index, values.count)
@@ -104,6 +103,8 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_path
+
     values = flags.FlagValues()
     flags.DEFINE_string('role', None, 'What this process does in the run.', flag_values=values)
     flags.DEFINE_string(
@@ -113,7 +114,7 @@ def _define_flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_integer('count', None, 'Processes of the role, to be compared with the config.', flag_values=values)
-    flags.DEFINE_string('workdir', None, 'Of the run; all hosts share it.', flag_values=values)
+    define_path(values, 'workdir', 'Of the run; all hosts share it.')
     flags.DEFINE_string('host', '127.0.0.1', 'Address at which other roles reach this one.', flag_values=values)
     return values
 

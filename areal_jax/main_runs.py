@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode
 
@@ -47,7 +47,9 @@ def _list(options: argparse.Namespace) -> int:
 
 def _build_parser() -> Parser:
     parser = Parser('areal-runs')
-    parser.add_argument('directory', metavar='DIR', help='A directory with workdirs in it, at any depth, or one.')
+    parser.add_argument(
+        'directory', metavar='DIR', type=local_path, help='A directory with workdirs in it, at any depth, or one.'
+    )
     parser.add_argument(
         'filters', nargs='*', metavar='FILTER', help='Only such runs: staleness.eta=4, state=failed, name=tiny*.'
     )

@@ -68,11 +68,11 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_path
+
     values = flags.FlagValues()
-    flags.DEFINE_string(
-        'answers', None, 'JSON lines with question and answer, or answers.jsonl of an evaluation.', flag_values=values
-    )
-    flags.DEFINE_string('out', None, 'Where the scores go, a JSON line an answer.', flag_values=values)
+    define_path(values, 'answers', 'JSON lines with question and answer, or answers.jsonl of an evaluation.')
+    define_path(values, 'out', 'Where the scores go, a JSON line an answer.')
     flags.DEFINE_integer(
         'workers', None, 'Answers scored at once; without it task.verifier_workers.', flag_values=values
     )

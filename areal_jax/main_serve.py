@@ -96,7 +96,7 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
-    from areal_jax.app.command_line import define_model
+    from areal_jax.app.command_line import define_model, define_path
 
     values = flags.FlagValues()
     define_model(values)
@@ -110,7 +110,7 @@ def _define_flags() -> flags.FlagValues:
         'Listen for other machines without a key: any of them controls it.',
         flag_values=values,
     )
-    flags.DEFINE_string('workdir', None, 'The run that this server registers with.', flag_values=values)
+    define_path(values, 'workdir', 'The run that this server registers with.')
     flags.DEFINE_string(
         'name', None, 'Of the server in the registry of its run; without it HOST-PORT.', flag_values=values
     )

@@ -74,13 +74,15 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_path, define_paths
+
     values = flags.FlagValues()
-    flags.DEFINE_string('workdir', None, 'Directory for everything the simulation leaves.', flag_values=values)
+    define_path(values, 'workdir', 'Directory for everything the simulation leaves.')
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
-    flags.DEFINE_list('calibrate', [], 'Real runs, to whose logs prices are fitted.', flag_values=values)
-    flags.DEFINE_list('predict', [], 'Real runs that were left out: simulated with these prices.', flag_values=values)
-    flags.DEFINE_string('out', None, 'Where the table of prices goes, for simulation.prices.', flag_values=values)
-    flags.DEFINE_string('json', None, 'Where table and predictions go.', flag_values=values)
+    define_paths(values, 'calibrate', 'Real runs, to whose logs prices are fitted.')
+    define_paths(values, 'predict', 'Real runs that were left out: simulated with these prices.')
+    define_path(values, 'out', 'Where the table of prices goes, for simulation.prices.')
+    define_path(values, 'json', 'Where table and predictions go.')
     return values
 
 

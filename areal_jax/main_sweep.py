@@ -160,10 +160,10 @@ def define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_path
+
     values = flags.FlagValues()
-    flags.DEFINE_string(
-        'workdir', None, 'Directory of the sweep: one workdir for each arm, and the table.', flag_values=values
-    )
+    define_path(values, 'workdir', 'Directory of the sweep: one workdir for each arm, and the table.')
     flags.DEFINE_integer(
         'jobs', None, 'How many arms run at a time: 1 without it, of a study as it plans.', flag_values=values
     )

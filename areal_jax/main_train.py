@@ -77,8 +77,10 @@ def _define_flags() -> flags.FlagValues:
     """The flags of this command, besides --config."""
     from absl import flags
 
+    from areal_jax.app.command_line import define_path
+
     values = flags.FlagValues()
-    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
+    define_path(values, 'workdir', 'Directory for everything the run leaves.')
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
     flags.DEFINE_bool(
         'dry_run', False, 'Print shapes, shardings and memory of a device; draw and write nothing.', flag_values=values

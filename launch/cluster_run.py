@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from absl import flags
 from ml_collections import config_dict
 
-from areal_jax.app.command_line import CommandLine, require_workdir
+from areal_jax.app.command_line import CommandLine, define_path, require_workdir
 from areal_jax.app.config_file import find_config_file
 from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.roles.roles import require_roles
@@ -21,7 +21,6 @@ from areal_jax.config import flatten
 from areal_jax.config.cluster import ENGINES, LEARNER, USE_EQUAL, Role, RoleCount, has_roles, list_roles
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
-from areal_jax.registry.self_test import require_path
 
 MODULE = 'areal_jax.main_role'
 STEADY_S = 600  # a role that lived so long has started well: its restarts are counted anew
@@ -61,20 +60,19 @@ class ClusterRun:
 
 def define_flags(values: flags.FlagValues, workdir: str = 'Directory for everything the run leaves.') -> None:
     """The flags of every executor; `workdir` explains --workdir."""
-    flags.DEFINE_string('workdir', None, workdir, flag_values=values)
+    define_path(values, 'workdir', workdir)
     flags.DEFINE_bool('dry_run', False, 'Print what would be started, and start nothing.', flag_values=values)
 
 
 def define_shared(values: flags.FlagValues) -> None:
     """The flags of executors whose machines share this machine's file system."""
     flags.DEFINE_bool('resume', False, 'Go on with the run that is in the workdir.', flag_values=values)
-    flags.DEFINE_string('python', sys.executable, 'Interpreter of the roles, on every machine.', flag_values=values)
+    define_path(values, 'python', 'Interpreter of the roles, on every machine.', sys.executable)
 
 
 def locate_run(command: CommandLine, values: flags.FlagValues) -> ClusterRun:
     """The run of a command line whose files are on this machine; paths become absolute. Raises UserError."""
     require_workdir(values.workdir)
-    require_path(values.workdir)
     run = build_run(command, str(pathlib.Path(values.workdir).absolute()), values.python)
     require_extras(run.config)
     return dataclasses.replace(run, source=find_config_file(run.source).absolute_source)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from areal_jax.app.command_line import parse_command
+from areal_jax.app.command_line import define_path, parse_command
 from areal_jax.app.process.ending import end_command
 from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
@@ -126,7 +126,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string(
         'claim', None, 'PersistentVolumeClaim that all pods may write (ReadWriteMany).', flag_values=values
     )
-    flags.DEFINE_string('mount', '/mnt/runs', 'Where the pods see that volume.', flag_values=values)
+    define_path(values, 'mount', 'Where the pods see that volume.', '/mnt/runs')
     define_accelerators(values)
     flags.DEFINE_multi_string('node_selector', [], "KEY=VALUE of the learner's nodes.", flag_values=values)
     flags.DEFINE_multi_string('engine_node_selector', [], "KEY=VALUE of the engines' nodes.", flag_values=values)

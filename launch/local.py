@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.command_line import parse_train_command
+from areal_jax.app.command_line import define_path, parse_train_command
 from areal_jax.app.process.ending import RESUME, end_command
 from areal_jax.app.roles.own_server import SERVERS
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
@@ -27,7 +27,6 @@ from areal_jax.config.cluster import has_roles, parse_engines
 from areal_jax.config.kinds import SERVER, Launch, find_server, name_launched, resolve
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
-from areal_jax.registry.self_test import require_path
 
 from .gpus import VISIBLE, find_gpus, share_gpus
 from .heartbeats import Heartbeats
@@ -43,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
     answer(COMMAND, argv[1:])
     values = _define_flags()
     config = parse_train_command(argv, values).config
-    require_path(values.workdir)
     workdir = pathlib.Path(values.workdir)
     words = [word for word in argv[1:] if word.strip('-').removeprefix('no').partition('=')[0] != 'dry_run']
     if has_roles(config):
@@ -105,7 +103,7 @@ def plan_servers(
 
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string('workdir', None, 'Directory for everything the run leaves.', flag_values=values)
+    define_path(values, 'workdir', 'Directory for everything the run leaves.')
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
     flags.DEFINE_bool('dry_run', False, 'Print the commands, one a line, and start nothing.', flag_values=values)
     return values

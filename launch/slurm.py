@@ -20,7 +20,6 @@ from areal_jax.app.process.ending import RESUME, end_command
 from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError
-from areal_jax.registry.self_test import require_path
 
 from .cluster_run import (
     define_flags,
@@ -44,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
     values = _define()
     command = parse_command(argv, values)
     require_workdir(values.workdir)
-    require_path(values.workdir)
     workdir = pathlib.Path(values.workdir).absolute()
     _require_safe(workdir, values)
     if not values.dry_run and shutil.which('sbatch') is None:

@@ -23,13 +23,14 @@ from ml_collections import config_dict, config_flags
 
 from areal_jax.app.config_file import find_config_file, suggest_config
 from areal_jax.app.parts.extras import require_extras
-from areal_jax.config import validate
+from areal_jax.config import require_local_fields, validate
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
 from areal_jax.config.options import take_options
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import suggest_flag, unknown_field
 from areal_jax.errors import UserError, suggest
+from areal_jax.files import describe_url, require_local
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+\.\w+)'? *[=:] *'?(\w+)")  # ('mesh.fsdp', '4') of 'config.mesh.fsdp = 4'
@@ -95,6 +96,7 @@ def parse_command(argv: Sequence[str], values: flags.FlagValues) -> CommandLine:
         raise _describe(error, rest, values) from error
     if len(left) > 1:
         raise CommandLineError(f'unexpected argument {left[1]!r}: flags are written --name=value')
+    require_local_fields(config)
     return CommandLine(config, find_config_file(source).source, overrides)
 
 
@@ -108,14 +110,41 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         raise CommandLineError(f'unexpected argument {left[1]!r}: flags are written --name=value')
 
 
+class _PathParser(flags.ArgumentParser[str]):
+    """Refuses a URL."""
+
+    def parse(self, argument: str) -> str:
+        if reason := describe_url(argument):
+            raise ValueError(reason)
+        return argument
+
+
+class _PathsParser(flags.ListParser):
+    """The same for a list."""
+
+    def parse(self, argument: str | list[str]) -> list[str]:
+        if isinstance(argument, str) and (reason := describe_url(argument)):
+            raise ValueError(reason)
+        return super().parse(argument)
+
+
+def define_path(values: flags.FlagValues, name: str, meaning: str, default: str | None = None) -> None:
+    """Adds a flag whose value is a path of this machine: a URL is refused. Every flag with a path is made here."""
+    flags.DEFINE(_PathParser(), name, default, meaning, flag_values=values)
+
+
+def define_paths(values: flags.FlagValues, name: str, meaning: str) -> None:
+    """The same for a list of paths, A,B."""
+    flags.DEFINE(_PathsParser(), name, [], meaning, flag_values=values, serializer=flags.ListSerializer(','))
+
+
 def define_model(values: flags.FlagValues) -> None:
     """Adds --model, for commands that load weights (origin.choose_source)."""
-    flags.DEFINE_string(
+    define_path(
+        values,
         'model',
-        None,
         'The --workdir of a run, one of its checkpoints, a directory of Hugging Face files, a GGUF file, or '
         'package:NAME/FILE; without it the model of the config.',
-        flag_values=values,
     )
 
 
@@ -178,9 +207,10 @@ def defines(source: str, function: str) -> bool:
 
 
 def require_workdir(name: str | None) -> None:
-    """Raises CommandLineError for a --workdir that is missing, not a directory, or not writable; makes nothing."""
+    """Raises UserError for a --workdir that is missing, a URL, not a directory, or not writable; makes nothing."""
     if not name:
         raise CommandLineError('--workdir is missing: name a directory for what the run leaves, e.g. --workdir=runs/a')
+    require_local('--workdir', name)
     try:
         os.fsencode(name).decode()
         path = pathlib.Path(name)
@@ -209,6 +239,7 @@ def _take_config(words: Sequence[str]) -> tuple[list[str], str]:
             rest.append(word)
     if not sources:
         raise CommandLineError(_NO_CONFIG)
+    require_local('--config', sources[0])
     if len(sources) > 1:
         raise CommandLineError(f'--config is given more than once: {", ".join(sources)}; use one')
     return rest, sources[0]
@@ -255,7 +286,7 @@ def _describe(error: flags.Error, words: Sequence[str], values: flags.FlagValues
                 kind = FIELDS[path].kind
                 shown = re.match(rf'flag --config\.{re.escape(path)}=(.*?): ', str(error), re.DOTALL)
                 return CommandLineError(f'--config.{path}={shown[1] if shown else value} must be {kind}')
-    return CommandLineError(re.sub(r'^flag (?=--)', '', _first_line(error)))
+    return CommandLineError(re.sub(r'^flag (--.*?): (?=is a URL)|^flag (?=--)', r'\1 ', _first_line(error)).lstrip())
 
 
 def _guard(source: str, function: str, run: Callable[[], Result]) -> Result:

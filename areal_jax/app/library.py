@@ -23,6 +23,7 @@ from areal_jax.config import validate
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
+from areal_jax.files import require_local
 
 ConfigSource: TypeAlias = config_dict.ConfigDict | str | os.PathLike[str]
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -96,6 +97,8 @@ def export(workdir: FilePath, out: FilePath, *, step: int | None = None, dtype: 
     """
     from areal_jax.app.export.run_export import export_run
 
+    require_local('workdir', os.fspath(workdir))
+    require_local('out', os.fspath(out))
     return export_run(pathlib.Path(workdir), pathlib.Path(out), step=step, dtype=dtype)
 
 
@@ -104,6 +107,7 @@ def load_source(config: ConfigSource) -> tuple[config_dict.ConfigDict, str]:
     if isinstance(config, config_dict.ConfigDict):
         loaded, source = config, ''
     elif isinstance(config, str | os.PathLike):
+        require_local('config', os.fspath(config))
         source = find_config_file(os.fspath(config)).source
         loaded = load_config(source)
     else:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from areal_jax.errors import ExitCode
+from areal_jax.files import describe_url
 
 if TYPE_CHECKING:
     from absl import flags
@@ -86,6 +87,13 @@ class Command:
         return self.program.removeprefix('areal-') if self.program.startswith('areal-') else ''
 
 
+def local_path(text: str) -> str:
+    """The type of every argument of a Parser that is a path, or has one in it, FIELD=PATH; refuses a URL."""
+    if reason := describe_url(text):
+        raise argparse.ArgumentTypeError(f'={text} {reason}')
+    return text
+
+
 class Parser(argparse.ArgumentParser):
     """argparse for a command without a config: an error is one sentence, and help.py shows the help."""
 
@@ -98,6 +106,7 @@ class Parser(argparse.ArgumentParser):
         if unknown := re.match('unrecognized arguments: (--[^ =]+)', message):
             known = [option for action in self._actions for option in action.option_strings]
             message = f'{unknown[1]} is not a flag{suggest(unknown[1], known)}'
+        message = re.sub('^argument ([^ :]+): =', r'\1=', message)
         print(f'error: {message}; see {self.prog} --help', file=sys.stderr)
         raise SystemExit(ExitCode.USER_ERROR)
 

@@ -15,7 +15,7 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
-from areal_jax.config.fields import Value
+from areal_jax.config.fields import ChoiceOrOwn, Path, Value, require_local
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import require_declared
 
@@ -41,6 +41,13 @@ def flatten(config: Mapping[str, object], prefix: str = '') -> Iterator[tuple[st
             yield from flatten(value, f'{path}.')
         else:
             yield path, value
+
+
+def require_local_fields(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for a URL in any field that holds a path: the first check of every command with a config."""
+    for path, value in flatten(config):
+        if isinstance(FIELDS.get(path), Path | ChoiceOrOwn):
+            require_local(path, value)
 
 
 def validate(config: config_dict.ConfigDict) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import config_dict
 
-from areal_jax.config.fields import Choice, Field, Integer, Real, Text, Texts
+from areal_jax.config.fields import Choice, Field, Integer, Path, Real, Text, Texts
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
 from areal_jax.errors import suggest
@@ -28,7 +28,7 @@ AGENT_FIELDS: Mapping[str, Field] = {
     'mcp_servers': Texts((), "MCP servers of an agent: 'python server.py' or 'http://host:port/mcp'"),
     'tools': Texts((), "tools of this package for an own agent: 'python' runs code that the model wrote"),
     'command': Text('', "rollout.workflow='program': the command line of an episode, e.g. 'python agent.py'"),
-    'function': Text('', "or an `async def` that long-lived workers run: 'FILE.py:FUNCTION'"),
+    'function': Path('', "or an `async def` that long-lived workers run: 'FILE.py:FUNCTION'"),
     'workers': Integer(1, COUNT, 'processes that run agent.function or an environment, each for several episodes'),
     'preload': Texts((), 'modules that Python programs of agent.command find imported: they start from a fork'),
     'programs': Integer(64, COUNT, 'programs at once; other episodes wait'),

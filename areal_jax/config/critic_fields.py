@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import config_dict
 
-from areal_jax.config.fields import Field, Real, Text
+from areal_jax.config.fields import Field, Path, Real
 from areal_jax.config.objectives import trains_critic
 from areal_jax.config.ranges import POSITIVE, SHARE
 
 TRUNK_CRITIC, COPIED_CRITIC = 'trunk', 'copy'  # of critic.model; else a directory
 
 CRITIC_FIELDS: Mapping[str, Field] = {
-    'model': Text(
+    'model': Path(
         TRUNK_CRITIC,
         "trunk: a value head on the policy; copy: a model of its own, first the policy's; or a HF directory",
     ),

@@ -23,6 +23,7 @@ from areal_jax.config.fields import (
     Integer,
     Lengths,
     Options,
+    Path,
     Real,
     Section,
     Text,
@@ -64,7 +65,7 @@ SECTIONS: Mapping[str, Section] = {
         clock=Choice('real', ('real', 'virtual'), "'virtual': deterministic asynchrony, repeatable bit for bit"),
         stall_timeout_s=Real(300.0, SECONDS, 'real clock: the run ends after so many seconds without a completion'),
         compilation_budget=Integer(0, COUNT_OR_OFF, 'XLA programs compiled after warm-up before the report warns'),
-        compilation_cache=Text('', "directory of XLA's persistent cache; '' = off"),
+        compilation_cache=Path('', "directory of XLA's persistent cache; '' = off"),
         export=Flag(True, 'write WORKDIR/export, a Hugging Face directory, when the run has finished'),
         export_every=Integer(0, COUNT_OR_OFF, 'runs in roles: the checkpoints of these updates go to WORKDIR/exports'),
         export_dtype=Choice('float32', DTYPES, 'of exported weights'),
@@ -72,13 +73,13 @@ SECTIONS: Mapping[str, Section] = {
     'model': Section('The model; fields marked random are read with model.source=random only', **MODEL_FIELDS),
     'task': Section(
         'Prompts and rewards',
-        name=Text(
+        name=Path(
             'token_reversal',
             'token_reversal, running_sums, reasoning_gym, jsonl, FILE.py:FUNCTION: docs/your_task.md; '
             'code: docs/code_rewards.md; verifiers:TASKSET: docs/agents.md',
         ),
         options=Options('FILE.py:FUNCTION, verifiers: parameters by name, any keys; task.options.digits=3'),
-        reward=Text('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
+        reward=Path('', "FILE.py:FUNCTION that scores answers in the task's place; '' = the task"),
         system_prompt=Text('', "'' = that of the chat template"),
         datasets=Texts(
             (),
@@ -88,7 +89,7 @@ SECTIONS: Mapping[str, Section] = {
         dataset_size=Integer(
             500, COUNT, 'questions; reasoning_gym: drawn from each data set but one-digit arithmetic; running_sums: all'
         ),
-        path=Text(
+        path=Path(
             '',
             'jsonl: a JSON object {question, answer} a line; sft: or {messages}; pairs: {prompt, chosen, rejected}; '
             "verifiers: TOML with its [env]; code: see docs/code_rewards.md, '' = generated, 'humaneval'",
@@ -181,7 +182,7 @@ SECTIONS: Mapping[str, Section] = {
     'staleness': Section(
         'How old the trained data may be',
         eta=Real(4.0, VERSIONS, 'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded'),
-        schedule=Text(
+        schedule=Path(
             'natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'"
         ),
         max_token_age=Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off'),
@@ -263,7 +264,7 @@ SECTIONS: Mapping[str, Section] = {
             "groups of unequal size: '2 x tensor=2 + 4 x tensor=1'",
         ),
         strategy=Choice('fsdp', ('fsdp', 'fsdp_tensor', 'tensor', 'replicated'), 'see sharding/rules.py'),
-        reallocate=Text('off', "moves engines between generation and training: 'off' | 'auto' | 'plan(FILE)'"),
+        reallocate=Path('off', "moves engines between generation and training: 'off' | 'auto' | 'plan(FILE)'"),
         reallocate_gain=Real(0.1, SHARE_ABOVE_ZERO, 'auto: predicted gain of the time of an update to move for'),
         reallocate_updates=Integer(4, COUNT, 'auto: updates in a row that must predict it, and least between moves'),
     ),
@@ -276,14 +277,14 @@ SECTIONS: Mapping[str, Section] = {
         clients=Integer(1, THREADS, 'independent runs that average their blocks, see docs/blockwise.md; 1 = off'),
         client=Integer(0, COUNT_OR_OFF, 'number of this run among them, from 0'),
         overlap=Flag(True, 'average a block while the next one trains; False: wait for it'),
-        average_directory=Text('', 'of the blocks and their means, seen by all clients'),
+        average_directory=Path('', 'of the blocks and their means, seen by all clients'),
         average_deadline_s=Real(120.0, SECONDS, 'for the blocks of other clients; who is late is left out'),
         kept_turns=Integer(0, COUNT_OR_OFF, 'newest means kept, for clients that are resumed; 0 = all'),
     ),
     'publication': Section(
         'How weights get to the engines',
         channel=ChoiceOrOwn('device', tuple(CHANNELS), describe_channels()),
-        directory=Text('', "files: where versions are written; '' = WORKDIR/publication"),
+        directory=Path('', "files: where versions are written; '' = WORKDIR/publication"),
         dtype=Choice('float32', DTYPES, 'of the weights that engines decode with'),
         delta=Flag(
             False, 'files, shm, stream: send what changed since the version before; 16-bit dtypes, one learner process'
@@ -360,7 +361,7 @@ SECTIONS: Mapping[str, Section] = {
         progress=Flag(True, 'a line per update on the terminal'),
         tensorboard=Flag(True, 'event files in WORKDIR/tensorboard'),
         plots=Flag(True, 'PNG plots and report.html when the run ends'),
-        hook=Text('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
+        hook=Path('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
         tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
         project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),

@@ -14,6 +14,7 @@ from ml_collections import config_dict
 
 from areal_jax.config.addresses import name_hosts
 from areal_jax.config.ranges import ConfigError, Range
+from areal_jax.files import describe_url
 from areal_jax.plugins import is_own
 
 Value: TypeAlias = bool | int | float | str | tuple[int, ...] | tuple[str, ...] | None
@@ -122,6 +123,14 @@ class Text(Field):
 
 
 @dataclasses.dataclass(frozen=True)
+class Path(Text):
+    """A path, or a text with one in it, as FILE:FUNCTION and log(RUN) are; a URL is refused."""
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        require_local(path, value)
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice(Field):
     """One of several names."""
 
@@ -149,6 +158,7 @@ class ChoiceOrOwn(Choice):
     """One of several names, or a function of the user's own (areal_jax/plugins.py)."""
 
     def require_allowed(self, path: str, value: Value) -> None:
+        require_local(path, value)
         if not (isinstance(value, str) and is_own(value)):
             super().require_allowed(path, value)
 
@@ -247,6 +257,12 @@ class Section(Mapping[str, Field]):
 
     def __len__(self) -> int:
         return len(self._fields)
+
+
+def require_local(path: str, value: object) -> None:
+    """Raises ConfigError for a URL in a field that holds a path."""
+    if isinstance(value, str) and (reason := describe_url(value)):
+        raise ConfigError(f'{path}={value!r} {reason}')
 
 
 def _is_integer(value: object) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_jax.config.fields import Choice, ChoiceOrOwn, Field, Options, Real, Text
+from areal_jax.config.fields import Choice, ChoiceOrOwn, Field, Options, Path, Real
 from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.policy_choices import CHOICE_FIELDS
 from areal_jax.config.ranges import POSITIVE
@@ -30,6 +30,6 @@ LOSS_FIELDS: Mapping[str, Field] = {
         ('sampled', 'reverse', 'forward'),
         'distillation: reverse KL on sampled tokens; or reverse or forward KL over the whole vocabulary',
     ),
-    'teacher': Text('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
-    'reference': Text('', "a Hugging Face directory; '' = the weights at the start"),
+    'teacher': Path('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
+    'reference': Path('', "a Hugging Face directory; '' = the weights at the start"),
 }  # fmt: skip

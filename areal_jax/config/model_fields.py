@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.config.fields import Choice, Field, Integer, Real, Text
+from areal_jax.config.fields import Choice, Field, Integer, Path, Real, Text
 from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, POSITIVE
 
 EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe')  # of random models
 
 MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
-    'path': Text('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
-    'chat_template': Text('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
+    'path': Path('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
+    'chat_template': Path('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
     'characters': Text('', "random: one token each; '' = those of the task token_reversal"),
     'family': Choice(
         'llama',

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ml_collections import config_dict
 
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.fields import Field, Flag, Real, Text
+from areal_jax.config.fields import Field, Flag, Path, Real, Text
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, ConfigError
@@ -16,7 +16,7 @@ ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
 TASK = 'task'  # simulation.prompts, besides a distribution
 
 SIMULATION_FIELDS: Mapping[str, Field] = {
-    'prices': Text(
+    'prices': Path(
         '',
         "'roofline': from chip and model; 'virtual': the section virtual; FILE.json: of areal-simulate --calibrate; "
         "'' = the config is no simulation",
@@ -26,22 +26,22 @@ SIMULATION_FIELDS: Mapping[str, Field] = {
         '', "'4 x H800, 4 x A100': of the engines in their order, H800/3 is one of a third of the speed; '' = chip"
     ),
     'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
-    'answers': Text(
+    'answers': Path(
         'lognormal(1000, 0.75)',
         'tokens of an answer, or of a turn, before the limit: lognormal(mean, sigma), constant(n), ...; A -> B drifts '
         "over the run, 'A; B' has equal phases; log(RUN): those of a run",
     ),
-    'prompts': Text('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
-    'turns': Text('', "turns of an agent's episode, likewise; '' = an answer is one turn; log(RUN) brings its own"),
-    'results': Text('constant(200)', 'tokens that the tool gives between two turns, likewise'),
-    'tool': Text('constant(1000)', 'milliseconds of a call of the tool, likewise; prices virtual: virtual.tool_s'),
-    'failures': Text(
+    'prompts': Path('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
+    'turns': Path('', "turns of an agent's episode, likewise; '' = an answer is one turn; log(RUN) brings its own"),
+    'results': Path('constant(200)', 'tokens that the tool gives between two turns, likewise'),
+    'tool': Path('constant(1000)', 'milliseconds of a call of the tool, likewise; prices virtual: virtual.tool_s'),
+    'failures': Path(
         '', "rollout.server other than 'in_process': seconds that a server lives, likewise; '' = none of them dies"
     ),
-    'restart': Text('constant(120)', 'seconds from the death of a server until another one has started in its place'),
+    'restart': Path('constant(120)', 'seconds from the death of a server until another one has started in its place'),
     'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
     'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
-    'verifier': Text('constant(10)', 'milliseconds of the verifier for an answer, likewise'),
+    'verifier': Path('constant(10)', 'milliseconds of the verifier for an answer, likewise'),
     'bandwidth': Real(0.6, SHARE_ABOVE_ZERO, 'roofline: share of the memory bandwidth that decoding reaches'),
     'prefill': Real(0.5, SHARE_ABOVE_ZERO, 'roofline: share of the flops that prefill reaches'),
     'mfu': Real(0.4, SHARE_ABOVE_ZERO, 'roofline: share of the flops that training reaches'),

@@ -7,25 +7,14 @@ import errno
 import fcntl
 import os
 import pathlib
-import re
 import secrets
 from collections.abc import Callable, Iterator
 
 from areal_jax.errors import UserError
 from areal_jax.registry.entries import REGISTRY
 
-_URL = re.compile(r'([a-z][a-z0-9+.-]*)://', re.IGNORECASE)
 _FIX = 'use a --workdir on a file system that all hosts share, NFS or Lustre for instance'
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EXDEV, errno.ENOLCK, errno.EINVAL}
-
-
-def require_path(workdir: str) -> None:
-    """Raises UserError for a URL, which is no directory of a file system."""
-    if match := _URL.match(workdir):
-        raise UserError(
-            f'--workdir={workdir} is a URL, and a run needs a directory: mount the bucket ({match[1]}fuse or the '
-            'driver of the cluster) and name the mount'
-        )
 
 
 def require_usable(workdir: pathlib.Path) -> None:

@@ -12,9 +12,8 @@ def test_a_url_is_no_workdir():
     values = flags.FlagValues()
     cluster_run.define_flags(values)
     cluster_run.define_shared(values)
-    command = parse_command(['launch.ray', '--config=configs/tiny_cpu.py', '--workdir=gs://bucket/a'], values)
     with pytest.raises(UserError, match=r'^--workdir=gs://bucket/a is a URL, and a run needs a directory'):
-        cluster_run.locate_run(command, values)
+        parse_command(['launch.ray', '--config=configs/tiny_cpu.py', '--workdir=gs://bucket/a'], values)
 
 
 def test_engines_of_unequal_size_are_for_launch_local():

@@ -10,7 +10,7 @@ import pathlib
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.registry.self_test import require_path, require_usable
+from areal_jax.registry.self_test import require_usable
 
 
 def test_an_ordinary_directory_passes_and_nothing_is_left_in_it(tmp_path):
@@ -55,10 +55,3 @@ def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / 'registry').touch()
     with pytest.raises(UserError, match='making it does not work there'):
         require_usable(tmp_path)
-
-
-@pytest.mark.parametrize('workdir', ['gs://bucket/run', 's3://bucket/run'])
-def test_a_url_is_no_directory(workdir):
-    with pytest.raises(UserError, match=rf'^--workdir={workdir} is a URL, and a run needs a directory: mount the buc'):
-        require_path(workdir)
-    require_path('runs/a')

@@ -22,6 +22,7 @@ def choose_source(name: str) -> tuple[Source, str]:
 
     Raises ConfigError for any other path.
     """
+    files.require_local('--model', name)
     if name.startswith(PACKAGE):
         return 'gguf', name
     if not name or '\0' in name:
