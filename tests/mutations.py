@@ -37,6 +37,27 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'URLs: a scheme inside of a text is a path',
+        'areal_jax/files.py',
+        "_URL = re.compile(r'(?:^|[=,(])",
+        "_URL = re.compile(r'(?:^)",
+        'tests/commands/test_urls.py',
+    ),
+    Mutation(
+        'URLs: the fields of a config are not looked at',
+        'areal_jax.config:require_local_fields',
+        'if isinstance(FIELDS.get(path), Path | ChoiceOrOwn):',
+        'if False:',
+        'tests/commands/test_urls.py',
+    ),
+    Mutation(
+        'formats: an array of JSON is taken for lines',
+        'areal_jax.tasks.other_formats:describe_other_format',
+        'if _BEGINS_ARRAY.match(text):',
+        'if False:',
+        'tests/tasks/test_other_formats.py',
+    ),
+    Mutation(
         'large bodies: values are not counted before they are parsed',
         'areal_jax.rollout.http.server.body_values:BodyBound.count',
         'if found > most:',

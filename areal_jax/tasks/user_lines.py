@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 from areal_jax.files import JsonObject
+from areal_jax.tasks.other_formats import HEAD_BYTES, describe_other_format
 from areal_jax.tasks.task import TaskError
 
 _LONGEST_LINE = 16 * 2**20  # bytes: bounds memory; a prompt of that length fits no model
@@ -16,8 +17,8 @@ _BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, JsonObject]]:
     """('FILE:LINE', object) of each line that is not blank.
 
-    Raises TaskError for a file that cannot be read or has no such line, and, naming the line, for one that is not
-    UTF-8, too long, or no JSON object.
+    Raises TaskError for a file that cannot be read, is of another format or has no such line, and, naming the line, for
+    one that is not UTF-8, too long, or no JSON object.
     """
     empty = True
     for number, line in enumerate(_read_lines(path), start=1):
@@ -51,8 +52,12 @@ def _read_lines(path: str | pathlib.Path) -> Iterator[bytes]:
         with pathlib.Path(path).open('rb') as file:
             if file.peek(3)[:3] == _BYTE_ORDER_MARK:
                 file.read(3)
+            if reason := describe_other_format(file.peek(HEAD_BYTES)[:HEAD_BYTES], str(path)):
+                raise TaskError(f'task.path={str(path)!r} {reason}')
             while line := file.readline(_LONGEST_LINE + 1):
                 yield line
+    except TaskError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
         reason = getattr(error, 'strerror', None) or error
         raise TaskError(f'task.path={str(path)!r} cannot be read ({reason}): give a file of JSON lines') from error

@@ -15,6 +15,7 @@ from typing import cast, get_args
 from areal_jax import files
 from areal_jax.app.score.problem_index import ProblemIndex
 from areal_jax.files import FileError, JsonObject
+from areal_jax.tasks.other_formats import HEAD_BYTES, describe_other_format
 from areal_jax.types import FinishReason
 
 _LONGEST_LINE = 64 << 20  # bytes: bounds memory
@@ -80,6 +81,8 @@ def _read_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
     with file:
         if file.peek(3)[:3] == _BYTE_ORDER_MARK:
             file.read(3)
+        if reason := describe_other_format(file.peek(HEAD_BYTES)[:HEAD_BYTES], path.name):
+            raise FileError(f'--answers={path} {reason}')
         number = 0
         while content := file.readline(_LONGEST_LINE + 1):
             number += 1
