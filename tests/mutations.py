@@ -37,6 +37,27 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'tools: a form without a place for them takes them',
+        'areal_jax.text.shown_tools:require_place',
+        'if tools and conversations:',
+        'if False:',
+        'tests/text/test_shown_tools.py',
+    ),
+    Mutation(
+        'tools: a prompt may lack the name of one',
+        'areal_jax.text.tokenizer:_BpeTokenizer.encode_chats',
+        'require_names(texts, conversations, tools)',
+        'pass',
+        'tests/text/test_shown_tools.py',
+    ),
+    Mutation(
+        'tools: an agent without them goes on',
+        'areal_jax.agents.agent_workflow:AgentWorkflow._run',
+        'except (ProgramsError, RequestLostError, ToolsNotShownError):',
+        'except (ProgramsError, RequestLostError):',
+        'tests/text/test_shown_tools.py',
+    ),
+    Mutation(
         'URLs: a scheme inside of a text is a path',
         'areal_jax/files.py',
         "_URL = re.compile(r'(?:^|[=,(])",

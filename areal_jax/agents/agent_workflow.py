@@ -10,6 +10,7 @@ from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError
 from areal_jax.control.episode import Episode
 from areal_jax.control.failures import RequestLostError
 from areal_jax.protocols import Clock
+from areal_jax.text.shown_tools import ToolsNotShownError
 from areal_jax.types import FinishReason, Prompt
 
 Agent: TypeAlias = Callable[[Prompt, Dialogue], Awaitable[object]]  # returns when the episode is over
@@ -71,8 +72,8 @@ class AgentWorkflow:
             if isinstance(end.__cause__, ToolFailedError):
                 self._on_error(prompt, end.__cause__)
             return end.label if any(call.reply for call in episode.calls) else _without_answer(end.label)
-        except (ProgramsError, RequestLostError):
-            raise
+        except (ProgramsError, RequestLostError, ToolsNotShownError):
+            raise  # no episode of this run can do better
         except Exception as error:  # of the program: it ends this episode alone
             self._on_error(prompt, error)
             return 'agent_error'

@@ -11,6 +11,7 @@ from areal_jax.agents.conversation import Message, Messages, Tools, read_argumen
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser, ParsedAnswer, mark_tokens
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
+from areal_jax.text.shown_tools import require_shown
 from areal_jax.text.tokenizer import Tokenizer
 
 
@@ -21,12 +22,16 @@ class TokenizerFormat:
         self._tokenizer, self._parser = tokenizer, parser
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
-        """See conversation.Renderer; raises ConversationError for messages that the template refuses."""
-        return self._tokenizer.encode_chats([_for_template(messages)], [dict(tool) for tool in tools])[0]
+        """See conversation.Renderer; raises ConversationError for what the template refuses, or does not show."""
+        conversations, listed = [_for_template(messages)], [dict(tool) for tool in tools]
+        require_shown(self._tokenizer, conversations, listed)
+        return self._tokenizer.encode_chats(conversations, listed)[0]
 
     def extend(self, messages: Messages, tools: Tools, *, closed: bool) -> np.ndarray | None:
-        """See conversation.Renderer."""
-        return self._tokenizer.extend_chat(_for_template(messages), [dict(tool) for tool in tools], is_closed=closed)
+        """See conversation.Renderer; raises ConversationError as `render` does."""
+        following, listed = _for_template(messages), [dict(tool) for tool in tools]
+        require_shown(self._tokenizer, [following], listed)
+        return self._tokenizer.extend_chat(following, listed, is_closed=closed)
 
     def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
         """See dialogue.ChatFormat."""

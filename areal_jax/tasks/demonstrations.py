@@ -14,6 +14,7 @@ from areal_jax.files import JsonObject
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import read_objects, require_text
 from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools
+from areal_jax.text.shown_tools import require_shown
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
@@ -239,8 +240,10 @@ def encode_prompts(
         places.setdefault(json.dumps(tools[index]) if tools else '[]', []).append(index)
     found: dict[int, np.ndarray] = {}
     for shown, indices in places.items():
+        alike, listed = [conversations[index] for index in indices], json.loads(shown)
         try:
-            prompts = tokenizer.encode_chats([conversations[index] for index in indices], json.loads(shown))
+            require_shown(tokenizer, alike, listed)
+            prompts = tokenizer.encode_chats(alike, listed)
         except ConversationError as error:
             raise TaskError(f'{sources[indices[error.index]]}: {error}') from error
         found.update(zip(indices, prompts, strict=True))

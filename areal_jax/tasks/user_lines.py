@@ -52,8 +52,8 @@ def _read_lines(path: str | pathlib.Path) -> Iterator[bytes]:
         with pathlib.Path(path).open('rb') as file:
             if file.peek(3)[:3] == _BYTE_ORDER_MARK:
                 file.read(3)
-            if reason := describe_other_format(file.peek(HEAD_BYTES)[:HEAD_BYTES], str(path)):
-                raise TaskError(f'task.path={str(path)!r} {reason}')
+            if other := describe_other_format(file.peek(HEAD_BYTES)[:HEAD_BYTES], str(path)):
+                raise TaskError(f'task.path={str(path)!r} {other}')
             while line := file.readline(_LONGEST_LINE + 1):
                 yield line
     except TaskError:

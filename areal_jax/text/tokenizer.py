@@ -22,6 +22,7 @@ from areal_jax.text.chat_template import (
     Tools,
 )  # fmt: skip
 from areal_jax.text.extension import Extension, can_extend
+from areal_jax.text.shown_tools import require_names, shows_results
 from areal_jax.text.spellings import Spellings
 from areal_jax.text.tokenizer_files import (
     CONFIG,
@@ -57,11 +58,17 @@ class Tokenizer(Protocol):
         """Whether the model's chat form shows tools."""
         ...
 
+    @property
+    def shows_results(self) -> bool:
+        """Whether it shows results of tools, turns of the role 'tool', also where it shows no tools."""
+        ...
+
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
         Messages and tools are ordinary text, whatever they spell: the special tokens are those of the form itself.
-        `tools` are for forms that show them. Raises ConversationError for the first one that has no such form.
+        `tools` are for forms that show them: who takes them from outside calls shown_tools.require_shown before. Raises
+        ConversationError for the first one that has no such form, or whose form leaves out the name of a tool.
         """
         ...
 
@@ -121,6 +128,11 @@ class _SizedTokenizer:
         """Whether the model's chat form shows tools."""
         return False
 
+    @property
+    def shows_results(self) -> bool:
+        """Whether it shows results of tools."""
+        return True  # it writes the content of any turn
+
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         raise NotImplementedError
 
@@ -160,6 +172,10 @@ class _BpeTokenizer(_SizedTokenizer):
     def takes_tools(self) -> bool:
         return self._template is not None and self._template.takes_tools
 
+    @functools.cached_property
+    def shows_results(self) -> bool:  # type: ignore[override]  # tried out once
+        return self._template is not None and shows_results(self._template)
+
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError.
 
@@ -168,6 +184,8 @@ class _BpeTokenizer(_SizedTokenizer):
         assert self._template is not None
         (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.source)
         texts = self._template.render(conversations, tools)
+        if self.takes_tools:
+            require_names(texts, conversations, tools)
         found = self._encode_rendered(texts, mark)
         for index, tokens in enumerate(found):
             if not len(tokens):
@@ -301,7 +319,8 @@ class HfTokenizer(_BpeTokenizer):
             raise ConversationError(
                 0,
                 f'{pathlib.Path(self.source).parent} has a chat template neither in {TEMPLATE} nor in '
-                f'{CONFIG}: its model was not trained to chat, or the file was not copied',
+                f'{CONFIG}: its model was not trained to chat, or the file was not copied: name one in '
+                'model.chat_template',
             )
         return super().encode_chats(conversations, tools)
 

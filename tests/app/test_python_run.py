@@ -21,12 +21,12 @@ async def agent(chat, call_tool, tools, problem):
     (tool,) = tools
     assert tool['function']['name'] == 'python'
     history = [{'role': 'user', 'content': problem['question']}]
-    first = await chat(history, tools)
+    first = await chat(history)
     if first.finish_reason == 'length':
         return
     code = f'print(len({first.text!r}[:0]) or "=", end="")'
     mark = await call_tool('python', {'code': code})
-    await chat([*history, first.message, {'role': 'user', 'content': mark}], tools)
+    await chat([*history, first.message, {'role': 'user', 'content': mark}])
 """
 OTHERS = """
 async def asks(chat, tools): pass

@@ -75,6 +75,8 @@ def test_messages_are_context_up_to_the_last_answer(tmp_path):
 class _ShowingTokenizer(CharacterTokenizer):
     """Its chat form begins with the tools."""
 
+    takes_tools = True
+
     def encode_chats(self, conversations, tools=()):
         shown = [{'role': 'system', 'content': tool['function']['name']} for tool in tools]
         return super().encode_chats([[*shown, *conversation] for conversation in conversations])

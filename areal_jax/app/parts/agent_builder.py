@@ -38,7 +38,8 @@ from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
-from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.text.shown_tools import describe_untold
+from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import Prompt, SamplingParams
 from areal_jax.workers.sandbox.packages import find_packages
 
@@ -64,6 +65,7 @@ def load_agent(
 
     open_mcp = _load_mcp(config, spec, asked='mcp' in named)
     tools = _load_tools(config, spec, named)
+    _require_shown(config, tokenizer, named)
     definitions = tuple(tool.definition for tool in tools.values())
     runs = {name: tool.run for name, tool in tools.items()}
 
@@ -186,6 +188,20 @@ def _load_tools(config: TrackedConfig, spec: str, named: Sequence[str]) -> dict[
     limits = ProgramLimits(config.task.time_limit_s, config.task.memory_limit_mb, settings.tool_bytes)
     readable = find_packages(config.task.packages)
     return {PYTHON: PythonTool(resolve_tool_sandbox(config.task), limits, settings.tool_deadline_s, readable)}
+
+
+def _require_shown(config: TrackedConfig, tokenizer: Tokenizer, named: Sequence[str]) -> None:
+    """Raises UserError for tools whose definitions the agent asks for, and no prompt can show.
+
+    A model of single characters has no chat form: there an agent may call tools, and no prompt takes their definitions.
+    """
+    if tokenizer.takes_tools or isinstance(tokenizer, CharacterTokenizer):
+        return
+    fields = {'agent.mcp_servers': config.agent.mcp_servers}
+    if 'tools' in named:  # an agent without that parameter tells the model of them itself
+        fields['agent.tools'] = config.agent.tools
+    if sentence := describe_untold(fields):
+        raise UserError(sentence)
 
 
 def read_budgets(config: TrackedConfig) -> Budgets:

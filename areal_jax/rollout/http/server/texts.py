@@ -10,8 +10,9 @@ import numpy as np
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
+from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.rollout.http.wire.text import AnswerText
-from areal_jax.rollout.http.wire.tools import require_shown
+from areal_jax.text.shown_tools import ToolsNotShownError, require_place
 from areal_jax.text.tokenizer import Tokenizer
 
 
@@ -37,9 +38,13 @@ class Texts:
         Calls take turns, since one process renders all of them. The first one starts it.
         Raises RequestError for tools that the template of the model does not show.
         """
-        if not self._tokenizer.takes_tools:
-            require_shown(messages, tools)
-        return self._tokenizer.encode_chats([[message.describe() for message in messages]], tools)[0]
+        conversations = [[message.describe() for message in messages]]
+        try:
+            if not self._tokenizer.takes_tools:
+                require_place(conversations, tools)  # also where the form writes the content of any turn
+            return self._tokenizer.encode_chats(conversations, tools)[0]
+        except ToolsNotShownError as error:
+            raise refuse(error.field, error.value, error.reason) from error
 
     def decode(self, tokens: np.ndarray, *, skip_special: bool) -> str:
         """Of int32 [n]."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import Message, Wish
-from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, Fields, count_levels, refuse
+from areal_jax.rollout.http.wire.exchange import Wish
+from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, Fields, count_levels
 from areal_jax.rollout.http.wire.wishes import call_wish
 
 _MOST_TOOLS = 1024  # of a request, and calls in one turn
@@ -107,18 +107,6 @@ def take_arguments(function: Fields) -> JsonObject | str:
         raise function.refuse('arguments', given, 'must be a string, with a JSON object in it')
     function.require_shallow('arguments', given)
     return given
-
-
-def require_shown(messages: Sequence[Message], tools: Sequence[JsonObject]) -> None:
-    """Raises RequestError where the request has tools, for a chat template that does not show them."""
-    reason = 'is not served: the chat template of this model has no place for tools; write them into a message as text'
-    if tools:
-        raise refuse('tools', list(tools), reason)
-    for index, message in enumerate(messages):
-        if message.tool_calls:
-            raise refuse(f'messages[{index}].tool_calls', list(message.tool_calls), reason)
-        if message.role == 'tool':
-            raise refuse(f'messages[{index}].role', message.role, reason)
 
 
 def _read_tool(fields: Fields) -> JsonObject:
