@@ -37,6 +37,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'keys: those that change what is trained are ignored',
+        'areal_jax.tasks.line_keys:LineKeys.require',
+        'if key in self._telling and not _says_nothing(key, value):',
+        'if False:',
+        'tests/tasks/test_line_keys.py',
+    ),
+    Mutation(
+        'keys: a turn before the answer may have a weight',
+        'areal_jax.tasks.conversations:take_keys',
+        'if value not in ((1, True) if is_answer else (0, False)):',
+        'if value not in (0, 1):',
+        'tests/tasks/test_line_keys.py',
+    ),
+    Mutation(
+        'keys: the answer may bring more than its content',
+        'areal_jax.tasks.conversations:take_keys',
+        '(not is_answer and _reads(tokenizer, key))',
+        '_reads(tokenizer, key)',
+        'tests/tasks/test_line_keys.py',
+    ),
+    Mutation(
+        'keys: what is ignored is not named',
+        'areal_jax.tasks.line_keys:LineKeys.tell',
+        'if sentence := self.describe():',
+        'if False:',
+        'tests/tasks/test_line_keys.py',
+    ),
+    Mutation(
         'tools: a form without a place for them takes them',
         'areal_jax.text.shown_tools:require_place',
         'if tools and conversations:',

@@ -8,7 +8,6 @@ known of earlier calls is in `Episode.calls`, so that a resumed episode continue
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from areal_jax.control.episode import Call, Episode, Row
 from areal_jax.files import JsonObject
 from areal_jax.text.extension import can_extend
+from areal_jax.text.template_messages import read_arguments
 from areal_jax.types import NOT_GENERATED, Segment, concatenate
 
 Message: TypeAlias = Mapping[str, object]  # of OpenAI's chat: role, content, tool_calls, tool_call_id
@@ -224,14 +224,6 @@ def _canonical_call(call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
         return call
     return [call.get('id'), function.get('name'), read_arguments(function.get('arguments'))]
-
-
-def read_arguments(arguments: object) -> object:
-    """The JSON in a text of arguments; what is none stays as it is."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(arguments)
-    return arguments
 
 
 def _items(value: object) -> Sequence[object]:

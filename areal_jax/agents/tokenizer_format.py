@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.agents.conversation import Message, Messages, Tools, read_arguments
+from areal_jax.agents.conversation import Message, Messages, Tools
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser, ParsedAnswer, mark_tokens
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
 from areal_jax.text.shown_tools import require_shown
+from areal_jax.text.template_messages import for_template
 from areal_jax.text.tokenizer import Tokenizer
 
 
@@ -23,13 +24,13 @@ class TokenizerFormat:
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
         """See conversation.Renderer; raises ConversationError for what the template refuses, or does not show."""
-        conversations, listed = [_for_template(messages)], [dict(tool) for tool in tools]
+        conversations, listed = [for_template(messages)], [dict(tool) for tool in tools]
         require_shown(self._tokenizer, conversations, listed)
         return self._tokenizer.encode_chats(conversations, listed)[0]
 
     def extend(self, messages: Messages, tools: Tools, *, closed: bool) -> np.ndarray | None:
         """See conversation.Renderer; raises ConversationError as `render` does."""
-        following, listed = _for_template(messages), [dict(tool) for tool in tools]
+        following, listed = for_template(messages), [dict(tool) for tool in tools]
         require_shown(self._tokenizer, [following], listed)
         return self._tokenizer.extend_chat(following, listed, is_closed=closed)
 
@@ -81,20 +82,3 @@ def _describe_message(found: ParsedAnswer, prefix: str) -> JsonObject:
             for number, (name, arguments) in enumerate(found.calls)
         ]
     return message
-
-
-def _for_template(messages: Messages) -> list[dict[str, object]]:
-    """Templates expect arguments as objects, programs send JSON in a string; what is none stays the string."""
-    return [_with_objects(message) for message in messages]
-
-
-def _with_objects(message: Message) -> dict[str, object]:
-    calls = message.get('tool_calls')
-    own = {**message, 'content': message.get('content') or ''}
-    return own if not isinstance(calls, list) else {**own, 'tool_calls': [_with_object(call) for call in calls]}
-
-
-def _with_object(call: object) -> object:
-    if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
-        return call
-    return {**call, 'function': {**function, 'arguments': read_arguments(function.get('arguments'))}}

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from areal_jax.files import JsonObject
+from areal_jax.tasks.conversations import encode_prompts, read_tools, require_conversation, take_keys
+from areal_jax.tasks.line_keys import OF_DEMONSTRATIONS, LineKeys
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import read_objects, require_text
-from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools
-from areal_jax.text.shown_tools import require_shown
+from areal_jax.text.chat_template import Messages, TokenizerError, Tools
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
+_USED = ('messages', 'question', 'answer', 'tools')  # keys of a line
 _NAME = 'demonstrations'  # what the prompts give as their task
 _TRAINED_VERSION = 0  # policy version of answer tokens: any that is not NOT_GENERATED puts them into the loss
 
@@ -153,13 +154,18 @@ def read_demonstrations(
 
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
     ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
-    that do not begin with one of their own. The chat template shows the `tools` of a line that has some. The side is
+    that do not begin with one of their own. The chat template shows the `tools` of a line that has some, and what it
+    reads of earlier messages. Other keys that would change what is trained are refused (line_keys.py). The side is
     decided by a hash of the first user message, so that a question with several answers is on one side, and on the same
     as in the task 'jsonl'.
 
     Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
     """
-    rows = [(source, *_read_conversation(row, source, system_prompt)) for source, row in read_objects(path)]
+    keys = LineKeys(path, _USED, OF_DEMONSTRATIONS)
+    rows = [
+        (source, *_read_conversation(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)
+    ]
+    keys.tell()
     sources = [row[0] for row in rows]
     prompts = encode_prompts(tokenizer, [messages for _, messages, _, _ in rows], sources, [row[2] for row in rows])
     sides: dict[Split, list[Demonstration]] = {'train': [], 'held_out': []}
@@ -190,64 +196,21 @@ def _solve_side(task: ListedTask, split: Split, tokenizer: Tokenizer) -> tuple[D
     return tuple(demonstrations)
 
 
-def _read_conversation(row: JsonObject, source: str, system_prompt: str) -> tuple[Messages, Tools, str]:
+def _read_conversation(
+    row: JsonObject, source: str, system_prompt: str, keys: LineKeys, tokenizer: Tokenizer
+) -> tuple[Messages, Tools, str]:
     """The conversation up to the answer, its tools, and the answer."""
     if not ('messages' in row or {'question', 'answer'} <= row.keys()):
         raise TaskError(f'{source}: expected an object with question and answer, or messages; it has {sorted(row)[:8]}')
+    keys.require(row, source)
     if 'messages' not in row:
-        messages = chat_messages(require_text(row['question'], 'question', source))
+        messages: list[JsonObject] = list(chat_messages(require_text(row['question'], 'question', source)))
         messages.append({'role': 'assistant', 'content': require_text(row['answer'], 'answer', source)})
     else:
-        messages = require_conversation(row['messages'], source)
+        messages = take_keys(require_conversation(row['messages'], source), source, keys, tokenizer)
     if system_prompt and messages[0]['role'] != 'system':
         messages = [{'role': 'system', 'content': system_prompt}, *messages]
-    tools = row.get('tools') or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and 'function' in tool for tool in tools):
-        raise TaskError(f"{source}: tools must be a list of objects {{'type': 'function', 'function': ...}}")
-    return messages[:-1], tools, messages[-1]['content']
-
-
-def require_conversation(messages: object, source: str, name: str = 'messages') -> list[dict[str, str]]:
-    """Role and content of every turn; raises TaskError for what is no list of turns that ends in an answer."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise TaskError(f'{source}: {name} must be a list of objects with role and content')
-    for index, message in enumerate(messages):
-        if missing := [key for key in ('role', 'content') if not isinstance(message.get(key), str)]:
-            raise TaskError(
-                f'{source}: {name}[{index}] needs {" and ".join(missing)}, each a text; it has {sorted(message)[:8]}'
-            )
-    roles = [message['role'] for message in messages]
-    if 'user' not in roles[:-1] or roles[-1] != 'assistant':
-        raise TaskError(
-            f'{source}: {name} has turns of the roles {roles[:8]}; they must end with assistant, after a user'
-        )
-    needed = {roles.index('user'), len(roles) - 1}
-    for index, message in enumerate(messages):
-        require_text(message['content'], f'{name}[{index}].content', source, may_be_blank=index not in needed)
-    return messages
-
-
-def encode_prompts(
-    tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str], tools: Sequence[Tools] = ()
-) -> list[np.ndarray]:
-    """int32 [P] of each conversation; raises TaskError that names the source of one that no template renders.
-
-    Args:
-      tools: of each conversation; () = there are none.
-    """
-    places: dict[str, list[int]] = {}  # conversations by their tools: those with equal ones are encoded together
-    for index in range(len(conversations)):
-        places.setdefault(json.dumps(tools[index]) if tools else '[]', []).append(index)
-    found: dict[int, np.ndarray] = {}
-    for shown, indices in places.items():
-        alike, listed = [conversations[index] for index in indices], json.loads(shown)
-        try:
-            require_shown(tokenizer, alike, listed)
-            prompts = tokenizer.encode_chats(alike, listed)
-        except ConversationError as error:
-            raise TaskError(f'{sources[indices[error.index]]}: {error}') from error
-        found.update(zip(indices, prompts, strict=True))
-    return [found[index] for index in range(len(conversations))]
+    return messages[:-1], read_tools(row, source), messages[-1]['content']
 
 
 def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source: str) -> Demonstration:

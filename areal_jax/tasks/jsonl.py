@@ -15,6 +15,7 @@ from areal_jax.tasks.answers import exact, mathematics, normalised, number
 from areal_jax.tasks.answers import gold_answers as golds
 from areal_jax.tasks.answers.extraction import MARK, last_boxed, marked_answers
 from areal_jax.tasks.integers import has_number, last_integer
+from areal_jax.tasks.line_keys import OF_TASKS, LineKeys
 from areal_jax.tasks.scoring.score_call import UNPARSED
 from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, TaskError, hash_fraction, integer_or_text
 from areal_jax.tasks.user_lines import read_objects, require_text
@@ -79,10 +80,13 @@ def read_problems(path: pathlib.Path, answer: str) -> list[dict[str, str]]:
     """question and answer (as the kind reads it) of each line that is not blank; of equal questions the first."""
     problems: dict[str, dict[str, str]] = {}
     places: dict[str, str] = {}  # of the gold answers
+    keys = LineKeys(path, (*_QUESTION, *_GOLD), OF_TASKS)
     for place, row in read_objects(path):
         problem = _read_problem(row, place, answer)
+        keys.require(row, place)
         if problems.setdefault(problem['question'], problem) is problem:
             places.setdefault(problem['answer'], place)
+    keys.tell()
     if answer == 'math' and (fault := golds.find_fault(list(places))):
         raise TaskError(
             f'{places[fault.gold]}: the gold answer {fault.gold[-80:]!r} {fault.reason}: mend it, remove the line, or '

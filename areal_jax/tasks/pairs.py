@@ -8,17 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.demonstrations import (
-    Demonstrations,
-    Given,
-    encode_answer,
-    encode_prompts,
-    require_conversation,
-    solve_task,
-)
+from areal_jax.tasks.conversations import encode_prompts, read_tools, require_conversation, take_keys
+from areal_jax.tasks.demonstrations import Demonstrations, Given, encode_answer, solve_task
+from areal_jax.tasks.line_keys import OF_PAIRS, LineKeys
 from areal_jax.tasks.task import Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import read_objects, require_text
-from areal_jax.text.chat_template import Messages
+from areal_jax.text.chat_template import Messages, Tools
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 
 _FIELDS = ('prompt', 'chosen', 'rejected')
@@ -53,15 +48,19 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
     """Pairs from a file of JSON lines; blank lines are skipped, repeated ones kept.
 
     A line is an object with `prompt`, a text or a list of {role, content} whose last is the user's, and the texts
-    `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with one of their own. The side is
-    decided by a hash of the first user message, so that pairs of the same prompt are on one side.
+    `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with one of their own. `tools` and
+    other keys are those of demonstrations. The side is decided by a hash of the first user message, so that pairs of
+    the same prompt are on one side.
 
     Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
     """
-    rows = [(source, *_read_pair(row, source, system_prompt)) for source, row in read_objects(path)]
-    prompts = encode_prompts(tokenizer, [messages for _, messages, _, _ in rows], [source for source, *_ in rows])
+    keys = LineKeys(path, (*_FIELDS, 'tools'), OF_PAIRS)
+    rows = [(source, *_read_pair(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)]
+    keys.tell()
+    sources, tools = [row[0] for row in rows], [row[4] for row in rows]
+    prompts = encode_prompts(tokenizer, [row[1] for row in rows], sources, tools)
     sides: dict[Split, list[Pair]] = {'train': [], 'held_out': []}
-    for (source, messages, chosen, rejected), prompt_tokens in zip(rows, prompts, strict=True):
+    for (source, messages, chosen, rejected, _), prompt_tokens in zip(rows, prompts, strict=True):
         question = next(str(m['content']) for m in messages if m['role'] == 'user')
         side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
         first, second = (encode_answer(tokenizer, answer, source) for answer in (chosen, rejected))
@@ -90,23 +89,26 @@ def _contrast(solved: Sequence[Given]) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
-def _read_pair(row: JsonObject, source: str, system_prompt: str) -> tuple[Messages, str, str]:
-    """The conversation before the answers, the chosen one, the rejected one."""
+def _read_pair(
+    row: JsonObject, source: str, system_prompt: str, keys: LineKeys, tokenizer: Tokenizer
+) -> tuple[Messages, str, str, Tools]:
+    """The conversation before the answers, the chosen one, the rejected one, and the tools."""
     if missing := [name for name in _FIELDS if name not in row]:
         raise TaskError(
             f'{source}: expected an object with prompt, chosen and rejected, {" and ".join(missing)} is missing'
         )
+    keys.require(row, source)
     chosen, rejected = (require_text(row[name], name, source) for name in _FIELDS[1:])
-    messages = _read_prompt(row['prompt'], chosen, source)
+    messages = _read_prompt(row['prompt'], chosen, source, keys, tokenizer)
     if system_prompt and messages[0]['role'] != 'system':
         messages = [{'role': 'system', 'content': system_prompt}, *messages]
-    return messages, chosen, rejected
+    return messages, chosen, rejected, read_tools(row, source)
 
 
-def _read_prompt(prompt: object, chosen: str, source: str) -> Messages:
+def _read_prompt(prompt: object, chosen: str, source: str, keys: LineKeys, tokenizer: Tokenizer) -> Messages:
     if not isinstance(prompt, list):
         return chat_messages(require_text(prompt, 'prompt', source))
     whole = require_conversation([*prompt, {'role': 'assistant', 'content': chosen}], source, 'prompt')
     if whole[-2]['role'] != 'user':
         raise TaskError(f'{source}: the prompt ends with the role {whole[-2]["role"]!r}; it must end with user')
-    return whole[:-1]
+    return take_keys(whole, source, keys, tokenizer, 'prompt')[:-1]

@@ -72,7 +72,8 @@ class ChatTemplate:
                 f'{place}: the chat template has {len(source)} characters, more than {_LARGEST_SOURCE}; is it one?'
             )
         self.source = source
-        self.takes_tools = _parse(source, place)  # whether it reads `tools`
+        self.names, variables = _parse(source, place)  # whatever it looks at by name
+        self.takes_tools = 'tools' in variables
         self._workers = [TemplateWorker(source), TemplateWorker(source)]  # of usual requests, and of large ones
 
     def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
@@ -125,16 +126,19 @@ class ChatTemplate:
         }
 
 
-def _parse(source: str, place: str) -> bool:
-    """Whether the template reads `tools`; raises TokenizerError."""
+def _parse(source: str, place: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that the template looks at: all, as attributes and texts too, and its variables; raises TokenizerError."""
     from jinja2 import TemplateSyntaxError, nodes
 
     from areal_jax.text.template_renderer import make_environment
 
     try:
         # Parsing evaluates nothing. Compiling would: jinja2 computes constant expressions.
-        names = make_environment().parse(source).find_all(nodes.Name)
-        return any(name.name == 'tools' and name.ctx == 'load' for name in names)
+        tree = make_environment().parse(source)
+        variables = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == 'load')
+        attributes = (one.attr for one in tree.find_all(nodes.Getattr))
+        texts = (one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str))
+        return variables.union(attributes, texts), variables
     except TemplateSyntaxError as error:
         raise TokenizerError(f'{place}: the chat template cannot be read: line {error.lineno}: {error}') from error
     except RecursionError as error:

@@ -63,6 +63,10 @@ class Tokenizer(Protocol):
         """Whether it shows results of tools, turns of the role 'tool', also where it shows no tools."""
         ...
 
+    def reads(self, key: str) -> bool:
+        """Whether the model's chat form looks at something of this name, as at a key of a message."""
+        ...
+
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
@@ -133,6 +137,10 @@ class _SizedTokenizer:
         """Whether it shows results of tools."""
         return True  # it writes the content of any turn
 
+    def reads(self, key: str) -> bool:
+        """Whether the model's chat form looks at something of this name."""
+        return key == 'content'
+
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         raise NotImplementedError
 
@@ -175,6 +183,10 @@ class _BpeTokenizer(_SizedTokenizer):
     @functools.cached_property
     def shows_results(self) -> bool:  # type: ignore[override]  # tried out once
         return self._template is not None and shows_results(self._template)
+
+    def reads(self, key: str) -> bool:
+        """Whether the chat template has this name."""
+        return self._template is not None and key in self._template.names
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
         """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError.

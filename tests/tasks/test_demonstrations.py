@@ -224,7 +224,7 @@ def test_a_bad_line_is_named(tmp_path, case):
 
 
 def test_context_may_be_blank_and_messages_may_have_more_fields(tmp_path):
-    messages = [{'role': 'system', 'content': ' '}, USER | {'name': 'Ann', 'weight': 0}, ASSISTANT]
+    messages = [{'role': 'system', 'content': ' '}, USER | {'id': 3, 'weight': 0}, ASSISTANT]
     assert read_row(tmp_path, {'messages': messages, 'id': 7}) == [(' x', 'x')]
 
 

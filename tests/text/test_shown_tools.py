@@ -248,7 +248,7 @@ def test_the_first_conversation_that_hides_something_is_named(smollm2_fields):
 
 CALLERS = {
     'agents/tokenizer_format.py': 'require_shown',
-    'tasks/demonstrations.py': 'require_shown',
+    'tasks/conversations.py': 'require_shown',
     'rollout/http/server/texts.py': 'require_place',
     'tasks/task.py': None,  # questions of tasks, as user and system turns: no tools
     'text/tokenizer.py': None,  # the tokenizers themselves

@@ -15,6 +15,7 @@ from areal_jax.config.sandbox_fields import find_least_deadline
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
+from areal_jax.tasks.line_keys import OF_CODE, LineKeys
 from areal_jax.tasks.task import Problem, TaskError
 from areal_jax.tasks.user_lines import read_objects, require_text
 
@@ -31,11 +32,15 @@ _MOST_S, _MOST_MB = 300, 2**16
 def read_problems(path: str) -> list[Problem]:
     """Each distinct problem of a file of JSON lines. Raises TaskError that names file and line."""
     problems: dict[str, Problem] = {}
+    keys = LineKeys(path, _KNOWN, OF_CODE)
     for place, row in read_objects(path):
+        _require_spelled(row, place)
+        keys.require(row, place)
         problem = complete_problem(row, place)
         first = problems.setdefault(problem['question'], problem)
         if first is not problem and {**first, 'place': ''} != {**problem, 'place': ''}:
             raise TaskError(f'{place}: the question of {first["place"]} with other tests; keep one of the two')
+    keys.tell()
     return list(problems.values())
 
 
@@ -64,8 +69,6 @@ def _show(test: Any, entry_point: str) -> str:
 
 def complete_problem(row: JsonObject, place: str) -> Problem:
     """A problem as a user writes it, with all its fields but limits that it leaves out. Raises TaskError."""
-    if unknown := sorted(set(row) - set(_KNOWN)):
-        raise TaskError(f'{place}: the field {unknown[0]!r} is not known{suggest(unknown[0], _KNOWN)}')
     entry_point = _read_text(row, 'entry_point', place)
     if entry_point and not entry_point.isidentifier():
         raise TaskError(f'{place}: entry_point={entry_point!r} must be the name of a function')
@@ -94,6 +97,13 @@ def complete_problem(row: JsonObject, place: str) -> Problem:
     if problem['test'] and not entry_point:
         raise TaskError(f"{place}: 'test' calls a function: name it in entry_point")
     return problem
+
+
+def _require_spelled(row: JsonObject, place: str) -> None:
+    """Raises TaskError for a misspelled field: tests that nobody reads would be passed by any answer."""
+    for name in sorted(set(row) - set(_KNOWN)):
+        if near := suggest(name, _KNOWN):
+            raise TaskError(f'{place}: the field {name!r} is not known{near}')
 
 
 def require_time(problem: Problem, deadline_s: float) -> None:
