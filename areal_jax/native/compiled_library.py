@@ -15,6 +15,7 @@ import os
 import pathlib
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -112,16 +113,32 @@ def _compile(command: list[str], path: pathlib.Path) -> pathlib.Path:
         made = os.path.join(tempfile.mkdtemp(prefix='areal_jax_'), path.name)
         path = pathlib.Path(made)
     try:
-        done = subprocess.run([*command, made], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        code, said = _run([*command, made])
+    except BaseException as error:
         pathlib.Path(made).unlink(missing_ok=True)
-        raise NativeError(f'{command[0]} does not compile {SOURCE.name}: {error}') from error
-    if done.returncode:
+        if isinstance(error, OSError | subprocess.TimeoutExpired):
+            raise NativeError(f'{command[0]} does not compile {SOURCE.name}: {error}') from error
+        raise
+    if code:
         pathlib.Path(made).unlink(missing_ok=True)
-        reason = next((line for line in done.stderr.splitlines() if 'error:' in line), done.stderr.strip()[-200:])
+        reason = next((line for line in said.splitlines() if 'error:' in line), said.strip()[-200:])
         raise NativeError(f'{command[0]} does not compile {SOURCE.name}: {reason}')
     os.replace(made, path)
     return path
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """The exit code and stderr; what the command has started ends with it, also where it takes too long.
+
+    The compiler proper is a child of the command, and would go on for minutes.
+    """
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            _, said = process.communicate(timeout=_COMPILE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said
 
 
 def _texts() -> list[str]:

@@ -3,12 +3,14 @@
 import concurrent.futures
 import errno
 import os
+import pathlib
 import stat
 import subprocess
 
 import pytest
 
 from areal_jax.native import compiled_library as library
+from tests.tasks.process_table import all_end
 
 
 @pytest.fixture
@@ -87,15 +89,15 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, compiler_name, reason):
 
 
 def test_a_compiler_that_takes_too_long_leaves_nothing(tmp_path, compiler, monkeypatch):
-    def wait(command, **options):
-        if '--version' in command:
-            return subprocess.CompletedProcess(command, 0, stdout='one')
-        raise subprocess.TimeoutExpired(command, options['timeout'])
-
-    monkeypatch.setattr(library.subprocess, 'run', wait)
+    """Neither a file nor the process in which it works."""
+    pid = tmp_path / 'pid'
+    program = pathlib.Path(os.environ['CXX'])
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 60 &\necho $! > {pid}\nwait\n')
+    monkeypatch.setattr(library, '_COMPILE_S', 1.0)
     with pytest.raises(library.NativeError, match='timed out'):
         library.find_or_compile(tmp_path / 'cache')
     assert list((tmp_path / 'cache').iterdir()) == []
+    assert all_end([int(pid.read_text())])
 
 
 def test_without_any_compiler_the_usual_names_are_listed(tmp_path, monkeypatch):
