@@ -54,25 +54,32 @@ def _interval(done: RunDoneEvent, start: RunStartEvent | None) -> LaneInterval:
 
 
 def event_intervals(events: Sequence[Event], kind: str) -> list[tuple[Event, LaneInterval]]:
-    """Each event of a kind of dispatch with the occupation of the engine's lane that did it.
+    """Returns each event of a kind of dispatch with the occupation of the engine's lane that did it.
 
-    An engine logs a dispatch just before or just after its occupation of the lane: it is the newest before the event,
-    else the next.
+    An engine logs each dispatch of a kind just before its occupation of the lane starts, or each just after it is done:
+    a log shows which by what comes first. A dispatch that was cut off is left out.
     """
-    lanes: dict[str, collections.deque[LaneInterval]] = collections.defaultdict(collections.deque)
-    for interval in lane_intervals(events):
-        if interval.work == kind:
-            lanes[interval.lane].append(interval)
+    first = next((one for one in events if one['kind'] == kind or _starts(one, kind)), None)
+    is_before = first is not None and first['kind'] == kind
+    side = 'run_start' if is_before else 'run_done'
+    found = {
+        one.given.get('seq') if is_before else one.done_seq: one for one in lane_intervals(events) if one.work == kind
+    }
     pairs: list[tuple[Event, LaneInterval]] = []
-    for event in events:
-        if event['kind'] != kind:
-            continue
-        waiting = lanes[event['lane'] or '']
-        while len(waiting) > 1 and waiting[1].done_seq < event['seq']:
-            waiting.popleft()
-        if waiting:
-            pairs.append((event, waiting.popleft()))
-    return pairs
+    waiting: dict[str, Event] = {}  # by lane: the dispatch whose occupation comes next
+    for event in events if is_before else reversed(events):
+        lane = event['lane'] or ''
+        if event['kind'] == kind:
+            waiting[lane] = event
+        elif event['kind'] == side and event.get('work') == kind and lane in waiting:
+            dispatch = waiting.pop(lane)
+            if event['seq'] in found:
+                pairs.append((dispatch, found[event['seq']]))
+    return pairs if is_before else pairs[::-1]
+
+
+def _starts(event: Event, work: str) -> bool:
+    return event['kind'] == 'run_start' and event['work'] == work
 
 
 def of_training(intervals: Iterable[LaneInterval]) -> list[LaneInterval]:

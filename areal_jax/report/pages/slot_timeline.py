@@ -86,10 +86,10 @@ def _decoding(events: Sequence[Event]) -> Iterator[Interval]:
 def _prefills(events: Sequence[Event]) -> Iterator[Interval]:
     for decode, prefill, suffix in _KINDS:
         slots = _next_slots(events, decode, prefill)
-        # bucket 0: all tokens of the requests were kept in the cache, and no lane was occupied
-        computed = [event for event in events if event['kind'] != prefill or cast(PrefillEvent, event)['bucket']]
-        for found, interval in event_intervals(computed, prefill):
+        for found, interval in event_intervals(events, prefill):
             event = cast(PrefillEvent, found)
+            if not event['bucket']:  # all tokens of the requests were kept in the cache
+                continue
             rebuilt = event.get('rebuilt', 0)
             detail = f'{event["tokens"]} tokens of {len(event["requests"])} requests, {rebuilt} of them rebuilt'
             work: Literal['prefill', 'rebuild'] = 'rebuild' if rebuilt else 'prefill'

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import numpy as np
+import pytest
 
 from areal_jax.report.pages.slot_figure import first_view, widest_view
 from areal_jax.report.pages.slot_overview import SHADES, paint
 from areal_jax.report.pages.slot_timeline import Interval, Mark, SlotTimeline, build_slot_timeline
 from tests.report.busy_run import BusyRun
+from tests.report.rules.sound_logs import SOUND
 from tests.telemetry.logs import dispatch, event_log, load, publish, two_updates, work
 
 ENGINE = 'engine/0'
@@ -53,6 +56,48 @@ def test_every_interval_and_mark_of_a_small_log():
         Mark((ENGINE, 0), 'interrupt', 2, 'a', 'version 0 to 1'),
     ]
     assert (found.publications, found.left_out) == ([(2, 1)], 0)
+
+
+def neighbours(events: list[dict[str, Any]]) -> dict[tuple[str, str, float], tuple[float, dict[str, Any]]]:
+    """By engine, kind and start of an occupation: its end, and the prefill logged before or the decoding behind it."""
+    ended = {event['run']: place for place, event in enumerate(events) if event['kind'] == 'run_done'}
+    found = {}
+    for place, start in enumerate(events):
+        if (
+            start['kind'] != 'run_start'
+            or not start['work'].endswith(('prefill', 'decode'))
+            or start['run'] not in ended
+        ):
+            continue
+        kind, engine, done = start['work'], start['lane'], events[ended[start['run']]]
+        around = reversed(events[:place]) if kind.endswith('prefill') else events[ended[start['run']] :]
+        event = next((one for one in around if (one['kind'], one['lane']) == (kind, engine)), None)
+        if event is not None:  # the log may end between the two
+            assert done['amount'] == event['bucket' if kind.endswith('prefill') else 'steps']
+            where = f'{engine}, evaluation' if kind.startswith('evaluation') else engine
+            found[where, kind.removeprefix('evaluation_'), done['started']] = done['started'] + done['seconds'], event
+    return found
+
+
+@pytest.mark.parametrize('kind', SOUND)
+def test_what_is_drawn_happened_then(kind):
+    """Over logs of runs that were killed, resumed and stopped, with engines that leave; also without their ends."""
+    events = SOUND[kind][0]()
+    for cut in (len(events), 5 * len(events) // 7, 3 * len(events) // 7):
+        log, drawn = neighbours(events[:cut]), collections.Counter()
+        for interval in build_slot_timeline(events[:cut], 10**6).intervals:
+            engine, slot = interval.slot
+            if interval.work in ('prefill', 'rebuild'):
+                end, event = log[engine, 'prefill', interval.start]
+                assert (interval.request in event['requests'], interval.end) == (True, end)
+                assert (interval.work == 'rebuild') == (event['rebuilt'] > 0)
+                assert event['bucket'] > 0
+            elif interval.work == 'decode':
+                _, event = log[engine, 'decode', interval.start]
+                assert (event['slots'][slot], event['version']) == (interval.request, interval.version)
+            drawn[interval.work] += 1
+        assert drawn['decode'] > 0
+        assert drawn['prefill'] + drawn['rebuild'] > 0
 
 
 def test_a_long_run_keeps_its_last_intervals_and_says_how_many_it_leaves_out():
