@@ -26,6 +26,7 @@ def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.simulate.plan_question import read_answers
     from areal_jax.app.simulate.plan_search import find_plan
     from areal_jax.app.simulate.plan_text import as_json, render
+    from areal_jax.simulation.planner.plan_setting import MOST_ETA
     from areal_jax.simulation.planner.question import make_setting, parse_cluster
     from areal_jax.simulation.shapes import find_shape
 
@@ -35,7 +36,8 @@ def _plan(options: argparse.Namespace) -> int:
     answers = read_answers(
         options.lengths, options.answers, options.group_size, options.max_new_tokens, options.prompt_tokens
     )
-    setting = make_setting(devices, chip, shape, answers, options.max_age)
+    most_eta = MOST_ETA if options.max_eta is None else options.max_eta
+    setting = make_setting(devices, chip, shape, answers, options.max_age, most_eta, options.age_price)
     planned = find_plan(
         setting,
         seed=options.seed,
@@ -67,7 +69,11 @@ def _build_parser() -> Parser:
     )
     parser.add_argument('--answers', type=_count, required=True, help='Answers of an update.')
     parser.add_argument('--group_size', type=_count, help='Answers to a prompt: 16 without it, or those of the run.')
+    parser.add_argument('--max_eta', type=int, help='Largest staleness bound that is tried: 32 without it.')
     parser.add_argument('--max_age', type=float, help='Bound on the mean age of a trained token, in versions.')
+    parser.add_argument(
+        '--age_price', type=float, default=0.0, help='Share of the speed that a version less of age is worth.'
+    )
     parser.add_argument(
         '--max_new_tokens', type=int, default=0, help='Most tokens of an answer; 0 = three mean lengths, or as the run.'
     )
@@ -82,8 +88,8 @@ COMMAND = Command(
     program='areal-plan',
     purpose='Plans a run: split of the devices, engines, slots and staleness bound, with speed, ages and limits.',
     usage=(
-        '--cluster=DEVICES --model=NAME --lengths=DISTRIBUTION|RUN --answers=N [--group_size=N] [--max_age=NUMBER] '
-        '[--max_new_tokens=N] [--prompt_tokens=N] [--seed=N] [--full] [--json]',
+        '--cluster=DEVICES --model=NAME --lengths=DISTRIBUTION|RUN --answers=N [--group_size=N] [--max_eta=N] '
+        '[--max_age=NUMBER] [--age_price=NUMBER] [--max_new_tokens=N] [--prompt_tokens=N] [--seed=N] [--full] [--json]',
     ),
     flags=_build_parser,
     examples=(

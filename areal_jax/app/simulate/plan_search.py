@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.app.simulate.planning import list_fields, simulate_plan
 from areal_jax.config.cluster import MOST_ENGINES
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.planner.advice import Advice, advise, joules_a_token, make_load
+from areal_jax.simulation.planner.advice import Advice, Trade, advise, joules_a_token, list_trades, make_load
 from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
 from areal_jax.simulation.planner.neighbours import Search, refine
 from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits
@@ -16,7 +16,7 @@ from areal_jax.simulation.planner.prediction import choose_start, predict
 from areal_jax.simulation.planner.published_ranges import find_interval
 from areal_jax.telemetry.energy.energy_model import Energy
 
-MOST_SIMULATIONS = 12
+MOST_SIMULATIONS = 24
 _DIVISORS = (8, 4, 2)
 _WHOLE = 16  # devices that are simulated as they are
 _FEWEST_PARTS, _FEWEST_GROUPS = 8, 8  # engines' sizes in the devices, and groups of an update, at least, of a part
@@ -31,13 +31,18 @@ class Planned:
     divisor: int  # devices and answers of the search were divided by it
     plan: Plan
     outcome: Outcome  # tokens a second of all devices
-    interval: tuple[float, float]  # tokens a second
+    interval: tuple[float, float]  # tokens a second, of planning.WINDOW updates in a row
     in_turns: Outcome | None  # of synchronous training on the same devices
     load: Load
     advice: Advice
     fields: Mapping[str, object]  # of the config; of the synchronous run where that is the better one
-    simulations: int
+    tried: Mapping[Plan, Outcome]  # all that was simulated for it, on a part of the devices
+    trades: Sequence[Trade]  # on the same part; tokens a second of all devices
     full: Outcome | None = None  # simulated once at full size
+
+    @property
+    def simulations(self) -> int:
+        return len(self.tried) + (self.in_turns is not None)
 
 
 def find_plan(
@@ -69,14 +74,15 @@ def find_plan(
     shown = full or outcome
     in_turns = in_turns and _enlarge(in_turns, divisor)
     load = make_load(setting, _layout(setting, plan), plan, shown.tokens_s)
-    live = predict(small, best).live
-    advice = advise(shown, load, live, in_turns, setting.max_age, why_not)
-    low, high = find_interval(setting, plan)
+    advice = advise(setting, plan, shown, load, predict(small, best).live, in_turns, why_not)
+    interval = find_interval(setting, plan, shown)
     shared = plan_in_turns(setting) if advice.trains_in_turns else None
     fields = list_fields(setting, shared or plan, load.decode_steps)
+    trades = [
+        dataclasses.replace(one, outcome=_enlarge(one.outcome, divisor)) for one in list_trades(search.tried, best)
+    ]
     return Planned(
-        setting, divisor, plan, outcome, (low * shown.tokens_s, high * shown.tokens_s), in_turns, load, advice,
-        fields, len(search.tried) + (in_turns is not None), full,
+        setting, divisor, plan, outcome, interval, in_turns, load, advice, fields, search.tried, trades, full
     )  # fmt: skip
 
 

@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from areal_jax.app.simulate.plan_search import Planned, energy_of
+from areal_jax.app.simulate.planning import WINDOW
 from areal_jax.simulation.planner.advice import count_devices, count_running_groups, device_hours
 from areal_jax.simulation.planner.plan_setting import Outcome
+
+MOST_TRADES = 3  # that the text has
 
 
 def render(planned: Planned) -> str:
@@ -28,11 +31,13 @@ def render(planned: Planned) -> str:
         + (f', {setting.devices - used} left over' if used < setting.devices else ''),
         f'slots              {plan.slots} an engine; {running} groups run at a time (rollout.max_running_groups=0 '
         f'admits them by need: slots / group size would fill {filled:.0f}% of the slots)',
-        f'eta                {plan.eta}; weights are published after every update, the config has no other interval',
-        f'tokens a second    {shown.tokens_s:,.0f}, {low:,.0f} to {high:,.0f} with the published ranges; '
-        f'an update takes {shown.period_s:,.1f} s',
+        f'eta                {plan.eta} of --max_eta={setting.most_eta}; weights are published after every update, the '
+        'config has no other interval',
+        f'tokens a second    {shown.tokens_s:,.0f}; {low:,.0f} to {high:,.0f} in {WINDOW} updates in a row, with the '
+        f'published ranges; an update takes {shown.period_s:,.1f} s',
         f'idle               engines {_percent(1 - shown.engines_busy)}, learner {_percent(1 - shown.learner_busy)}',
         f'age                {shown.age_mean:.2f} versions on average, {shown.age_p95:.0f} for 95% of the tokens',
+        f'price of age       --age_price={setting.age_price:g} of the speed for a version; {_tell_trades(planned)}',
         f'a million tokens   {device_hours(setting, plan, shown.tokens_s):.3g} device-hours; {_tell_energy(planned)}',
         f'limits             {planned.advice.binds}',
         f'                   {planned.advice.breaks_next}',
@@ -63,6 +68,8 @@ def as_json(planned: Planned) -> dict[str, object]:
         'group_size': setting.answers.group_size,
         'lengths': setting.answers.text,
         'max_age': setting.max_age,
+        'max_eta': setting.most_eta,
+        'age_price': setting.age_price,
         'plan': {**dataclasses.asdict(plan), 'engine_devices': setting.engine_devices},
         'devices_used': count_devices(setting, plan),
         'running_groups': count_running_groups(setting, plan),
@@ -72,6 +79,9 @@ def as_json(planned: Planned) -> dict[str, object]:
         'joules_a_token': None if energy is None else [energy.low, energy.mid, energy.high],
         'synchronous': None if planned.in_turns is None else _as_json(planned.in_turns),
         'train_synchronously': planned.advice.trains_in_turns,
+        'binding': planned.advice.binding,
+        'tried': [{**dataclasses.asdict(one), 'outcome': _as_json(found)} for one, found in planned.tried.items()],
+        'trades': [dataclasses.asdict(trade) for trade in planned.trades],
         'limits': planned.load.shares(),
         'sentences': [planned.advice.binds, planned.advice.breaks_next, planned.advice.asynchrony],
         'divisor': planned.divisor,
@@ -90,6 +100,16 @@ def _tell_energy(planned: Planned) -> str:
     if energy is None:
         return f'no joules: no watts are published of {planned.setting.chip.name}'
     return f'{energy.low:.2g} to {energy.high:.2g} J a token, of the boards alone'
+
+
+def _tell_trades(planned: Planned) -> str:
+    """What a higher price takes, among the plans that were simulated."""
+    younger = [
+        f'from {trade.price:.3g} on eta {trade.plan.eta} ({trade.outcome.tokens_s:,.0f} tokens a second, mean age '
+        f'{trade.outcome.age_mean:.1f})'
+        for trade in planned.trades[:MOST_TRADES]
+    ]
+    return '; '.join(younger) or 'no younger plan was simulated'
 
 
 def _percent(share: float) -> str:

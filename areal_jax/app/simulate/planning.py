@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import pathlib
+import statistics
 import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from areal_jax.telemetry.metrics import Line
 
 NODE = 8  # devices
-_MEASURED = (5, 8)  # updates, at least and at most
-_MEASURED_ANSWERS = 1536  # in as many updates as have them
+_MEASURED = (6, 24)  # updates, at least and at most
+_MEASURED_ANSWERS = 2048  # in as many updates as have them
+WINDOW = 12  # updates in a row, of which the interval of a plan speaks
 _ROW_TOKENS = 1 << 15
 _MOST_BLOCK, _FEWEST_BLOCK = 512, 16  # tokens
 _BLOCKS = 64  # of a sequence
@@ -91,23 +93,28 @@ def build_config(setting: Setting, plan: Plan, updates: int, seed: int, prompts:
 
 
 def count_warm_up(plan: Plan) -> int:
-    """Updates until the answers that the gate lets be open, eta + 1 batches, have come from versions of the run."""
-    return 2 + math.ceil(1.5 * plan.eta)
+    """Updates until the answers that began together, eta + 1 batches of them, are trained."""
+    return plan.eta + 2
 
 
-def count_measured(answers: int) -> int:
-    """Updates that are measured, of so many answers each."""
+def count_measured(plan: Plan, answers: int) -> int:
+    """Updates that are measured, of so many answers each: at least a turn of all that is open, which comes in waves."""
     least, most = _MEASURED
-    return max(least, min(most, _MEASURED_ANSWERS // answers))
+    return max(least, min(most, _MEASURED_ANSWERS // answers), plan.eta + 1)
 
 
-def simulate_plan(setting: Setting, plan: Plan, *, seed: int = 1, prompts: str = 'constant(512)') -> Outcome:
+def simulate_plan(
+    setting: Setting, plan: Plan, *, seed: int = 1, prompts: str = 'constant(512)', updates: int = 0
+) -> Outcome:
     """What the production loop does with a plan, without weights; leaves nothing on the disk.
+
+    Args:
+      updates: that are measured; 0 = `count_measured`.
 
     Raises ConfigError for a plan that the config refuses.
     """
     first = count_warm_up(plan)
-    last = first + count_measured(setting.answers.count)
+    last = first + (updates or count_measured(plan, setting.answers.count))
     config = build_config(setting, plan, last + plan.eta + 2, seed, prompts)
     with tempfile.TemporaryDirectory(prefix='areal_plan_') as directory, contextlib.redirect_stdout(io.StringIO()):
         run = build_simulation(config, pathlib.Path(directory))
@@ -127,7 +134,8 @@ class _Meter:
     def __init__(self, run: SimulatedRun, first: int, last: int):
         self._parts, self._first, self._last = run.program.parts, first, last
         self._times: dict[int, float] = {}
-        self._tokens = 0.0
+        self._trained: dict[int, float] = {}  # tokens of an update
+        self._generated = 0  # tokens
         self._ages: collections.Counter[int] = collections.Counter()
         self._work: list[tuple[str, float, float]] = []  # lane, start, end
         self._parts.metrics.listeners.append(self._note_update)
@@ -141,25 +149,40 @@ class _Meter:
             busy[LEARNER if lane == LEARNER else 'engines'] += max(0.0, min(ended, end) - max(began, start))
         return Outcome(
             period_s=window_s / (self._last - self._first),
-            tokens_s=self._tokens / window_s,
+            tokens_s=self._generated / window_s,
+            trained_s=sum(self._trained.values()) / window_s,
             engines_busy=busy['engines'] / window_s / plan.engines,
             learner_busy=busy[LEARNER] / window_s,
             age_mean=sum(age * count for age, count in self._ages.items()) / max(1, self._ages.total()),
             age_p95=_find_percentile(self._ages, 0.95),
             updates=self._last - self._first,
+            scatter=self._find_scatter(),
         )
+
+    def _find_scatter(self) -> float:
+        """Of the trained tokens a second of WINDOW updates in a row, or of all that are measured."""
+        length = min(WINDOW, self._last - self._first)
+        speeds = []
+        for end in range(self._first + length, self._last + 1):
+            trained = sum(self._trained[update] for update in range(end - length + 1, end + 1))
+            speeds.append(trained / (self._times[end] - self._times[end - length]))
+        return statistics.pstdev(speeds) / statistics.fmean(speeds)
 
     def _note_update(self, update: int, values: Line) -> None:
         time, trained, ages = values[names.TIME], values[names.UPDATE_TOKENS], values[names.TOKEN_AGE_HISTOGRAM]
         self._times[update] = float(time)  # type: ignore[arg-type]
         if self._first < update <= self._last:
-            self._tokens += float(trained)  # type: ignore[arg-type]
+            self._trained[update] = float(trained)  # type: ignore[arg-type]
             self._ages.update({age: int(tokens) for age, tokens in enumerate(ages)})  # type: ignore[arg-type]
         if update == self._last:
             raise _MeasuredError
 
     def _note_event(self, event: Event) -> None:
-        if event['kind'] != 'run_done' or len(self._times) < self._first:
+        if len(self._times) < self._first:
+            return
+        if event['kind'] == 'decode':
+            self._generated += event['tokens']
+        if event['kind'] != 'run_done':
             return
         lane = event['lane']
         if lane is not None and (lane == LEARNER or is_engine_lane(lane)):

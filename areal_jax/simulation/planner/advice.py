@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from areal_jax.simulation.planner.cluster_load import Layout, Load, Pace, choose_pieces
+from areal_jax.simulation.planner.engine_size import MOST_SLOTS
 from areal_jax.simulation.planner.host_costs import MEASURED, HostCosts
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting
-from areal_jax.simulation.planner.prediction import predict
+from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, worth
+from areal_jax.simulation.planner.prediction import predict, publication_s
 from areal_jax.telemetry.energy.energy_model import Energy, Phase, joules
 from areal_jax.telemetry.energy.power_table import DECODE, IDLE, POWER, TRAIN, decode_activity
 
@@ -23,14 +25,24 @@ _HOUR_S = 3600.0
 class Advice:
     """What is said of a plan beside its numbers."""
 
-    binds: str  # one sentence
+    binding: str  # 'learner', 'publication', 'engines', 'memory', 'max_eta', 'max_age', 'age_price' or 'eta'
+    binds: str  # one sentence on it
     breaks_next: str  # one sentence
     asynchrony: str  # one sentence on training in turns
     trains_in_turns: bool  # that is as fast or faster
 
 
+@dataclasses.dataclass(frozen=True)
+class Trade:
+    """A plan that is better from this `Setting.age_price` on."""
+
+    price: float
+    plan: Plan
+    outcome: Outcome
+
+
 def advise(
-    outcome: Outcome, load: Load, live: float, in_turns: Outcome | None, max_age: float | None, why_not: str
+    setting: Setting, plan: Plan, outcome: Outcome, load: Load, live: float, in_turns: Outcome | None, why_not: str
 ) -> Advice:
     """What is said of a plan.
 
@@ -38,10 +50,12 @@ def advise(
       live: answers that an engine decodes at a time.
       in_turns: outcome of the same devices with engines that share them with the learner; None = `why_not`.
     """
-    binds, breaks_next = describe_binding(outcome, live, load.pace.slots), describe_next(load)
+    binding = find_binding(setting, plan, outcome, live)
+    binds, breaks_next = describe_binding(setting, plan, outcome, live, binding), describe_next(load)
     if in_turns is None:
-        return Advice(binds, breaks_next, why_not, False)
-    ratio = outcome.tokens_s / in_turns.tokens_s
+        return Advice(binding, binds, breaks_next, why_not, False)
+    max_age = setting.max_age
+    ratio = worth(setting, outcome) / worth(setting, in_turns)
     too_old = max_age is not None and outcome.age_mean > max_age
     numbers = (
         f'{in_turns.tokens_s:,.0f} tokens a second with eta 0 on shared devices, {outcome.tokens_s:,.0f} with these'
@@ -52,20 +66,61 @@ def advise(
         sentence = f'asynchrony does not pay here: train synchronously ({numbers})'
     else:
         sentence = f'asynchrony pays {ratio:.2f} times ({numbers}; changing roles costs nothing there)'
-    return Advice(binds, breaks_next, sentence, too_old or ratio <= 1 / _AS_FAST)
+    return Advice(binding, binds, breaks_next, sentence, too_old or ratio <= 1 / _AS_FAST)
 
 
-def describe_binding(outcome: Outcome, live: float, slots: int) -> str:
-    """Which side sets the pace, or the gate, which leaves slots empty while engines decode the few that it admits."""
+def find_binding(setting: Setting, plan: Plan, outcome: Outcome, live: float) -> str:
+    """Returns what sets the pace: a side, a publication, or the bound of the gate, which leaves slots empty."""
+    if outcome.learner_busy >= _BUSY:
+        return 'learner'
+    if publication_s(setting, plan.training) >= _BUSY * outcome.period_s:
+        return 'publication'
+    if outcome.engines_busy >= _BUSY and live >= _FILLED * plan.slots and plan.slots == setting.most_slots:
+        return 'engines' if plan.slots >= MOST_SLOTS else 'memory'
+    if setting.max_age is not None:
+        return 'max_age'
+    if plan.eta >= setting.most_eta:
+        return 'max_eta'
+    return 'age_price' if setting.age_price else 'eta'
+
+
+def describe_binding(setting: Setting, plan: Plan, outcome: Outcome, live: float, binding: str) -> str:
+    """Returns the sentence on what `find_binding` found."""
     engines, learner = f'{100 * outcome.engines_busy:.0f}%', f'{100 * outcome.learner_busy:.0f}%'
     shares = f'engines are busy {engines} of the time, the learner {learner}'
-    if outcome.learner_busy >= _BUSY:
-        return f'the learner binds: {shares}'
-    if outcome.engines_busy >= _BUSY and live < _FILLED * slots:
-        return f'the staleness bound binds: {shares}, with {live:.0f} of {slots} slots filled'
-    if outcome.engines_busy >= _BUSY:
-        return f'the engines bind: {shares}'
-    return f'the staleness bound binds: {shares}, and both wait for it'
+    of_devices = {
+        'learner': f'the learner binds: {shares}',
+        'publication': f'the publication binds, which takes {publication_s(setting, plan.training):.1f} s: {shares}',
+        'engines': f'the engines bind: {shares}, with {live:.0f} of {plan.slots} slots filled',
+        'memory': f'the memory of the engines binds: {shares}, and more than {plan.slots} answers do not fit',
+    }
+    if binding in of_devices:
+        return of_devices[binding]
+    of_gate = {
+        'max_eta': f'--max_eta={setting.most_eta}',
+        'max_age': f'--max_age={setting.max_age}',
+        'age_price': f'--age_price={setting.age_price:g}: a larger eta is faster, and not worth its age',
+        'eta': 'a larger eta is no faster',
+    }
+    waits = outcome.engines_busy < _BUSY
+    filled = 'both wait for it' if waits else f'{live:.0f} of {plan.slots} slots are filled'
+    return f'the staleness bound binds ({of_gate[binding]}): {shares}, and {filled}'
+
+
+def list_trades(tried: Mapping[Plan, Outcome], plan: Plan) -> list[Trade]:
+    """Returns the plans that a higher price of age would take among these, each with the least such price."""
+    trades: list[Trade] = []
+    while True:
+        now = tried[plan]
+        younger = [
+            Trade(max(0.0, 1 - (one.tokens_s / now.tokens_s) ** (1 / (now.age_mean - one.age_mean))), other, one)
+            for other, one in tried.items()
+            if one.age_mean < now.age_mean
+        ]
+        if not younger:
+            return trades
+        trades.append(min(younger, key=lambda trade: trade.price))
+        plan = trades[-1].plan
 
 
 def describe_next(load: Load) -> str:

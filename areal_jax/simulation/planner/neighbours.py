@@ -1,7 +1,7 @@
-"""The search for a plan: it begins where closed forms say, and simulates neighbours until none is faster.
+"""The search for a plan: it begins where closed forms say, and simulates neighbours until none is better.
 
-A plan is better where its mean age keeps to the bound, then where more tokens are trained a second; within TIE of each
-other the one with the smaller eta, or with fewer devices, is taken.
+A plan is better where its mean age keeps to the bound, then where it is worth more: tokens a second less the price of
+their age. Of those within TIE of the best the one with the smaller eta, or with fewer devices, is taken.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits
-from areal_jax.simulation.planner.prediction import Prediction, list_plans, predict, train_s
+from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits, worth
+from areal_jax.simulation.planner.prediction import Prediction, list_plans, predict, predict_worth, train_s
 
-TIE = 0.01  # of the speed: what a simulation of a few updates does not tell apart
-_FULL = 0.98  # of the slots: more answers under way find no place
+TIE = 0.01  # of the worth: what a simulation does not tell apart
 _WAITING = 0.93  # a side that is busy for less waits for something
-_FAR = 0.1  # of the period: a plan that closed forms say is slower by more is not simulated
+_FAR = 0.1  # of the worth: a plan with a smaller eta that closed forms say is worse by more is not simulated
+_FAR_SPLIT = 0.25  # likewise of another split, where closed forms know less
 _STEPS = 16  # the first step is so small a part of the devices
+_ROUNDS = 3  # of split and eta in turns
 Progress = Callable[[Plan, Outcome], None]
 Predict = Callable[[Setting, Plan, float], Prediction]
 
@@ -45,10 +46,13 @@ class Search:
     def run(self, start: Plan) -> Plan:
         """The best plan that engines of their own decode for."""
         best = self._settle_age(self._climb(self._move_by_prediction(start)))
-        settled = self._settle_eta(best)
-        if settled.eta != best.eta:
-            settled = self._climb(settled)
-        return self._spare_devices(settled)
+        for _ in range(_ROUNDS):
+            moved = self._climb_eta(best)
+            if moved.eta == best.eta:
+                break
+            best = self._climb(moved)
+        best = max(self.tried, key=self._value)
+        return self._spare_devices(self._lower_to_least_eta(best))
 
     def ask(self, plan: Plan) -> Outcome | None:
         """Its outcome, None where the simulations are used up."""
@@ -65,14 +69,19 @@ class Search:
         return bound is None or self.tried[plan].age_mean <= bound
 
     def _value(self, plan: Plan) -> tuple[float, float]:
-        """Larger is better: (how far above the bound, tokens a second)."""
+        """Larger is better: (how far above the bound, worth)."""
         outcome = self.tried[plan]
         bound = math.inf if self.setting.max_age is None else self.setting.max_age
-        return min(0.0, bound - outcome.age_mean), outcome.tokens_s
+        return min(0.0, bound - outcome.age_mean), worth(self.setting, outcome)
 
-    def _is_better(self, plan: Plan, than: Plan, by: float = 0.0) -> bool:
-        (over, speed), (other_over, other_speed) = self._value(plan), self._value(than)
-        return over > other_over if over != other_over else speed > (1 + by) * other_speed
+    def _is_as_good(self, plan: Plan) -> bool:
+        """As the best of those that are known, however small the steps were that led away from it."""
+        over, found = self._value(plan)
+        best_over, best = max(map(self._value, self.tried))
+        return over >= best_over and found >= (1 - TIE) * best
+
+    def _predict_worth(self, plan: Plan) -> float:
+        return predict_worth(self.setting, plan, self._predict(self.setting, plan, 1.0))
 
     # The split.
 
@@ -106,7 +115,7 @@ class Search:
         while step:
             around = [self._split(best, best.engines + sign * step) for sign in (1, -1)]
             found = [plan for plan in around if self._is_worth_it(plan, best) and self.ask(plan)]
-            better = [plan for plan in found if self._is_better(plan, best)]
+            better = [plan for plan in found if self._value(plan) > self._value(best)]
             if better:
                 best = max(better, key=self._value)
             else:
@@ -114,12 +123,13 @@ class Search:
         return best
 
     def _is_worth_it(self, plan: Plan, best: Plan) -> bool:
-        """Whether it may be faster: its learner alone does not take longer, if engines do not take part."""
+        """Whether a split may be better: its learner alone does not take longer, and closed forms are not far off."""
         if not fits(self.setting, plan):
             return False
         outcome = self.tried[best]
         least_s = outcome.learner_busy * outcome.period_s * best.training / plan.training
-        return not self.keeps_age(best) or least_s < outcome.period_s
+        is_near = self._predict_worth(plan) > (1 - _FAR_SPLIT) * self._predict_worth(best)
+        return not self.keeps_age(best) or (is_near and least_s < outcome.period_s)
 
     # eta, slots, and devices left over.
 
@@ -145,40 +155,55 @@ class Search:
         slots = plan.slots // 2
         return dataclasses.replace(plan, slots=slots) if slots >= 1 else None
 
-    def _settle_eta(self, best: Plan) -> Plan:
-        """More where both sides wait for the gate and it helps; else the least that is as fast."""
-        has_room = self._predict(self.setting, best, 1.0).live < _FULL * best.slots
-        while self.tried[best].learner_busy < _WAITING and has_room:
-            raised = dataclasses.replace(best, eta=min(self.setting.most_eta, best.eta + max(1, best.eta // 2)))
-            if raised == best or self.ask(raised) is None or not self._is_better(raised, best, TIE):
-                break
-            best = raised
-        low, high = -1, best.eta  # as fast with `high`, slower with `low`
-        floor_speed = (1 - TIE) * self.tried[best].tokens_s
-        predicted_s = self._predict(self.setting, best, 1.0).period_s
+    def _climb_eta(self, best: Plan) -> Plan:
+        """To an eta that has no better neighbour: steps of half of it, which become smaller."""
+        step = max(1, best.eta // 2)
+        while step:
+            etas = {min(self.setting.most_eta, best.eta + step), max(0, best.eta - step)} - {best.eta}
+            around = [self._at_eta(best, eta) for eta in sorted(etas, reverse=True)]
+            found = [plan for plan in around if self._may_be_better(plan, best) and self.ask(plan)]
+            better = [plan for plan in found if self._value(plan) > self._value(best)]
+            if better:
+                best = max(better, key=self._value)
+            else:
+                step //= 2
+        return best
+
+    def _at_eta(self, plan: Plan, eta: int) -> Plan:
+        """With another eta, and with as many engines more or fewer as closed forms have then."""
+        slots = plan.slots
+        now, then = (
+            max(list_plans(self.setting, slots, one), key=self._predict_worth).engines for one in (plan.eta, eta)
+        )
+        moved = dataclasses.replace(self._split(plan, plan.engines + then - now), eta=eta)
+        return moved if fits(self.setting, moved) else dataclasses.replace(plan, eta=eta)
+
+    def _may_be_better(self, plan: Plan, best: Plan) -> bool:
+        """By closed forms, of another eta: more answers under way find no place where slots are full."""
+        if self.setting.max_age is not None and plan.eta > best.eta:
+            return False
+        return self._predict_worth(plan) > (1 + TIE / 2) * self._predict_worth(best)
+
+    def _lower_to_least_eta(self, best: Plan) -> Plan:
+        """The least that is as good."""
+        low, high = -1, best.eta  # as good with `high`, worse with `low`
+        least = (1 - _FAR) * self._predict_worth(best)
         while high - low > 1:
             middle = dataclasses.replace(best, eta=(low + high) // 2)
-            if self._predict(self.setting, middle, 1.0).period_s > (1 + _FAR) * predicted_s:
-                low = middle.eta
-                continue
-            found = self.ask(middle)
-            if found is None:
-                break
-            if found.tokens_s >= floor_speed and self._value(middle)[0] >= self._value(best)[0]:
+            if self._predict_worth(middle) >= least and self.ask(middle) and self._is_as_good(middle):
                 high, best = middle.eta, middle
             else:
                 low = middle.eta
         return best
 
     def _spare_devices(self, best: Plan) -> Plan:
-        """With the fewest devices that train as fast: a learner that waits can be smaller."""
+        """With the fewest devices that are as good: a learner that waits can be smaller."""
         outcome = self.tried[best]
         training = max(self.setting.least_training, math.ceil(best.training * outcome.learner_busy / 0.98))
         smaller = dataclasses.replace(best, training=training)
-        if training >= best.training or (found := self.ask(smaller)) is None:
+        if training >= best.training or self.ask(smaller) is None:
             return best
-        is_as_fast = found.tokens_s >= (1 - TIE) * outcome.tokens_s and self._value(smaller)[0] >= self._value(best)[0]
-        return smaller if is_as_fast else best
+        return smaller if self._is_as_good(smaller) else best
 
 
 def refine(setting: Setting, small: Setting, plan: Plan, outcome: Outcome) -> Plan:

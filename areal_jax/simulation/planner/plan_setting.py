@@ -11,6 +11,8 @@ from areal_jax.simulation.group_moments import GroupMoments
 from areal_jax.simulation.roofline import Reached
 from areal_jax.simulation.shapes import ModelShape
 
+MOST_ETA = 32  # twice the largest finite bound that arXiv 2505.24298 trained with
+
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
@@ -67,8 +69,11 @@ class Setting:
     costs: Costs = dataclasses.field(default_factory=Costs)
     passes: float = 4.0  # forward passes of a trained token
     optimizer_steps: int = 4  # of an update
-    most_eta: int = 8
+    most_eta: int = MOST_ETA
     max_age: float | None = None  # bound on the mean age of a trained token, versions; None = none
+    # share of the speed that is given up for a mean age of one version less; what a version costs in learning depends
+    # on objective, rate and task, so that no published number is a default
+    age_price: float = 0.0
 
     def shrink(self, divisor: int) -> Setting:
         """The setting with devices and answers divided alike; what an update takes stays the same."""
@@ -93,15 +98,27 @@ class Outcome:
     """Of a simulated run, after its warm-up. Shares are of time, ages in versions of the trained tokens."""
 
     period_s: float  # of an update
-    tokens_s: float  # trained; no answer is left out
+    tokens_s: float  # generated, and all trained in time
     engines_busy: float
     learner_busy: float
     age_mean: float
     age_p95: float
     updates: int = 0  # measured
+    trained_s: float = 0.0  # tokens a second of the updates themselves, which swings with their lengths
+    scatter: float = 0.0  # standard deviation of that over a few updates in a row, of its mean
 
 
 Simulate = Callable[[Plan], Outcome]
+
+
+def price_age(setting: Setting, tokens_s: float, age: float) -> float:
+    """Tokens a second that are worth as much at age 0: each version of mean age takes its price from what is left."""
+    return tokens_s * (1 - setting.age_price) ** age
+
+
+def worth(setting: Setting, outcome: Outcome) -> float:
+    """What a plan is compared by, where it keeps the bound on the age."""
+    return price_age(setting, outcome.tokens_s, outcome.age_mean)
 
 
 def fits(setting: Setting, plan: Plan) -> bool:

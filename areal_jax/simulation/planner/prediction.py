@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from areal_jax.simulation.planner.plan_setting import Answers, Plan, Setting, fits
+from areal_jax.simulation.planner.plan_setting import Answers, Plan, Setting, fits, price_age
 from areal_jax.simulation.roofline import Roofline, step_overhead_s
 
 _ROUNDS = 24  # of the fixed point, which halves its error in each
@@ -23,6 +23,7 @@ class Prediction:
     period_s: float
     generation_s: float  # of an update, by all engines
     train_s: float
+    publication_s: float  # of a version: no update is shorter
     live: float  # answers that an engine decodes at a time
     age_mean: float
 
@@ -35,10 +36,17 @@ def train_s(setting: Setting, training: float) -> float:
     return (computed_s + setting.optimizer_steps * learner.optimizer_s()) / training
 
 
-def predict(setting: Setting, plan: Plan, slowdown: float = 1.0, engines: float = 0.0) -> Prediction:
-    """The period P of max(T, W): W is what engines take for an update with as many answers as the gate admits.
+def publication_s(setting: Setting, training: float) -> float:
+    """Seconds until an engine has a version that so many devices send."""
+    learner = Roofline(setting.chip, setting.shape)
+    return learner.publication_s(setting.engine_devices, max(1, round(training))) + setting.costs.load_s
 
-    Of the (eta + 1) B answers that the gate admits, B are trained for T of P, and 1 / M_tail of the others are live.
+
+def predict(setting: Setting, plan: Plan, slowdown: float = 1.0, engines: float = 0.0) -> Prediction:
+    """The period P of max(T, W, p): W is what engines take for an update with as many answers as the gate admits.
+
+    Of the (eta + 1) B answers that the gate admits, B are trained for T of P, B wait for p of P until the gate knows of
+    their update, and 1 / M_tail of the others are live.
 
     Args:
       slowdown: of the engines, against this closed form.
@@ -47,17 +55,18 @@ def predict(setting: Setting, plan: Plan, slowdown: float = 1.0, engines: float 
     answers = setting.answers
     count = engines or plan.engines
     training = setting.devices - engines * setting.engine_devices if engines else plan.training
-    trained_s = train_s(setting, training)
+    trained_s, published_s = train_s(setting, training), publication_s(setting, training)
+    least_s = max(trained_s, published_s)
     engine = _engine(setting)
-    period_s, generated_s, live = trained_s, 0.0, 1.0
+    period_s, generated_s, live = least_s, 0.0, 1.0
     for _ in range(_ROUNDS):
-        admitted = (plan.eta + 1 - min(1.0, trained_s / period_s)) * answers.count
+        admitted = (plan.eta + 1 - (trained_s + published_s) / max(period_s, least_s)) * answers.count
         live = min(plan.slots, max(admitted, 0.05 * answers.count) / (answers.moments.tail * count))
         generated_s = slowdown * _generation_s(engine, answers, live, count)
         generated_s += _rebuild_s(engine, answers, live)
-        period_s = 0.5 * (period_s + max(trained_s, generated_s))
+        period_s = 0.5 * (period_s + max(least_s, generated_s))
     open_share = live * count * answers.moments.token_tail / answers.count
-    return Prediction(max(trained_s, generated_s), generated_s, trained_s, live, open_share)
+    return Prediction(max(least_s, generated_s), generated_s, trained_s, published_s, live, open_share)
 
 
 def _engine(setting: Setting) -> Roofline:
@@ -87,16 +96,23 @@ def list_plans(setting: Setting, slots: int, eta: int) -> Iterable[Plan]:
             yield plan
 
 
+def predict_worth(setting: Setting, plan: Plan, found: Prediction) -> float:
+    """As `plan_setting.worth`, by closed forms."""
+    return price_age(setting, setting.answers.tokens / found.period_s, found.age_mean)
+
+
 def choose_start(setting: Setting) -> Plan:
-    """The fastest plan by closed forms whose age keeps to the bound; of those as fast the least eta, all slots."""
+    """The best plan by closed forms whose age keeps to the bound; of those as good the least eta, all slots."""
     bound = math.inf if setting.max_age is None else setting.max_age
     best: tuple[float, Plan] | None = None
     for slots in _halve(setting.most_slots) if setting.max_age is not None else [setting.most_slots]:
         for eta in range(setting.most_eta + 1):
             found = [(predict(setting, plan), plan) for plan in list_plans(setting, slots, eta)]
-            kept = [(one.period_s, plan) for one, plan in found if one.age_mean <= bound or eta == 0]
-            if kept and (best is None or min(kept)[0] < (1 - _TIE) * best[0]):
-                best = min(kept)
+            kept = [
+                (predict_worth(setting, plan, one), plan) for one, plan in found if one.age_mean <= bound or eta == 0
+            ]
+            if kept and (best is None or best[0] < (1 - _TIE) * max(kept)[0]):
+                best = max(kept)
     assert best is not None  # engine_size.require_room has seen to it that there is a split
     return best[1]
 

@@ -13,7 +13,7 @@ from areal_jax.simulation.chips import Chip, find_chip
 from areal_jax.simulation.group_moments import GroupMoments, group_moments
 from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.simulation.planner.engine_size import count_slots, count_training, find_engine_devices, require_room
-from areal_jax.simulation.planner.plan_setting import Answers, Setting
+from areal_jax.simulation.planner.plan_setting import MOST_ETA, Answers, Setting
 from areal_jax.simulation.shapes import ModelShape
 
 MEAN_PROMPT = 512  # tokens: half of the limit of arXiv 2505.24298
@@ -89,18 +89,23 @@ def require_batch(count: int, group_size: int) -> None:
 
 
 def make_setting(
-    devices: int, chip: Chip, shape: ModelShape, answers: Answers, max_age: float | None = None, most_eta: int = 8
-) -> Setting:
-    """Raises ConfigError where the devices do not hold an engine and a learner, or for a bound below 0."""
-    if max_age is not None and max_age < 0:
+    devices: int, chip: Chip, shape: ModelShape, answers: Answers, max_age: float | None = None,
+    most_eta: int = MOST_ETA, age_price: float = 0.0,
+) -> Setting:  # fmt: skip
+    """Raises ConfigError where the devices do not hold engine and learner, and for a bound or a price that is none."""
+    if max_age is not None and not max_age >= 0:
         raise ConfigError(f'--max_age={max_age:g} must be at least 0')
+    if most_eta < 0:
+        raise ConfigError(f'--max_eta={most_eta} must be at least 0')
+    if not 0 <= age_price < 1:
+        raise ConfigError(f'--age_price={age_price:g} must be a share of the speed, from 0 to below 1')
     engine_devices = find_engine_devices(chip, shape, answers.context)
     require_room(devices, chip, shape, engine_devices)
     return Setting(
         devices, chip, shape, answers, engine_devices,
         most_slots=count_slots(chip, shape, engine_devices, answers.live_positions),
         least_training=count_training(chip, shape),
-        optimizer_steps=math.gcd(4, answers.groups), max_age=max_age, most_eta=most_eta,
+        optimizer_steps=math.gcd(4, answers.groups), most_eta=most_eta, max_age=max_age, age_price=age_price,
     )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ def test_a_plan_is_measured_in_the_middle_of_a_run(tmp_path, monkeypatch):
     """Tokens of an update over its period, shares within [0, 1], ages within the gate; the directory is gone."""
     monkeypatch.setenv('TMPDIR', str(tmp_path))
     found = simulate_plan(make(), Plan(2, 2, 2, 8))
-    assert found.updates == count_measured(16) == 8
+    assert found.updates == count_measured(Plan(2, 2, 2, 8), 16) == 24
+    assert count_measured(Plan(2, 2, 40, 8), 512) == 41
     assert found.tokens_s * found.period_s == pytest.approx(16 * 60, rel=0.2)
     assert 0 < found.learner_busy <= 1
     assert 0 < found.engines_busy <= 1
@@ -86,9 +87,15 @@ def test_the_command_prints_a_plan(planned, monkeypatch, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown['plan']['engines'] == planned.plan.engines
     assert shown['fields']['rollout.max_running_groups'] == 0
+    assert (shown['max_eta'], shown['age_price']) == (32, 0.0)
+    assert shown['binding'] in ('learner', 'publication', 'engines', 'memory', 'max_eta', 'eta')
+    assert {one['eta'] for one in shown['tried']} >= {shown['plan']['eta']}
     assert main_plan.main(WORDS) == ExitCode.FINISHED
     text = capsys.readouterr().out
     assert f'split              {planned.plan.engines} engines of 1' in text
+    assert f'eta                {planned.plan.eta} of --max_eta=32; ' in text
+    assert 'price of age       --age_price=0 of the speed for a version; ' in text
+    assert 'in 12 updates in a row' in text
     assert 'no joules: no watts are published of H800 SXM' in text
     assert text.splitlines()[-len(planned.fields) :] == list_lines(planned.fields)
 
@@ -135,6 +142,9 @@ def test_lines_are_words_of_a_shell():
         ('--answers=18', '--answers=18 is no multiple of --group_size=4'),
         ('--lengths=nowhere', 'is no distribution'),
         ('--max_age=-1', '--max_age=-1 must be at least 0'),
+        ('--max_age=nan', '--max_age=nan must be at least 0'),
+        ('--age_price=1', '--age_price=1 must be a share of the speed'),
+        ('--max_eta=-1', '--max_eta=-1 must be at least 0'),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(changed, said, capsys):

@@ -1,6 +1,6 @@
 """Settings of plans for tests, and a simulation that is arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from areal_jax.simulation.chips import H800
 from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting
@@ -33,10 +33,10 @@ def gate_law(
     return simulate, asked
 
 
-def predict_law(setting: Setting, plan: Plan, slowdown: float = 1.0) -> Prediction:
+def predict_law(setting: Setting, plan: Plan, slowdown: float = 1.0, hand: Mapping[str, float] = HAND) -> Prediction:
     """The law of HAND as a closed form."""
-    simulate, _ = gate_law(setting, **{**HAND, 'generating_s': slowdown * HAND['generating_s']})
+    simulate, _ = gate_law(setting, **{**hand, 'generating_s': slowdown * hand['generating_s']})
     found = simulate(plan)
     return Prediction(
-        found.period_s, found.engines_busy * found.period_s, found.learner_busy * found.period_s, 1.0, 0.0
+        found.period_s, found.engines_busy * found.period_s, found.learner_busy * found.period_s, 0.0, 1.0, plan.eta
     )

@@ -13,14 +13,17 @@ from areal_jax.simulation.planner.advice import (
     describe_binding,
     describe_next,
     device_hours,
+    find_binding,
     joules_a_token,
+    list_trades,
 )
 from areal_jax.simulation.planner.host_costs import MEASURED
 from areal_jax.simulation.planner.load_tables import LAYOUTS, Peak
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan
+from areal_jax.simulation.planner.plan_setting import Costs, Outcome, Plan, worth
 from tests.simulation.planner.rig import make
 
 OUTCOME = Outcome(25.0, 1e5, 0.8, 0.99, 2.0, 4.0)
+PLAN = Plan(12, 4, 8, 256)
 LOAD = Peak(LAYOUTS[0]).load(MEASURED)
 
 
@@ -29,16 +32,49 @@ def outcome(**changes: float) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ('engines', 'learner', 'live', 'said'),
+    ('changed', 'busy', 'live', 'binding', 'said'),
     [
-        (0.8, 0.99, 60, 'the learner binds'),
-        (0.97, 0.6, 60, 'the engines bind'),
-        (0.97, 0.6, 20, 'the staleness bound binds: .* with 20 of 64 slots filled'),
-        (0.6, 0.5, 60, 'the staleness bound binds: .* and both wait for it'),
+        ({}, (0.8, 0.99), 250, 'learner', 'the learner binds'),
+        ({}, (0.97, 0.6), 250, 'engines', 'the engines bind: .* with 250 of 256 slots filled'),
+        ({'most_slots': 64}, (0.97, 0.6), 60, 'memory', 'the memory of the engines binds: .* more than 64 answers do'),
+        ({'costs': Costs(load_s=24.0)}, (0.97, 0.6), 250, 'publication', 'the publication binds, which takes 24.1 s'),
+        ({'most_eta': 8}, (0.97, 0.6), 20, 'max_eta', r'the staleness bound binds \(--max_eta=8\): .* 20 of 256 slots'),
+        (
+            {'most_eta': 8},
+            (0.6, 0.5),
+            250,
+            'max_eta',
+            r'the staleness bound binds .*: .* both wait for it',
+        ),
+        ({'max_age': 1.0}, (0.97, 0.6), 20, 'max_age', r'the staleness bound binds \(--max_age=1.0\)'),
+        (
+            {'age_price': 0.02},
+            (0.97, 0.6),
+            20,
+            'age_price',
+            r'the staleness bound binds \(--age_price=0.02: a',
+        ),
+        ({}, (0.97, 0.6), 20, 'eta', r'the staleness bound binds \(a larger eta is no faster\)'),
     ],
 )
-def test_what_binds(engines, learner, live, said):
-    assert re.match(said, describe_binding(outcome(engines_busy=engines, learner_busy=learner), live, 64))
+def test_what_binds(changed, busy, live, binding, said):
+    setting = dataclasses.replace(make(), **changed)
+    plan, found = Plan(12, 4, 8, setting.most_slots), outcome(engines_busy=busy[0], learner_busy=busy[1])
+    assert find_binding(setting, plan, found, live) == binding
+    assert re.match(said, describe_binding(setting, plan, found, live, binding))
+
+
+def test_what_a_price_of_age_would_take():
+    """From 100 tokens a second at age 6 to 81 at 4: (1 - p)^2 = .81; to 40.5 at 3: p = .5. 60 at 5 is never best."""
+    found = {8: (100.0, 6.0), 6: (60.0, 5.0), 4: (81.0, 4.0), 2: (40.5, 3.0), 1: (40.5, 3.5)}
+    tried = {Plan(2, 2, eta, 8): outcome(tokens_s=speed, age_mean=age) for eta, (speed, age) in found.items()}
+    trades = list_trades(tried, Plan(2, 2, 8, 8))
+    assert [(trade.plan.eta, round(trade.price, 9)) for trade in trades] == [(4, 0.1), (2, 0.5)]
+    for trade in trades:
+        for price in (trade.price - 1e-6, trade.price + 1e-6):
+            setting = make(age_price=price)
+            best = max(tried, key=lambda plan: worth(setting, tried[plan]))
+            assert (tried[best].age_mean <= trade.outcome.age_mean) == (price > trade.price)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +86,13 @@ def test_what_binds(engines, learner, live, said):
     ],
 )
 def test_when_asynchrony_does_not_pay(synchronous, said, in_turns):
-    advice = advise(OUTCOME, LOAD, 60, outcome(tokens_s=synchronous), None, '')
+    advice = advise(make(), PLAN, OUTCOME, LOAD, 60, outcome(tokens_s=synchronous, age_mean=0.0), '')
     assert advice.asynchrony.startswith(said)
     assert advice.trains_in_turns == in_turns
 
 
 def test_a_bound_that_no_plan_keeps_means_synchronous_training():
-    advice = advise(OUTCOME, LOAD, 60, outcome(tokens_s=1e4), 1.0, '')
+    advice = advise(make(max_age=1.0), PLAN, OUTCOME, LOAD, 60, outcome(tokens_s=1e4), '')
     assert advice.trains_in_turns
     assert 'no asynchronous plan keeps the mean age to 1' in advice.asynchrony
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from areal_jax.simulation.planner.neighbours import Search, refine
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan
+from areal_jax.simulation.planner.neighbours import TIE, Search, refine
+from areal_jax.simulation.planner.plan_setting import Outcome, Plan, worth
 from areal_jax.simulation.planner.prediction import choose_start, list_plans
 from tests.simulation.planner.rig import HAND, gate_law, make, predict_law
 
@@ -42,6 +42,31 @@ def test_a_bound_on_the_age_moves_devices_and_never_raises_eta():
     fastest = min((plan_of(x, eta) for x in range(1, 16) for eta in (0, 1)), key=lambda plan: simulate(plan).period_s)
     assert (found.engines, found.eta) == (fastest.engines, 1) == (9, 1)
     assert search.tried[found].period_s == pytest.approx((60 + 100 / 7) / 2)
+
+
+@pytest.mark.parametrize('most_eta', [8, 32, 64])
+def test_eta_is_searched_up_to_its_bound(most_eta):
+    """G = 600 s: the least period of 25 s needs eta 24, (600 + 25) / 25; below it the largest eta is the fastest."""
+    setting = make(most_eta=most_eta)
+    hand = {**HAND, 'answer_s': 600.0}
+    simulate, _ = gate_law(setting, **hand)
+    search = Search(setting, simulate, most=60, predict=lambda *asked: predict_law(*asked, hand=hand))
+    found = search.run(plan_of(12, 2))
+    plans = [plan_of(x, eta) for x in range(1, 16) for eta in range(most_eta + 1)]
+    assert search.tried[found].tokens_s >= (1 - TIE) * max(simulate(plan).tokens_s for plan in plans)
+    assert found.eta == 8 if most_eta == 8 else 20 <= found.eta <= 24
+
+
+@pytest.mark.parametrize('price', [0.0, 0.01, 0.05, 0.2, 0.5])
+def test_a_price_of_age_is_paid_as_by_brute_force(price):
+    """The law by hand has age eta: worth is tokens a second times (1 - price)^eta."""
+    setting = make(age_price=price)
+    simulate, _ = gate_law(setting, **HAND)
+    search = Search(setting, simulate, most=60, predict=predict_law)
+    found = search.run(plan_of(12, 8))
+    plans = [plan_of(x, eta) for x in range(1, 16) for eta in range(33)]
+    best = max(worth(setting, simulate(plan)) for plan in plans)
+    assert worth(setting, search.tried[found]) >= (1 - TIE) * best
 
 
 def test_devices_that_only_wait_are_left_over():
