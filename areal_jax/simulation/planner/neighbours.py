@@ -179,10 +179,10 @@ class Search:
         return moved if fits(self.setting, moved) else dataclasses.replace(plan, eta=eta)
 
     def _may_be_better(self, plan: Plan, best: Plan) -> bool:
-        """By closed forms, of another eta: more answers under way find no place where slots are full."""
+        """Whether another eta is not clearly worse by closed forms, which are flatter in it than simulations."""
         if self.setting.max_age is not None and plan.eta > best.eta:
             return False
-        return self._predict_worth(plan) > (1 + TIE / 2) * self._predict_worth(best)
+        return self._predict_worth(plan) > (1 - TIE) * self._predict_worth(best)
 
     def _lower_to_least_eta(self, best: Plan) -> Plan:
         """The least that is as good."""
