@@ -156,9 +156,9 @@ class Search:
         return dataclasses.replace(plan, slots=slots) if slots >= 1 else None
 
     def _climb_eta(self, best: Plan) -> Plan:
-        """To an eta that has no better neighbour: steps of half of it, which become smaller."""
+        """To an eta that has no better neighbour: steps from half of it to an eighth, within which little changes."""
         step = max(1, best.eta // 2)
-        while step:
+        while step >= max(1, best.eta // 8):
             etas = {min(self.setting.most_eta, best.eta + step), max(0, best.eta - step)} - {best.eta}
             around = [self._at_eta(best, eta) for eta in sorted(etas, reverse=True)]
             found = [plan for plan in around if self._may_be_better(plan, best) and self.ask(plan)]
