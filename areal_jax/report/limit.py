@@ -121,12 +121,13 @@ def explain_gap(ideal: float | None, achieved: float, bound: str, fill: float) -
         return f'{start}: no gap to speak of.'
     filling = min(fill, gap) if bound == LEARNER else 0.0
     rest = gap - filling
-    parts = (
-        [f'{format_number(filling)} s is the pipeline filling before the first update'] if filling > 0.1 * gap else []
-    )
-    if rest > 0.1 * gap:
-        parts.append(f'{format_number(rest)} s is {_waiting(bound)}')
-    return f'{start}: of the gap of {format_number(gap)} s, {" and ".join(parts)}.'
+    named = ((filling, 'the pipeline filling before the first update'), (rest, _waiting(bound)))
+    parts = [(seconds, reason) for seconds, reason in named if seconds > 0.1 * gap]
+    whole = format_number(gap)
+    told = ' and '.join(f'{format_number(seconds)} s is {reason}' for seconds, reason in parts)
+    if told.startswith(f'{whole} s is '):
+        return f'{start}: the gap of {told}.'
+    return f'{start}: of the gap of {whole} s, {told}.'
 
 
 def _waiting(bound: str) -> str:

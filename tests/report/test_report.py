@@ -275,13 +275,13 @@ def test_the_page_tells_the_run(tmp_path: pathlib.Path):
     page = (tmp_path / 'report.md').read_text()
     for expected in (
         '`configs/two.py`, seed 7, eta 1, real clock: 2 updates in 40 s of wall time',
-        'cores 2, platform Linux',
+        'On 2 cores, platform Linux.',
         '| held-out accuracy, sampled | 0.167 [',
         '| +0.500 [-0.742, +1.742] (n = 3) |',
         '| achieved | 10 (80% of what was possible) |',
         '| dropped: over_age | 1 |',
         '- 1 of 5 groups were dropped',
-        'of the gap of 2 s',
+        'the gap of 2 s is',
         '3.00 GiB',
         'jax 0.10.2',
     ):

@@ -153,7 +153,6 @@ def tell_parts(report: Report) -> Parts:
 
 
 def _what_ran(report: Report) -> str:
-    hardware = ', '.join(f'{name} {value}' for name, value in report['hardware'].items()) or 'hardware not recorded'
     seconds = report['wall_seconds']
     attempt = f', the last of {report["attempts"]} attempts' if report['attempts'] > 1 and report['finished'] else ''
     wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time{attempt}'
@@ -164,8 +163,22 @@ def _what_ran(report: Report) -> str:
         f'{report["steps"]}{planned} updates{wall} '
         f'({format_number(report["window_seconds"])} clock seconds from the first admission to the last '
         'publication without evaluation). '
-        f'On {hardware}. Commit {_code(report["git_commit"])}, weights {_code((report["weights_sha256"] or "")[:16])}.'
+        f'On {_describe_hardware(report["hardware"])}. '
+        f'Commit {_code(report["git_commit"])}, weights {_code((report["weights_sha256"] or "")[:16])}.'
     )
+
+
+def _describe_hardware(hardware: Mapping[str, object]) -> str:
+    """'2 cores (x86_64), device cpu:0, platform Linux-6.1'."""
+    if not hardware:
+        return 'hardware that was not recorded'
+    others = dict(hardware)
+    cores, machine, devices = others.pop('cores', '?'), others.pop('machine', ''), others.pop('devices', None)
+    parts = [f'{cores} core{"" if cores == 1 else "s"}' + (f' ({machine})' if machine else '')]
+    if isinstance(devices, list) and devices:
+        several = f'{len(devices)} devices from {devices[0]} to {devices[-1]}'
+        parts.append(several if len(devices) > 1 else f'device {devices[0]}')
+    return ', '.join([*parts, *(f'{name} {value}' for name, value in others.items())])
 
 
 def _code(text: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from areal_jax.lanes import short_name
 from areal_jax.report.pages.charts import new_figure, plain_text
 from areal_jax.report.pages.colors import INK, VERMILION
-from areal_jax.report.pages.slot_overview import PAUSE, draw_overview, shade
+from areal_jax.report.pages.slot_overview import PAUSE, draw_overview, version_colors
 from areal_jax.report.pages.slot_timeline import Interval, Mark, Slot, SlotTimeline
 from areal_jax.report.pages.web_page import Key
 
@@ -61,8 +61,13 @@ def _draw_rows(timeline: SlotTimeline, shown: Range1d) -> Figure:
     of_work = {
         work: [i for i in timeline.intervals if i.work == work] for work in ('swap', 'decode', 'prefill', 'rebuild')
     }
-    draws = (_draw_pauses, _draw_decoding, _draw_prefills, _draw_rebuilds)
-    drawn = [draw(made, own, rows) for draw, own in zip(draws, of_work.values(), strict=True) if own]
+    colors = version_colors(timeline)
+    drawn = [
+        _draw_pauses(made, of_work['swap'], rows),
+        _draw_decoding(made, of_work['decode'], rows, colors),
+        _draw_thin(made, of_work['prefill'], rows, _PREFILL, 'prefill'),
+        _draw_thin(made, of_work['rebuild'], rows, VERMILION, _REBUILDS),
+    ]
     _draw_publications(made, timeline, len(rows))
     _draw_marks(made, timeline.marks, rows)
     made.add_tools(HoverTool(renderers=drawn, tooltips=_TOOLTIPS))
@@ -116,8 +121,8 @@ def describe_slots(timeline: SlotTimeline) -> str:
     )
     return (
         'Each row is a slot (engine/slot), each bar a request that is decoded in it, coloured by the policy version '
-        '(eight shades, then again from the first). The strip above has the whole run, its shades from the first '
-        'version to the last; drag the box on it, or the edges of the box. The wheel zooms in time, dragging moves; '
+        'from the first of the run (dark) to the last (light). The strip above has the whole run in the same colours; '
+        'drag the box on it, or the edges of the box. The wheel zooms in time, dragging moves; '
         'the tools above zoom a box or the rows, and go back. '
         f'{len(timeline.intervals)} intervals, {len(timeline.marks)} marks.{left}'
     )
@@ -158,20 +163,14 @@ def _texts(intervals: Sequence[Interval]) -> dict[str, object]:
     }
 
 
-def _draw_decoding(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    color = [shade(interval.version) for interval in intervals]
+def _draw_decoding(
+    made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int], colors: Mapping[int, str]
+) -> GlyphRenderer:
+    color = [colors[interval.version] for interval in intervals]
     source = _source(intervals, rows, 0.4) | {'color': color}
     return made.quad(
         'left', 'right', 'top', 'bottom', source=source, fill_color='color', line_color='white', line_width=0.4
     )
-
-
-def _draw_prefills(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    return _draw_thin(made, intervals, rows, _PREFILL, 'prefill')
-
-
-def _draw_rebuilds(made: Figure, intervals: Sequence[Interval], rows: dict[Slot, int]) -> GlyphRenderer:
-    return _draw_thin(made, intervals, rows, VERMILION, _REBUILDS)
 
 
 def _draw_thin(

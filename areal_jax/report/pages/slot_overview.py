@@ -5,7 +5,7 @@ The strip is one picture, so that its cost does not grow with the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +22,12 @@ PAUSE = '#E69F00'
 _COLUMNS, _HEIGHT = 1600, 64  # of the picture; of the strip in pixels
 
 
-def shade(version: int) -> str:
-    """Eight shades of viridis, again from the first one for every eighth version: neighbours differ, order shows."""
-    return SHADES[version % len(SHADES)]
+def version_colors(timeline: SlotTimeline) -> Mapping[int, str]:
+    """Returns the color of each version that is decoded with, '#rrggbb': one scale from the first to the last one."""
+    versions = {interval.version for interval in timeline.intervals if interval.work == 'decode'}
+    first, last = min(versions, default=0), max(versions, default=0)
+    steps = max(len(SHADES) - 1, last - first)
+    return {version: shade_at((version - first) / steps) for version in versions}
 
 
 def draw_overview(timeline: SlotTimeline, shown: Range1d, start: float, end: float) -> Figure:
@@ -48,12 +51,9 @@ def draw_overview(timeline: SlotTimeline, shown: Range1d, start: float, end: flo
 
 
 def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
-    """uint32 RGBA [slots, columns], the last slot first: with which version each slot decoded when, 0 for nothing.
-
-    Versions run through the shades once, from the first to the last of the run: more than eight would flicker.
-    """
+    """uint32 RGBA [slots, columns], the last slot first: with which version each slot decoded when, 0 for nothing."""
     rows = {slot: row for row, slot in enumerate(reversed(timeline.slots))}
-    colors = _gradient([interval.version for interval in timeline.intervals if interval.work == 'decode'])
+    colors = {version: _rgba(*channels(color)) for version, color in version_colors(timeline).items()}
     pause = _rgba(*channels(PAUSE))
     picture = np.zeros((len(rows), _COLUMNS), np.uint32)
     for interval in timeline.intervals:
@@ -66,13 +66,6 @@ def paint(timeline: SlotTimeline, start: float, end: float) -> np.ndarray:
             for row in (row for (engine, _), row in rows.items() if engine == interval.slot[0]):
                 picture[row, columns] = pause
     return picture
-
-
-def _gradient(versions: Sequence[int]) -> dict[int, int]:
-    """The color of each version: between the shades where there are more versions than shades."""
-    first, last = min(versions, default=0), max(versions, default=0)
-    steps = max(len(SHADES) - 1, last - first)
-    return {version: _rgba(*channels(shade_at((version - first) / steps))) for version in set(versions)}
 
 
 def _rgba(red: int, green: int, blue: int) -> int:
