@@ -37,6 +37,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'fields: routes that control a server count nothing',
+        'areal_jax.rollout.http.server.control:_read',
+        'request.app[BRIDGE].counts.note_ignored(fields.ignored)',
+        'pass',
+        'tests/rollout/http/server/test_unused_fields.py',
+    ),
+    Mutation(
+        'fields: a parameter that nobody knows is let through',
+        'areal_jax.rollout.http.server.control:_knowing',
+        'if name not in query:',
+        'if False:',
+        'tests/rollout/http/server/test_unused_fields.py',
+    ),
+    Mutation(
+        'fields: the template may look at what it is not told',
+        'areal_jax.rollout.http.wire.openai:require_unread',
+        'if reads(name):',
+        'if False:',
+        'tests/rollout/http/server/test_unused_fields.py',
+    ),
+    Mutation(
+        'fields: a priority has an influence',
+        'areal_jax.rollout.http.wire.turns:make_call',
+        'fields.note_ignored(session_id=call.session, priority=call.priority)',
+        'pass',
+        'tests/rollout/http/server/test_unused_fields.py',
+    ),
+    Mutation(
         'keys: those that change what is trained are ignored',
         'areal_jax.tasks.line_keys:LineKeys.require',
         'if key in self._telling and not _says_nothing(key, value):',

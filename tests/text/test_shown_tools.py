@@ -92,7 +92,7 @@ def ask_dialect(parse, body):
 
 
 def ask_tokenize(tokenizer):
-    _, turns, tools, _ = parse_tokenize({'messages': [ASKED], 'tools': [TOOL]})
+    (_, turns, tools, _), _ = parse_tokenize({'messages': [ASKED], 'tools': [TOOL]})
     return Texts(tokenizer).apply_template(turns, tools)
 
 

@@ -27,7 +27,7 @@ from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.replies import Handler, guard
 from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
-from areal_jax.rollout.http.wire.openai import render_models
+from areal_jax.rollout.http.wire.openai import render_models, require_unread
 from areal_jax.rollout.http.wire.request_fields import read_integer
 from areal_jax.rollout.http.wire.wishes import Required, find_misses
 from areal_jax.types import Prompt, SamplingParams
@@ -52,6 +52,7 @@ class GatewaySettings:
     token_text: Callable[[int], str]
     bound: BodyBound  # of what programs send
     limits: Limits = dataclasses.field(default_factory=Limits)
+    reads: Callable[[str], bool] = lambda name: False  # whether the chat template looks at something of this name
 
 
 class Gateway:
@@ -151,7 +152,7 @@ class Gateway:
             parse = functools.partial(read_asked_call, path, sampling=session.sampling, required=settings.required)
             try:
                 async with request.app[BODIES].opened(request, parse, 1, str(id(session)), any_text=True) as asked:
-                    pass
+                    require_unread(asked.call, settings.reads)
             except RequestError:
                 session.counts['malformed'] += 1
                 raise

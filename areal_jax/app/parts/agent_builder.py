@@ -99,7 +99,7 @@ def load_programs(
         GatewaySettings(
             config.rollout.context_tokens, settings.programs, settings.required, chat_format.render,
             lambda token: tokenizer.decode(np.array([token], np.int32)),
-            BodyBound.of(config.rollout.context_tokens, tokenizer.vocabulary()),
+            BodyBound.of(config.rollout.context_tokens, tokenizer.vocabulary()), reads=tokenizer.reads,
         ),
     )  # fmt: skip
     told, deadline_s = _Told(PROGRAM), config.rollout.episode_deadline_s

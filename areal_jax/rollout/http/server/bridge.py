@@ -36,6 +36,7 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
     tokenize_call,
 )
+from areal_jax.rollout.http.wire.openai import require_unread
 from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.rollout.http.wire.wishes import Required, find_misses, grant
 from areal_jax.rollout.scoring import ScoringRequest
@@ -110,6 +111,7 @@ class Bridge:
 
     async def encode(self, call: Call) -> Call:
         """The same, also for prompts that the context has no room for."""
+        require_unread(call, self.texts.reads)
         call = grant(call, self.required)
         if call.echo or any(not isinstance(prompt, np.ndarray) for prompt in call.prompts):
             call = await _run_to_its_end(self._tokenize, call)

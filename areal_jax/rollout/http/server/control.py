@@ -2,52 +2,69 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 from aiohttp import web
 
 from areal_jax.rollout.http.pauses import CLIENT, Lease, ServerPause
 from areal_jax.rollout.http.server.bodies import read_body
-from areal_jax.rollout.http.server.replies import BRIDGE
+from areal_jax.rollout.http.server.replies import BRIDGE, Handler
 from areal_jax.rollout.http.service import UpdateError
 from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import refuse
+from areal_jax.rollout.http.wire.request_fields import Fields, refuse
 from areal_jax.types import KvPolicy
 
 _VLLM_PAUSES = ('abort', 'wait', 'keep')
+Found = TypeVar('Found')
 _ID_PREFIXES = ('generate-tokens-', 'cmpl-', 'chatcmpl-')  # with which replies begin a request's id
 
 
 def list_routes() -> list[web.RouteDef]:
     return [
-        web.post('/abort_request', abort_request),
-        web.post('/pause_generation', pause_generation),
-        web.post('/continue_generation', continue_generation),
-        web.get('/flush_cache', flush_cache),
-        web.post('/flush_cache', flush_cache),
-        web.post('/update_weights_from_disk', update_weights_from_disk),
-        web.post('/update_weight_version', update_weight_version),
-        web.post('/pause', pause),
-        web.post('/resume', resume),
+        _post('/abort_request', abort_request),
+        _post('/pause_generation', pause_generation),
+        _post('/continue_generation', continue_generation),
+        web.get('/flush_cache', _knowing((), flush_cache)),
+        _post('/flush_cache', flush_cache),
+        _post('/update_weights_from_disk', update_weights_from_disk),
+        _post('/update_weight_version', update_weight_version),
+        _post('/pause', pause, 'mode', 'clear_cache', 'lease_s'),
+        _post('/resume', resume),
         web.get('/is_paused', is_paused),
         web.get('/weight_info', weight_info),
-        web.post('/abort_requests', abort_requests),
-        web.post('/reset_prefix_cache', reset_prefix_cache),
-        web.post('/start_weight_update', start_weight_update),
-        web.post('/update_weights', update_weights),
-        web.post('/finish_weight_update', finish_weight_update),
-        web.post('/collective_rpc', collective_rpc),
-        web.post('/register_client', register_client),
-        web.post('/renew_pause', renew_pause),
+        _post('/abort_requests', abort_requests),
+        _post('/reset_prefix_cache', reset_prefix_cache),
+        _post('/start_weight_update', start_weight_update),
+        _post('/update_weights', update_weights),
+        _post('/finish_weight_update', finish_weight_update),
+        _post('/collective_rpc', collective_rpc),
+        _post('/register_client', register_client),
+        _post('/renew_pause', renew_pause, 'lease_s'),
     ]
+
+
+def _post(path: str, handler: Handler, *query: str) -> web.RouteDef:
+    """`query`: the parameters that the route reads; another one is refused, as an unknown field of a body is."""
+    return web.post(path, _knowing(query, handler))
+
+
+def _knowing(query: tuple[str, ...], handler: Handler) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        for name, value in request.query.items():
+            if name not in query:
+                raise refuse(name, value, 'is an unknown parameter: leave it out')
+        return await handler(request)
+
+    return answer
 
 
 # SGLang.
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    name = wire.read_abort(await read_body(request))
+    name = await _read(request, wire.read_abort)
     bridge = request.app[BRIDGE]
     if name:
         await bridge.act('abort', lambda service: service.cancel([name]), bridge.limits.reply_s)
@@ -59,18 +76,19 @@ async def abort_request(request: web.Request) -> web.Response:
 async def pause_generation(request: web.Request) -> web.Response:
     if not request.body_exists:
         raise RequestError('', 'the body is empty: send {} or {"mode": "abort"}')
-    mode = wire.read_pause(await read_body(request))
+    mode = await _read(request, wire.read_pause)
     await _pause(request, cast(ServerPause, mode))
     return web.json_response({'message': 'Generation paused successfully.', 'status': 'ok'})
 
 
 async def continue_generation(request: web.Request) -> web.Response:
-    wire.read_continue(await read_body(request))
+    await _read(request, wire.read_continue)
     await _resume(request)
     return web.json_response({'message': 'Generation continued successfully.', 'status': 'ok'})
 
 
 async def flush_cache(request: web.Request) -> web.Response:
+    await _read(request, wire.read_nothing)
     bridge, client = request.app[BRIDGE], _client(request)
     await bridge.act('flush', lambda service: service.flush_cache(client), bridge.limits.reply_s)
     return web.Response(text='Cache flushed.\n')
@@ -78,7 +96,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     """Answers 400 with success=false where nothing was changed; no other refusal changes anything either."""
-    path, label, flush, cancel = wire.read_update_from_disk(await read_body(request))
+    path, label, flush, cancel = await _read(request, wire.read_update_from_disk)
     try:
         await _load(request, path, label or '')
         await _swap(request, label, flush=flush, cancel=cancel)
@@ -91,7 +109,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 async def update_weight_version(request: web.Request) -> web.Response:
     """SGLang and vLLM have this route in common."""
-    label, cancel = wire.read_new_version(await read_body(request))
+    label, cancel = await _read(request, wire.read_new_version)
     bridge, client = request.app[BRIDGE], _client(request)
     if cancel:
         await bridge.act('abort', lambda service: service.cancel_all(), bridge.limits.reply_s)
@@ -104,7 +122,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    wire.read_nothing(await read_body(request))
+    await _read(request, wire.read_nothing)
     mode = _query(request, 'mode', _VLLM_PAUSES)
     clear = _query(request, 'clear_cache', ('true', 'false')) == 'true'
     pause = ('retract' if clear else 'in_place') if mode == 'keep' else mode
@@ -113,7 +131,7 @@ async def pause(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
-    wire.read_nothing(await read_body(request))
+    await _read(request, wire.read_nothing)
     await _resume(request)
     return web.json_response({'status': 'resumed'})
 
@@ -135,7 +153,7 @@ async def weight_info(request: web.Request) -> web.Response:
 
 async def abort_requests(request: web.Request) -> web.Response:
     """Ids with and without the prefix of the replies; an empty list ends all."""
-    given = wire.read_abort_ids(await read_body(request))
+    given = await _read(request, wire.read_abort_ids)
     bridge = request.app[BRIDGE]
     if given:
         names = [*given, *(name.removeprefix(prefix) for name in given for prefix in _ID_PREFIXES)]
@@ -147,6 +165,7 @@ async def abort_requests(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
+    await _read(request, wire.read_nothing)
     bridge, client = request.app[BRIDGE], _client(request)
     await bridge.act('flush', lambda service: service.flush_cache(client), bridge.limits.reply_s)
     return web.json_response({'success': True})
@@ -154,20 +173,20 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def start_weight_update(request: web.Request) -> web.Response:
     """First phase: says that an update follows; nothing has to be made ready here."""
-    wire.read_nothing(await read_body(request))
+    await _read(request, wire.read_nothing)
     return web.json_response({'message': 'Weight update started'})
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """Second phase: loads the directory of `update_info` while decoding goes on with the old weights."""
-    path = wire.read_update(await read_body(request))
+    path = await _read(request, wire.read_update)
     await _load(request, path)
     return web.json_response({'message': 'Weights updated'})
 
 
 async def finish_weight_update(request: web.Request) -> web.Response:
     """Third phase: between two dispatches; answers when no token is drawn under the old weights any more."""
-    label = wire.read_finish(await read_body(request))
+    label = await _read(request, wire.read_finish)
     await _swap(request, label, flush=True, cancel=False)
     pause_s = (await request.app[BRIDGE].look()).update_pause_s
     return web.json_response({'message': 'Weight update finished', 'weight_version': label, 'pause_seconds': pause_s})
@@ -175,7 +194,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 
 async def collective_rpc(request: web.Request) -> web.Response:
     """Of vLLM's methods the one that loads weights; their version stays until /update_weight_version."""
-    path = wire.read_rpc(await read_body(request))
+    path = await _read(request, wire.read_rpc)
     await _load(request, path)
     await _swap(request, None, flush=True, cancel=False)
     return web.json_response({'results': [None]})
@@ -186,7 +205,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
 
 async def register_client(request: web.Request) -> web.Response:
     """Ends every request and what other such clients have paused: they are refused from now on."""
-    wire.read_nothing(await read_body(request))
+    await _read(request, wire.read_nothing)
     client = wire.require_client(_client(request))
     await request.app[BRIDGE].act('register', lambda service: service.register(client))
     return web.json_response({'status': 'registered'})
@@ -194,7 +213,7 @@ async def register_client(request: web.Request) -> web.Response:
 
 async def renew_pause(request: web.Request) -> web.Response:
     """Never begins a pause: one that has ended stays so."""
-    wire.read_nothing(await read_body(request))
+    await _read(request, wire.read_nothing)
     wire.require_client(_client(request))
     lease, bridge = _lease(request), request.app[BRIDGE]
     assert lease is not None
@@ -203,6 +222,14 @@ async def renew_pause(request: web.Request) -> web.Response:
 
 
 # What all do.
+
+
+async def _read(request: web.Request, read: Callable[[Fields], Found]) -> Found:
+    """What a reader finds in the body; fields without influence are counted."""
+    fields = Fields(await read_body(request))
+    found = read(fields)
+    request.app[BRIDGE].counts.note_ignored(fields.ignored)
+    return found
 
 
 async def _pause(request: web.Request, mode: ServerPause) -> None:

@@ -20,8 +20,12 @@ class Counts:
 
     def note_call(self, call: Call) -> None:
         """A request is taken."""
-        self.ignored.update(call.ignored)
+        self.note_ignored(call.ignored)
         self.wishes.update(wish.field for wish in call.wishes)
+
+    def note_ignored(self, fields: Iterable[str]) -> None:
+        """Fields of a request that have no influence, also of one that asks for no answer."""
+        self.ignored.update(fields)
 
     def note_reading(self, reading: Reading) -> None:
         """A part of an answer was read."""

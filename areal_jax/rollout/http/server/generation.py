@@ -68,6 +68,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """The length of the prompt of a conversation, also of one that the context has no room for."""
     async with request.app[BODIES].opened(request, messages.parse_count, prompts=1) as parsed:
         call = await request.app[BRIDGE].encode(parsed)
+    request.app[BRIDGE].counts.note_ignored(call.ignored)
     return web.json_response({'input_tokens': len(call.prompts[0])})
 
 

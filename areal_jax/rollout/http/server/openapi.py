@@ -170,8 +170,10 @@ def _reply(parse: Callable[[object], Call], render: Callable[..., object], body:
 
 
 def _controlling() -> list[Operation]:
-    def post(path: str, tag: str, summary: str, parse: Parser, example: JsonObject, reply: object) -> Operation:
-        return Operation(path, 'post', tag, summary, parse, (example,), [reply])
+    def post(
+        path: str, tag: str, summary: str, read: Callable[[Fields], object], example: JsonObject, reply: object
+    ) -> Operation:
+        return Operation(path, 'post', tag, summary, lambda body: read(Fields(body)), (example,), [reply])
 
     done = {'success': True, 'message': ''}
     return [
@@ -194,7 +196,8 @@ def _controlling() -> list[Operation]:
             {'new_version': '1'}, done | {'new_version': '1'},
         ),
         Operation(
-            '/pause', 'post', 'vLLM', 'Pauses.', control.read_nothing, replies=[{'status': 'paused'}],
+            '/pause', 'post', 'vLLM', 'Pauses.', lambda body: control.read_nothing(Fields(body)),
+            replies=[{'status': 'paused'}],
             query=(('mode', ('abort', 'wait', 'keep')), ('clear_cache', ('true', 'false'))),
         ),
         post('/resume', 'vLLM', 'Ends a pause.', control.read_nothing, {}, {'status': 'resumed'}),

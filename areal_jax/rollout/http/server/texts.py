@@ -23,6 +23,7 @@ class Texts:
         self._tokenizer = tokenizer
         self.eos_ids = (tokenizer.eos_id,)
         self._hidden = tokenizer.special_token_ids()
+        self.reads = tokenizer.reads  # whether the chat template looks at something of this name
 
     def bound(self, context_tokens: int) -> BodyBound:
         """Of bodies of requests to this model."""

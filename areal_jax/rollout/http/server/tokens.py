@@ -33,7 +33,8 @@ async def tokenize(request: web.Request) -> web.Response:
     """The ids of a text, of each of a list of texts, or of a conversation in the chat form of the model."""
     bridge = request.app[BRIDGE]
     async with request.app[BODIES].opened(request, parse_tokenize, MOST_PROMPTS) as parsed:
-        texts, messages, tools, with_strings = parsed
+        (texts, messages, tools, with_strings), ignored = parsed
+        bridge.counts.note_ignored(ignored)
         try:
             if messages:
                 found = [await asyncio.to_thread(bridge.texts.apply_template, messages, tools)]
@@ -65,7 +66,8 @@ async def detokenize(request: web.Request) -> web.Response:
     """The text of ids, or of each list of ids, under both names that servers have for it."""
     bridge = request.app[BRIDGE]
     async with request.app[BODIES].opened(request, parse_detokenize, MOST_PROMPTS) as parsed:
-        lists, is_batch, skip_special = parsed
+        (lists, is_batch, skip_special), ignored = parsed
+        bridge.counts.note_ignored(ignored)
     for tokens in lists:
         if len(tokens) and int(tokens.max()) >= bridge.vocab_size:
             raise RequestError(
@@ -85,19 +87,22 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     return web.json_response(info | bridge.texts.special_tokens())
 
 
-def parse_tokenize(body: object) -> tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]:
-    """See `read_tokenize`."""
-    return read_tokenize(Fields(body))
+Tokenized = tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]
 
 
-def parse_detokenize(body: object) -> tuple[list[np.ndarray], bool, bool]:
-    """See `read_detokenize`."""
-    return read_detokenize(Fields(body))
+def parse_tokenize(body: object) -> tuple[Tokenized, tuple[str, ...]]:
+    """See `read_tokenize`; and the fields that have no influence."""
+    fields = Fields(body)
+    return read_tokenize(fields), fields.ignored
 
 
-def read_tokenize(
-    fields: Fields,
-) -> tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]:
+def parse_detokenize(body: object) -> tuple[tuple[list[np.ndarray], bool, bool], tuple[str, ...]]:
+    """See `read_detokenize`; and the fields that have no influence."""
+    fields = Fields(body)
+    return read_detokenize(fields), fields.ignored
+
+
+def read_tokenize(fields: Fields) -> Tokenized:
     """(text or texts, messages, tools, whether the texts of tokens are wanted); either texts or messages."""
     messages: tuple[Message, ...] = ()
     tools: tuple[JsonObject, ...] = ()

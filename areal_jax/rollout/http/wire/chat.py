@@ -41,7 +41,8 @@ def parse(body: object) -> Call:
     asked, wishes = read_tools(fields), read_format(fields, 'response_format', nested=True)
     _read_modalities(fields)
     fields.take_unserved(*_UNSERVED)
-    fields.take_ignored('add_generation_prompt')
+    if not fields.take_flag('add_generation_prompt', True):
+        raise fields.refuse('add_generation_prompt', False, 'is not served: conversations end where an answer begins')
     field = 'messages' if ids is None else 'input_ids'
     limit = older_limit if limit is None else limit
     call = openai.read_call(fields, (prompt,), field, limit, wants_logprobs, alternatives)

@@ -14,9 +14,8 @@ from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import Fields, refuse
 
 _SGLANG_PAUSES = ('abort', 'retract', 'in_place')
-_UPDATE_IGNORED = (
-    'load_format', 'is_async', 'torch_empty_cache', 'keep_pause', 'recapture_cuda_graph', 'token_step', 'manifest',
-)  # fmt: skip
+_UPDATE_UNSERVED = ('is_async', 'keep_pause', 'manifest')  # a directory has its own manifest
+_UPDATE_IGNORED = ('torch_empty_cache', 'recapture_cuda_graph', 'token_step')
 _NAME = re.compile(r'[!-~]{1,200}')  # of a client
 _SECONDS = re.compile(r'[0-9]{1,5}(\.[0-9]{1,9})?')
 
@@ -64,13 +63,12 @@ def render_pauses(pauses: Sequence[PauseStatus]) -> list[JsonObject]:
     ]
 
 
-def read_nothing(body: object) -> None:
-    Fields(body).finish()
+def read_nothing(fields: Fields) -> None:
+    fields.finish()
 
 
-def read_abort(body: object) -> str:
+def read_abort(fields: Fields) -> str:
     """The id of a request; '' = all of them."""
-    fields = Fields(body)
     name, every = fields.take_text('rid'), fields.take_flag('abort_all')
     fields.take_ignored('abort_message', 'finished_reason')
     fields.finish()
@@ -79,25 +77,24 @@ def read_abort(body: object) -> str:
     return '' if every else name
 
 
-def read_pause(body: object) -> str:
+def read_pause(fields: Fields) -> str:
     """SGLang's mode."""
-    fields = Fields(body)
     mode = fields.take_choice('mode', _SGLANG_PAUSES, 'abort')
     fields.finish()
     return mode
 
 
-def read_continue(body: object) -> None:
-    fields = Fields(body)
+def read_continue(fields: Fields) -> None:
     fields.take_ignored('torch_empty_cache')
     fields.finish()
 
 
-def read_update_from_disk(body: object) -> tuple[str, str | None, bool, bool]:
+def read_update_from_disk(fields: Fields) -> tuple[str, str | None, bool, bool]:
     """(directory, weight version, whether the cache is flushed, whether open requests are ended)."""
-    fields = Fields(body)
     path, label = fields.take_text('model_path'), fields.take_text('weight_version') or None
     flush, cancel = fields.take_flag('flush_cache', default=True), fields.take_flag('abort_all_requests')
+    fields.take_choice('load_format', ('auto', 'safetensors'))
+    fields.take_unserved(*_UPDATE_UNSERVED)
     fields.take_ignored(*_UPDATE_IGNORED)
     fields.finish()
     if not path:
@@ -105,9 +102,8 @@ def read_update_from_disk(body: object) -> tuple[str, str | None, bool, bool]:
     return path, label, flush, cancel
 
 
-def read_new_version(body: object) -> tuple[str, bool]:
+def read_new_version(fields: Fields) -> tuple[str, bool]:
     """(weight version, whether open requests are ended)."""
-    fields = Fields(body)
     label, cancel = fields.take_text('new_version'), fields.take_flag('abort_all_requests')
     fields.finish()
     if not label:
@@ -115,17 +111,15 @@ def read_new_version(body: object) -> tuple[str, bool]:
     return label, cancel
 
 
-def read_abort_ids(body: object) -> tuple[str, ...]:
+def read_abort_ids(fields: Fields) -> tuple[str, ...]:
     """Ids of requests; () = all of them."""
-    fields = Fields(body)
     given = fields.take_texts('request_ids')
     fields.finish()
     return given
 
 
-def read_update(body: object) -> str:
+def read_update(fields: Fields) -> str:
     """The directory of vLLM's second phase."""
-    fields = Fields(body)
     info = fields.take_fields('update_info')
     path = info.take_text('weights_path')
     info.finish()
@@ -135,20 +129,22 @@ def read_update(body: object) -> str:
     return path
 
 
-def read_finish(body: object) -> str | None:
+def read_finish(fields: Fields) -> str | None:
     """The weight version; None = unchanged."""
-    fields = Fields(body)
     label = fields.take_text('weight_version') or None
     fields.finish()
     return label
 
 
-def read_rpc(body: object) -> str:
+def read_rpc(fields: Fields) -> str:
     """The directory for vLLM's reload_weights."""
-    fields = Fields(body)
     method = fields.take_choice('method', ('reload_weights',), 'reload_weights')
-    path = fields.take_fields('kwargs').take_text('weights_path')
-    fields.take_ignored('timeout', 'args')
+    inside = fields.take_fields('kwargs')
+    path = inside.take_text('weights_path')
+    inside.finish()
+    fields.take_unserved('args')
+    fields.take_ignored('timeout')
+    fields.finish()
     if not path:
         raise RequestError('kwargs.weights_path', f'kwargs.weights_path={path!r}: {method} needs a directory')
     return path

@@ -99,6 +99,7 @@ class Call:
     wishes: tuple[Wish, ...] = ()
     fits_limit: bool = False  # a limit of new tokens beyond the room in the context is lowered to it
     ignored: tuple[str, ...] = ()  # fields that were sent and have no influence
+    template_values: tuple[str, ...] = ()  # names of values for the chat template, which must not look at them
     model: str = ''  # echoed
     n: int = 1
     is_batch: bool = False  # the prompts came in a list, also where it has one entry

@@ -166,7 +166,8 @@ def _read_assistant_block(fields: Fields) -> Message | None:
     kinds = ('text', 'tool_use', *_THOUGHTS)
     if fields.peek('type') not in kinds[1:]:
         return Message('assistant', read_part(fields, kinds))
-    if fields.take_choice('type', kinds) in _THOUGHTS:
+    if (kind := fields.take_choice('type', kinds)) in _THOUGHTS:
+        fields.note_ignored(**{kind: True})  # all of the block
         return None
     given = fields.peek('input')
     fields.require_shallow('input', given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from areal_jax.rollout.http.wire.exchange import (
     Piece,
     Prompt,
     ReplyInfo,
+    RequestError,
     count_usage,
 )
 from areal_jax.rollout.http.wire.request_fields import Fields
@@ -29,9 +30,12 @@ from areal_jax.types import MOST_ALTERNATIVES
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _MOST_MESSAGES = 4096  # and parts of one
+_MOST_VALUES = 64  # for a chat template
+_NOT_TOLD = 'is not served: write the value into the template that model.chat_template names'
+_LONGEST_NAME = 80  # characters of the name of one that a sentence repeats
 _IGNORED = (
     'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
-    'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort', 'chat_template_kwargs',
+    'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort',
     'prediction',
 )  # fmt: skip
 # of turns that come back: what packages add to them
@@ -71,7 +75,7 @@ def read_call(
     options.finish()
     total, request_id = len(prompts) * n, fields.take_text('request_id') or fields.take_text('rid')
     ids = (request_id,) if total == 1 else tuple(f'{request_id}_{i}' if request_id else '' for i in range(total))
-    return_ids = fields.take_flag('return_token_ids')
+    return_ids, template_values = fields.take_flag('return_token_ids'), _read_template_values(fields)
     call = Call(
         prompts=prompts,
         prompt_field=prompt_field,
@@ -96,8 +100,14 @@ def read_call(
         priority=fields.take_integer('priority', 0, least=-(2**31)),
     )
     fields.take_ignored(*_IGNORED)
+    fields.note_ignored(
+        session_id=call.session,
+        priority=call.priority,
+        return_tokens_as_token_ids=call.tokens_as_ids and not wants_logprobs and of_prompt is None,
+    )
+    options.note_ignored(include_usage=usage and not stream)
     fields.finish()
-    return dataclasses.replace(call, ignored=fields.ignored)
+    return dataclasses.replace(call, ignored=fields.ignored, template_values=template_values)
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
@@ -170,6 +180,28 @@ def render_models(info: ReplyInfo, context_tokens: int) -> JsonObject:
     """GET /v1/models: the served model, with the length that clients hold prompts against."""
     model = {'id': info.model, 'object': 'model', 'created': info.created_s, 'owned_by': 'areal_jax'}
     return {'object': 'list', 'data': [model | {'root': info.model, 'parent': None, 'max_model_len': context_tokens}]}
+
+
+def _read_template_values(fields: Fields) -> tuple[str, ...]:
+    """Names of what the template would be told: the server refuses those that it looks at (require_unread)."""
+    values = fields.take('chat_template_kwargs', type='object')
+    if values is None:
+        return ()
+    if not isinstance(values, dict):
+        raise fields.refuse('chat_template_kwargs', values, 'must be a JSON object')
+    fields.require_few('chat_template_kwargs', values, _MOST_VALUES)
+    fields.note_ignored(chat_template_kwargs=values)
+    return tuple(values)
+
+
+def require_unread(call: Call, reads: Callable[[str], bool]) -> None:
+    """Raises RequestError for a value for the chat template that it looks at: the prompt would be another one."""
+    for name in call.template_values:
+        if reads(name):
+            sentence = (
+                f'chat_template_kwargs has {name[:_LONGEST_NAME]!r}, which the chat template of this model looks at'
+            )
+            raise RequestError('chat_template_kwargs', f'{sentence}, and {_NOT_TOLD}')
 
 
 def _read_meta(fields: Fields, stream: bool) -> bool:

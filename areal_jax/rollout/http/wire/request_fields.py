@@ -234,6 +234,10 @@ class Fields:
             if self.take(field, description='Has no influence on the answer.') is not None:
                 self._ignored.add(_INDEX.sub('', self.name(field)))
 
+    def note_ignored(self, **sent: object) -> None:
+        """Of fields that were taken, those with a value have no influence on the answer as the request is."""
+        self._ignored.update(_INDEX.sub('', self.name(field)) for field, value in sent.items() if value)
+
     def finish(self) -> None:
         """Refuses fields that were not taken; null is not a value."""
         if self._notes is not None:

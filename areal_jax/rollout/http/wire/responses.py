@@ -103,6 +103,7 @@ def _read_item(fields: Fields) -> list[Message]:
         'type', ('message', 'function_call', 'function_call_output', 'reasoning'), default='message'
     )
     if kind == 'reasoning':
+        fields.note_ignored(reasoning=True)  # all of the item
         return []
     fields.take_ignored(*_OF_ITEMS)
     if kind == 'function_call':

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,7 @@ def parse(body: object) -> Call:
     wanted = _read_flag(fields, 'return_logprob', len(prompts))
     is_selected = lambda field: bool(fields.take_choice(field, ('selected',), default=''))
     columns = read_wanted(is_selected, _MODE, of_tokens()) + read_wanted(fields.take_flag, columns=of_models())
+    given_start = fields.peek('logprob_start_len')
     starts, alternatives = _read_starts(fields, prompts, wanted), _read_alternatives(fields, len(prompts), wanted)
     call = Call(
         prompts=prompts,
@@ -86,9 +88,16 @@ def parse(body: object) -> Call:
     )
     fields.take_unserved(*_UNSERVED)
     fields.take_ignored(*_IGNORED)
+    fields.note_ignored(
+        session_id=call.session,
+        priority=call.priority,
+        logprob_start_len=not wanted and given_start not in (None, -1),
+        return_text_in_logprobs=call.text_in_logprobs and not wanted,
+        routed_experts_start_len=call.first_row and not call.model_columns,
+    )
     fields.finish()
     require_scored(call, 'sampling_params.max_new_tokens', 'top_logprobs_num')
-    return call
+    return dataclasses.replace(call, ignored=fields.ignored)
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject | list[JsonObject]:
@@ -253,11 +262,11 @@ def _read_sampling(fields: Fields, n_prompts: int) -> tuple[tuple[CallSampling, 
     """Sampling of each prompt, and n."""
     given = fields.take('sampling_params')
     if not isinstance(given, list):
-        one, n = _read_parameters(Fields({} if given is None else given, 'sampling_params'))
+        one, n = _read_parameters(fields.inside({} if given is None else given, 'sampling_params'))
         return (one,) * n_prompts, n
     if len(given) != n_prompts:
         raise fields.refuse('sampling_params', given, f'must have one entry for each of {n_prompts} prompts')
-    read = [_read_parameters(Fields(entry, f'sampling_params[{i}]')) for i, entry in enumerate(given)]
+    read = [_read_parameters(fields.inside(entry, f'sampling_params[{i}]')) for i, entry in enumerate(given)]
     return tuple(sampling for sampling, _ in read), require_same(fields, 'sampling_params.n', [n for _, n in read])
 
 

@@ -38,6 +38,7 @@ def make_call(
         cache_salt=fields.take_text('cache_salt'),
         priority=fields.take_integer('priority', 0, least=-(2**31)),
     )
+    fields.note_ignored(session_id=call.session, priority=call.priority)
     fields.finish()
     return dataclasses.replace(call, ignored=fields.ignored)
 

@@ -92,11 +92,15 @@ def parse(body: object) -> Call:
         sample=fields.take_integer('sample', 0, least=0, most=_LARGEST_DRAW),
     )
     options.take_ignored('continuous_usage_stats')
+    options.note_ignored(include_usage=call.stream_usage and not call.stream)
     options.finish()
     fields.take_unserved(*_UNSERVED)
+    seedless = sampling.seed is None  # the server then chooses the noise
+    fields.note_ignored(priority=call.priority, draw=seedless and call.draw, sample=seedless and call.sample)
+    parameters.note_ignored(routed_experts_prompt_start=call.first_row and not call.model_columns)
     fields.finish()
     require_scored(call, 'sampling_params.max_tokens', 'sampling_params.logprobs')
-    return call
+    return dataclasses.replace(call, ignored=fields.ignored)
 
 
 def render(call: Call, answers: Sequence[Answer], info: ReplyInfo) -> JsonObject:

@@ -76,7 +76,9 @@ class ControlService:
         await self._calls.require_allowed(context)
         await self._calls.refuse_large(message, context)
         try:
-            name = read_control(message).take_text('request_id')
+            fields = read_control(message)
+            name = fields.take_text('request_id')
+            fields.finish()
         except RequestError as error:
             await end_refused(context, error)
         if record := self._calls.records.take(name):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.server.limits import SMALL_BYTES
@@ -25,6 +27,8 @@ def read_request(bound: BodyBound, settings: str | None, message: bytes) -> Call
         request = parse_request(message)
     except DecodeError as error:
         raise RequestError('message', f'the message is no DecodeRequest ({error}): send one of JetStream') from error
+    if unknown := sorted({field.field_number for field in _list_unknown(request)}):
+        raise RequestError('message', f'the message has a field {unknown[0]} that is not served: leave it out')
     if request.max_tokens < 1:
         raise RequestError('max_tokens', f'max_tokens={request.max_tokens} must be 1 or more')
     if request.WhichOneof('content') == 'text_content':
@@ -43,12 +47,20 @@ def read_request(bound: BodyBound, settings: str | None, message: bytes) -> Call
 
 def _read_settings(settings: str | None, ids: Sequence[int], max_tokens: int) -> Call:
     call = vllm.parse(read_settings(settings, ids, max_tokens))
+    if call.ignored:
+        raise RequestError(SETTINGS, f'{SETTINGS}: {call.ignored[0]} has no influence on the answer: leave it out')
     if call.n != 1 or call.alternatives or call.prompt_logprobs is not None or call.model_columns:
         raise RequestError(
             SETTINGS, f'{SETTINGS} asks for several answers, alternatives, routed experts or log-probs of the '
             'prompt: JetStream has none, ask for one answer with logprobs=0',
         )  # fmt: skip
     return call
+
+
+def _list_unknown(request: Any) -> list[Any]:
+    """Fields of a newer message, here and inside, which protobuf would keep without a word."""
+    inside = getattr(request, request.WhichOneof('content') or '', None)
+    return [field for one in (request, inside) if one is not None for field in UnknownFieldSet(one)]
 
 
 def read_control(message: bytes) -> Fields:
