@@ -1,6 +1,7 @@
 """JetStream's messages, against bytes written by hand and, where it is installed, against JetStream's own classes."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -80,11 +81,12 @@ def test_what_is_no_request_and_a_prompt_that_no_context_has_room_for_are_refuse
 
 
 def test_a_large_request_is_read_in_a_process_that_has_no_jetstream():
-    parser, padding = BodyParser(), bytes([15 * 8 + 2, 0x80, 0x80, 0x08]) + bytes(1 << 17)  # of an unknown field
+    # a text before what counts, of 2^17 characters: 1 + 3 + 2^17 bytes are 0x20004
+    parser, padding = BodyParser(), bytes([5 * 8 + 2, 0x84, 0x80, 0x08, 1 * 8 + 2, 0x80, 0x80, 0x08]) + b'a' * (1 << 17)
     read = functools.partial(read_request, BOUND, None)
     try:
-        assert parser.parse(read, REQUEST + padding).prompts[0].tolist() == [1, 2, 300]
-        assert parser.parse(read, REQUEST + padding + TEXT).prompts == ('hi',)
+        assert parser.parse(read, padding + REQUEST).prompts[0].tolist() == [1, 2, 300]
+        assert parser.parse(read, padding + REQUEST + TEXT).prompts == ('hi',)
         with pytest.raises(RequestError, match='token_ids of 1000000 tokens do not fit'):
             parser.parse(read, render_decode([1] * 1_000_000, 7))
     finally:
@@ -112,3 +114,17 @@ def test_jetstream_reads_and_writes_the_same_bytes():
     sample = theirs.DecodeResponse.StreamContent.Sample(text='t', token_ids=ids)
     content = theirs.DecodeResponse.StreamContent(samples=[sample])
     assert parse_decode(theirs.DecodeResponse(stream_content=content).SerializeToString()).tolist() == ids
+
+
+@pytest.mark.parametrize(('field', 'number'), [(b'\x08\x01', 1), (b'\x18\x05', 3), (b'\x3a\x01x', 7)])
+def test_a_field_of_another_message_is_refused(field, number):
+    message = render_decode([1, 2], 3)
+    assert read(message).prompts[0].tolist() == [1, 2]
+    with pytest.raises(RequestError, match=f'has a field {number} that is not served'):
+        read(message + field)
+
+
+@pytest.mark.parametrize('field', ['priority', 'draw'])
+def test_a_setting_without_influence_is_refused_since_nothing_counts_it(field):
+    with pytest.raises(RequestError, match=f'{field} has no influence on the answer'):
+        read(render_decode([1, 2], 3), json.dumps({field: 3}))

@@ -39,7 +39,7 @@ _SAMPLING_UNSERVED = (
     'bad_words', 'allowed_token_ids', 'structured_outputs', 'prompt_logprob_token_ids',
     'logprob_token_ids', 'flat_logprobs', 'extra_args', 'thinking_token_budget', 'repetition_detection',
 )  # fmt: skip
-_SAMPLING_IGNORED = ('detokenize', 'spaces_between_special_tokens')
+_SAMPLING_IGNORED = ('spaces_between_special_tokens',)
 _FIRST_ROW = 'routed_experts_prompt_start'
 
 
@@ -66,6 +66,8 @@ def parse(body: object) -> Call:
     first_row = read_start(parameters, _FIRST_ROW, len(prompt) - 1)
     parameters.take_unserved(*_SAMPLING_UNSERVED)
     parameters.take_ignored(*_SAMPLING_IGNORED)
+    is_decoded = parameters.take_flag('detokenize')
+    parameters.note_ignored(detokenize=is_decoded and not sampling.stop_strings)  # replies have no text
     parameters.finish()
     request_id = fields.take_text('request_id')
     fields.take_choice('output_mode', ('tokens',))

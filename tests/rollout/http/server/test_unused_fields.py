@@ -83,7 +83,7 @@ GENERATING = {
 @pytest.mark.parametrize('path', GENERATING)
 def test_every_ignored_field_of_a_dialect_is_counted(path):
     asked = list(ask_ignored(OPERATIONS[path]))
-    assert len(asked) >= 2
+    assert asked
     for body, name in asked:
         assert name in GENERATING[path].parse(body).ignored, (name, body)
 
