@@ -23,6 +23,7 @@ from areal_jax.rollout.http.wire.schema import Parser, describe_request, describ
 from areal_jax.types import TokenScores
 from areal_jax.workers.code_version import __version__
 
+_Reader = Callable[[Fields], object]
 _INFO = ReplyInfo('model', 0, lambda token: f'<{token}>')
 _FUNCTION = {'name': 'add', 'description': 'Adds.', 'parameters': {'type': 'object'}, 'strict': False}
 _TOOLS = [{'type': 'function', 'function': _FUNCTION}]
@@ -170,9 +171,7 @@ def _reply(parse: Callable[[object], Call], render: Callable[..., object], body:
 
 
 def _controlling() -> list[Operation]:
-    def post(
-        path: str, tag: str, summary: str, read: Callable[[Fields], object], example: JsonObject, reply: object
-    ) -> Operation:
+    def post(path: str, tag: str, summary: str, read: _Reader, example: JsonObject, reply: object) -> Operation:
         return Operation(path, 'post', tag, summary, lambda body: read(Fields(body)), (example,), [reply])
 
     done = {'success': True, 'message': ''}

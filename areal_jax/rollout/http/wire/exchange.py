@@ -113,8 +113,7 @@ class Call:
     prompt_texts: tuple[str, ...] = ()  # one a prompt, of a tokenized call with `echo`
     alternatives: int = 0  # k likeliest tokens in the place of each generated one, and of prompt tokens with log-probs
     prompt_logprobs: int | None = None  # vLLM: the same of each prompt token, in a list of its own; None = no list
-    prompt_starts: tuple[int, ...] = ()  # one a prompt: first token of the list of prompt log-probs, whose value is
-    # null; -1, as () for all = no list
+    prompt_starts: tuple[int, ...] = ()  # one a prompt: first token of its log-probs, which is null; -1 = no list
     text_in_logprobs: bool = False
     tokens_as_ids: bool = False  # OpenAI: tokens in log-probs are called 'token_id:N'
     return_token_ids: bool = False
