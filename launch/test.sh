@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 make_environment dev
+add_compiled 'reasoning-gym>=0.1.25' reasoning_gym
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .

@@ -13,6 +13,8 @@ from areal_jax.tasks.task import ListedTask, TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
 
+pytest.importorskip('reasoning_gym', reason='one of its packages needs a C compiler')
+
 MIX = ('basic_arithmetic', 'chain_sum', 'products')
 ASCII = ''.join(map(chr, range(32, 127)))
 
