@@ -1,8 +1,10 @@
-"""The numbers that README.md and docs/first_run.md give of the quickstart are those of its stored report."""
+"""What README.md and docs/first_run.md say of the quickstart: numbers of its stored report, and a field that acts."""
 
 import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +41,18 @@ def test_the_sentences_of_the_readme_have_the_shares_of_the_report():
 
 def test_the_first_run_says_how_long_it_takes():
     assert f'about {REPORT["wall_seconds"] / 60:.0f} minutes' in ' '.join(FIRST_RUN.split())
+
+
+def test_the_first_field_that_the_readme_changes_acts(tmp_path):
+    """In simulations of the quickstart: synchronously no token is stale, and nothing is interrupted."""
+    [(config, field)] = re.findall(r'```bash\nareal-train --config=(\S+) --workdir=\S+ (--config\S+)', README)
+    ages, interrupted = [], []
+    for name, changes in (('as it is', []), ('changed', [field])):
+        folder = tmp_path / name
+        command = [sys.executable, '-m', 'areal_jax.main_simulate', f'--config={config}', f'--workdir={folder}']
+        own = ['--config.simulation.prices=virtual', '--config.run.steps=4']
+        subprocess.run([*command, *own, *changes], cwd=ROOT, capture_output=True, check=True)
+        rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+        ages.append(max(row.get('staleness/token_age_max', 0) for row in rows))
+        interrupted.append('"kind":"interrupt"' in (folder / 'events.jsonl').read_text().replace(' ', ''))
+    assert (ages, interrupted) == ([1, 0], [True, False])
