@@ -32,6 +32,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     command = parse_train_command(argv, values)
 
     from areal_jax.app.process.setup import set_up_process
+    from areal_jax.app.run.last_screen import tell_end
     from areal_jax.app.simulate.simulated_site import build_simulation
 
     set_up_process()
@@ -44,10 +45,11 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         overrides=command.overrides,
         interrupts=interrupts,
     )
-    if run.train() is None:
+    report = run.train()
+    if report is None:
         print('stopped; the same command with --resume goes on')
         return ExitCode.STOPPED
-    print((workdir / 'report.md').read_text())
+    print(tell_end(report, workdir, whole=values.report, follow=''))
     return ExitCode.FINISHED
 
 
@@ -79,6 +81,9 @@ def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     define_path(values, 'workdir', 'Directory for everything the simulation leaves.')
     flags.DEFINE_bool('resume', False, 'Go on from the newest checkpoint in the workdir.', flag_values=values)
+    flags.DEFINE_bool(
+        'report', False, 'Print the whole report at the end, as into a pipe; else some lines.', flag_values=values
+    )
     define_paths(values, 'calibrate', 'Real runs, to whose logs prices are fitted.')
     define_paths(values, 'predict', 'Real runs that were left out: simulated with these prices.')
     define_path(values, 'out', 'Where the table of prices goes, for simulation.prices.')

@@ -42,6 +42,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         return ExitCode.FINISHED
 
     from areal_jax.app.roles.processes import follow_run, join_processes
+    from areal_jax.app.run.last_screen import tell_end
     from areal_jax.app.training import build_run
     from areal_jax.native.kept_blocks import keep_blocks
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if report is None:
         print(_describe_stop(workdir))
         return ExitCode.STOPPED
-    print((workdir / 'report.md').read_text())
+    print(tell_end(report, workdir, whole=values.report))
     return judge_training(report)
 
 
@@ -85,6 +86,9 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         'dry_run', False, 'Print shapes, shardings and memory of a device; draw and write nothing.', flag_values=values
     )
+    flags.DEFINE_bool(
+        'report', False, 'Print the whole report at the end, as into a pipe; else eight lines.', flag_values=values
+    )
     flags.DEFINE_integer(
         'process_id', None, 'Which of the hosts of cluster.learner this is; 0 drives the run.', flag_values=values
     )
@@ -95,7 +99,7 @@ COMMAND = Command(
     program='areal-train',
     purpose='Trains a model by reinforcement learning or by demonstrations, and leaves weights and a report.',
     usage=(
-        '--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--config.SECTION.FIELD=VALUE ...]',
+        '--config=FILE[:ARGUMENT] --workdir=DIR [--resume] [--report] [--config.SECTION.FIELD=VALUE ...]',
         '--config=FILE[:ARGUMENT] --dry_run [--config.SECTION.FIELD=VALUE ...]',
     ),
     flags=_define_flags,

@@ -13,6 +13,7 @@ from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_
 
 Tone: TypeAlias = Literal['good', 'fair', 'bad', 'unknown']
 HEAD = ('question', 'answer', 'reading')
+LABEL = 10  # characters of the names of the lines of a summary
 _ROUNDING = {'float32': 1e-4, '16 bits': 0.03}  # nats: largest mean mismatch that rounding explains
 _ENOUGH_SAMPLES = 0.5  # share that a correction leaves
 _NEAR_LIMIT, _FAR_FROM_LIMIT = 0.9, 0.7  # ideal time by achieved time
@@ -46,6 +47,34 @@ def tell_headline(report: Report) -> list[Tile]:
 def headline_table(report: Report) -> Table:
     """The tiles as rows."""
     return Table(HEAD, [(tile.question, tile.answer, tile.reading) for tile in tell_headline(report)])
+
+
+def summarize_run(report: Report, width: int) -> list[str]:
+    """Returns six lines of at most `width` characters: how far the run came, and what a reader asks first."""
+    gain, speed, age, agreement, *_ = tell_headline(report)
+    seconds = '' if report['wall_seconds'] is None else f', {format_number(report["wall_seconds"])} s of wall time'
+    warnings = report['warnings']
+    learnt = f'{gain.reading} Gain {gain.value}, {", ".join(gain.details)}'
+    texts = {
+        'run': f'{describe_state(report)[0]}{seconds}',
+        'learnt': _tell(gain) if gain.tone == 'unknown' else learnt,
+        'speed': _tell(speed),
+        'age': _tell(age),
+        'mismatch': _tell(agreement),
+        'warnings': f'{len(warnings)}, the first one: {warnings[0]}' if warnings else 'none',
+    }
+    return [_cut(f'{label:<{LABEL}}{text}', width) for label, text in texts.items()]
+
+
+def _tell(tile: Tile) -> str:
+    """The answer with its first detail, then the reading; the reading alone where nothing was measured."""
+    if tile.value == '-':
+        return tile.reading
+    return f'{", ".join((f"{tile.value} {tile.unit}", *tile.details[:1]))}. {tile.reading}'
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f'{line[: width - 3].rpartition(" ")[0]} ...'
 
 
 def describe_state(report: Report) -> tuple[str, Tone]:

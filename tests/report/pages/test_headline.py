@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.report.pages.headline import Tile, describe_state, headline_table, tell_headline
+from areal_jax.report.pages.headline import Tile, describe_state, headline_table, summarize_run, tell_headline
 from areal_jax.report.report import build_report
 from areal_jax.report.report_keys import Report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
@@ -123,3 +123,25 @@ def test_the_state_of_the_run(finished: bool, running: bool, state: tuple[str, s
 def test_every_tile_is_a_row():
     report = made()
     assert [row[0] for row in headline_table(report).rows] == [tile.question for tile in tell_headline(report)]
+
+
+def test_a_summary_has_the_verdicts_first_and_its_lines_fit():
+    found = made(accuracy=accuracy(0.125, 0.875), warnings=['One.', 'Two.'], wall_seconds=40.0)
+    whole = dict(line.split(maxsplit=1) for line in summarize_run(found, 1000))
+    assert list(whole) == ['run', 'learnt', 'speed', 'age', 'mismatch', 'warnings']
+    assert whole['run'] == 'finished, 2 updates, 40 s of wall time'
+    assert whole['learnt'].startswith('Yes: the interval of the gain lies above 0. Gain +0.500, 95% interval [+0.125, ')
+    assert whole['speed'].startswith('80% of the limit, 10 s an update')
+    assert whole['warnings'] == '2, the first one: One.'
+    cut = summarize_run(found, 60)
+    assert all(len(line) <= 60 for line in cut)
+    assert all(line.removesuffix(' ...') in ' '.join(summarize_run(found, 1000)) for line in cut)
+    assert cut[1].endswith(' ...')
+
+
+def test_a_summary_says_what_was_not_measured():
+    found = made(mismatch={'mean': None, 'max': None, 'exact_share': None, 'n': 0}, simulation='8 x H100', warnings=[])
+    whole = dict(line.split(maxsplit=1) for line in summarize_run(found, 1000))
+    assert whole['learnt'] == 'A simulation has no weights, and its rewards are drawn.'
+    assert whole['mismatch'].startswith('Not measured: ')
+    assert whole['warnings'] == 'none'
