@@ -2586,7 +2586,7 @@ def survives(mutation: Mutation) -> bool:
     """Whether the tests pass although the code is wrong. Raises ValueError when the mutation does not apply."""
     path, source = mutate(mutation)
     with tempfile.TemporaryDirectory() as directory:
-        for part in ('areal_jax', 'launch', 'tests', 'configs', 'pyproject.toml'):
+        for part in ('areal_jax', 'launch', 'tests', 'configs', 'docs', 'pyproject.toml', 'setup.py'):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, pathlib.Path(directory) / part)
         (pathlib.Path(directory) / path.relative_to(ROOT)).write_text(source)

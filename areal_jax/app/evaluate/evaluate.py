@@ -17,6 +17,7 @@ from areal_jax.app.evaluate.evaluation_workdir import EvaluationWorkdir
 from areal_jax.app.model.model import Model, build_model
 from areal_jax.app.model.model_origin import read_version
 from areal_jax.app.model.text_model import describe_loading, describe_source
+from areal_jax.app.parts.agent_builder import require_tools_shown
 from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_backends, build_engines, describe_caches, place_of
@@ -148,6 +149,7 @@ class _Evaluation:
 
     def _build(self) -> None:
         config = self.config
+        require_tools_shown(config)
         self._start.begin(describe_loading(config))
         self._model = model = build_model(config, self._start.count_bytes)
         note_weights(self.workdir.path, model.source, resume=self.workdir.has_answers)

@@ -26,13 +26,14 @@ from areal_jax.agents.programs.program_function import check_function
 from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
 from areal_jax.agents.python_tool import PythonTool
 from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
+from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.parts.notation_parser import build_parser
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM, PYTHON
 from areal_jax.config.sandbox_fields import resolve_tool_sandbox
 from areal_jax.control.episode import Episode
 from areal_jax.errors import UserError
-from areal_jax.plugins import is_environment
+from areal_jax.plugins import is_environment, is_own, load_function
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.notation import NOTATIONS
@@ -82,6 +83,14 @@ def load_agent(
         return _make_workflow(config, agent, chat_format, told, clock, pool, sampling, seed)
 
     return lambda clock: functools.partial(make, clock)
+
+
+def require_tools_shown(config: TrackedConfig) -> None:
+    """Raises UserError, before a weight is loaded, for tools of an own agent that no prompt would show."""
+    spec = config.rollout.workflow
+    if is_own(spec) and (config.agent.mcp_servers or config.agent.tools):
+        named = inspect.signature(load_function(spec, 'rollout.workflow')).parameters
+        _require_shown(config, describe_text_model(config).tokenizer, tuple(named))
 
 
 def load_programs(

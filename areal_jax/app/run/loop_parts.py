@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.agent_builder import require_tools_shown
 from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.energy_builder import build_energy
 from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
@@ -168,6 +169,8 @@ def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopPa
 
 def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host | None:
     config = context.config
+    if outside.load_workflow is None:
+        require_tools_shown(config)
     model = site.load_model()
     context.start.begin(f'preparing task {config.task.name}')
     task = (outside.build_task or build_task)(config, model.tokenizer)
