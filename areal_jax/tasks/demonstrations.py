@@ -161,7 +161,7 @@ def read_demonstrations(
 
     Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
     """
-    keys = LineKeys(path, _USED, OF_DEMONSTRATIONS)
+    keys = LineKeys(path, _USED, OF_DEMONSTRATIONS, ('messages', 'question'), ('messages', 'answer'))
     rows = [
         (source, *_read_conversation(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)
     ]

@@ -80,7 +80,7 @@ def read_problems(path: pathlib.Path, answer: str) -> list[dict[str, str]]:
     """question and answer (as the kind reads it) of each line that is not blank; of equal questions the first."""
     problems: dict[str, dict[str, str]] = {}
     places: dict[str, str] = {}  # of the gold answers
-    keys = LineKeys(path, (*_QUESTION, *_GOLD), OF_TASKS)
+    keys = LineKeys(path, (*_QUESTION, *_GOLD), OF_TASKS, _QUESTION, _GOLD)
     for place, row in read_objects(path):
         problem = _read_problem(row, place, answer)
         keys.require(row, place)

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from areal_jax.errors import find_near, show
 from areal_jax.files import JsonObject
@@ -80,17 +80,26 @@ class LineKeys:
 
     Args:
       used: by the reader of the lines.
+      first_counts: names of the same thing, of which a line's first one counts; another is not read.
       telling: keys that are refused where the reader does not use them.
     """
 
-    def __init__(self, path: str | pathlib.Path, used: Collection[str], telling: Mapping[str, Telling]):
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        used: Collection[str],
+        telling: Mapping[str, Telling],
+        *first_counts: Sequence[str],
+    ):
         self._path, self._used, self._telling = str(path), frozenset(used), telling
+        self._first_counts = first_counts
         self._ignored: collections.Counter[str] = collections.Counter()
 
     def require(self, row: JsonObject, place: str) -> None:
         """Raises TaskError, which names the line, for a key that would change what is trained and is not used."""
+        beaten = {key for names in self._first_counts for key in [name for name in names if name in row][1:]}
         for key, value in row.items():
-            if key in self._used:
+            if key in self._used and key not in beaten:
                 continue
             if key in self._telling and not _says_nothing(key, value):
                 raise refuse(key, value, place, self._telling[key])

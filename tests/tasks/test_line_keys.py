@@ -87,6 +87,15 @@ def test_a_misspelled_key_is_told_with_the_one_that_is_meant(capsys):
     )
 
 
+def test_of_two_names_of_one_thing_the_one_that_is_not_read_is_named(tmp_path, capsys):
+    path = write(tmp_path / 'x.jsonl', {'problem': 'q', 'solution': r'\boxed{1}', 'answer': '1'})
+    assert jsonl.read_problems(path, 'integer') == [{'question': 'q', 'answer': '1'}]
+    assert "nothing reads: 'solution' (of 1)" in capsys.readouterr().err
+    turns = {'messages': [USER, ANSWER], 'question': 'other', 'answer': 'other'}
+    read_demonstrations(str(write(path, turns)), TOKENIZER, '', 0.0)
+    assert "nothing reads: 'question' (of 1), 'answer' (of 1)" in capsys.readouterr().err
+
+
 # Messages.
 
 

@@ -298,7 +298,7 @@ def test_the_doors_are_all_that_there_are():
         assert check is None or f'{check}(' in (root / name).read_text()
 
 
-def test_pairs_have_no_tools_to_show(smollm2_fields, tmp_path):
+def test_pairs_show_them_or_name_the_line(smollm2_fields, tmp_path):
     path = tmp_path / 'x.jsonl'
     path.write_text(json.dumps({'prompt': 'q', 'chosen': 'a', 'rejected': 'b', 'tools': [TOOL]}))
     with pytest.raises(TaskError, match=r':1: '):
