@@ -32,7 +32,7 @@ _MOST_S, _MOST_MB = 300, 2**16
 def read_problems(path: str) -> list[Problem]:
     """Each distinct problem of a file of JSON lines. Raises TaskError that names file and line."""
     problems: dict[str, Problem] = {}
-    keys = LineKeys(path, _KNOWN, OF_CODE)
+    keys = LineKeys(path, _KNOWN, OF_CODE, _REFERENCE)
     for place, row in read_objects(path):
         _require_spelled(row, place)
         keys.require(row, place)
