@@ -23,11 +23,12 @@ DIALECTS: Mapping[str, ModuleType] = {
     '/v1/messages': messages,
 }
 _LIMITS = ('max_tokens', 'max_completion_tokens', 'max_output_tokens')  # messages.py needs one
-# what would sample another distribution, or cut an answer elsewhere, with the value that asks for nothing
+# what would sample another distribution, cut an answer elsewhere or score a prompt; the value that asks for nothing
 _OVERRIDDEN: Mapping[str, object] = {
     'stop': [], 'stop_sequences': [], 'stop_token_ids': [], 'seed': None, 'logit_bias': {}, 'min_p': 0,
     'presence_penalty': 0, 'frequency_penalty': 0, 'repetition_penalty': 1, 'min_tokens': 0, 'ignore_eos': False,
-    'top_logprobs': 0,
+    'top_logprobs': 0, 'prompt_logprobs': None, 'cache_salt': '', 'skip_special_tokens': True,
+    'include_stop_str_in_output': False,
 }  # fmt: skip
 
 

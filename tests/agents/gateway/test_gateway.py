@@ -199,12 +199,15 @@ def test_a_tool_is_called_and_its_result_continues_the_row():
 def test_what_a_client_asks_otherwise_is_overridden_and_counted():
     async def program(client):
         await client.chat(
-            user('q'), temperature=0.0, top_p=1.0, max_tokens=1, stop=['x'], seed=3, user='u', logit_bias={}
+            user('q'), temperature=0.0, top_p=1.0, max_tokens=1, stop=['x'], seed=3, user='u', logit_bias={},
+            prompt_logprobs=1, cache_salt='s', skip_special_tokens=False, include_stop_str_in_output=False,
         )  # fmt: skip
 
     run = Run(program, ids_of('ab'))
     assert run.rows == [[ids_of('ab')]]
-    asked = ('max_tokens', 'seed', 'stop', 'temperature')
+    asked = (
+        'max_tokens', 'seed', 'stop', 'temperature', 'prompt_logprobs', 'cache_salt', 'skip_special_tokens',
+    )  # fmt: skip
     assert run.episode.counts == {f'overridden/{name}': 1 for name in asked} | {'ignored/user': 1}
 
 
