@@ -97,10 +97,11 @@ class LineKeys:
 
     def require(self, row: JsonObject, place: str) -> None:
         """Raises TaskError, which names the line, for a key that would change what is trained and is not used."""
-        beaten = {key for names in self._first_counts for key in [name for name in names if name in row][1:]}
-        for key, value in row.items():
-            if key in self._used and key not in beaten:
-                continue
+        unread = [key for key in row if key not in self._used]
+        for names in self._first_counts:
+            unread += [name for name in names if name in row][1:]
+        for key in unread:
+            value = row[key]
             if key in self._telling and not _says_nothing(key, value):
                 raise refuse(key, value, place, self._telling[key])
             self.note(key)
