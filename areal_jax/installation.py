@@ -70,6 +70,14 @@ def describe_pip(*words: str) -> str:
     return shlex.join([str(shown), '-m', 'pip', 'install', *words])
 
 
+def find_command(program: str) -> str:
+    """Returns how this shell finds a command of the package: by name, or beside the interpreter in use."""
+    import shutil  # here: a scorer process, which starts in milliseconds, finds none
+
+    beside = pathlib.Path(sys.executable).with_name(program)
+    return program if shutil.which(program) or not beside.exists() else os.path.relpath(beside)
+
+
 def _list_requirements(extra: str) -> list[str]:
     """'aiohttp>=3.11' and so on, as the installed package declares them."""
     import importlib.metadata  # here: a scorer process, which starts in milliseconds, lists none

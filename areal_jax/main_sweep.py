@@ -40,7 +40,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
     from areal_jax.app.sweep.runner import Runner
-    from areal_jax.app.sweep.sweep_directory import note_sweep, read_state, require_same_sweep
+    from areal_jax.app.sweep.sweep_directory import measure_arm, note_sweep, read_state, require_same_sweep
     from areal_jax.files import DirectoryLock
 
     silence_libraries()
@@ -69,7 +69,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     lock = DirectoryLock(workdir)
     try:
         note_sweep(workdir, command.source, arms)
-        runner = Runner(pending, values.jobs or 1, read_state)
+        runner = Runner(pending, values.jobs or 1, read_state, measure_arm)
         runner.run(interrupts)
         results = write_results(command.source, arms, workdir)
         return _end({arm.name for arm in selected}, results, workdir, runner.is_stopping)
@@ -141,9 +141,9 @@ def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Re
 
 def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped: bool) -> int:
     """The exit code, after a line on what there is; raises UserError for arms that failed."""
-    from areal_jax.app.sweep.page import FILE, describe_missing
+    from areal_jax.app.sweep.page import FILE, describe_missing, summarize_sweep
 
-    print(workdir / FILE, flush=True)
+    print('\n'.join(summarize_sweep(results, workdir)) if sys.stdout.isatty() else workdir / FILE, flush=True)
     if is_stopped:
         print(f'stopped; the same command goes on. {describe_missing(results.arms)}')
         return ExitCode.STOPPED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shlex
 import shutil
@@ -10,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
+from areal_jax.installation import find_command
 from areal_jax.report.pages.headline import LABEL, summarize_run
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
@@ -38,7 +38,5 @@ def tell_end(report: Mapping[str, Any], workdir: pathlib.Path, *, whole: bool, f
 
 def _name_next(program: str, config: str, workdir: pathlib.Path) -> str:
     """The command that evaluates the weights of the run, as this shell finds it."""
-    beside = pathlib.Path(sys.executable).with_name(program)
-    command = program if shutil.which(program) or not beside.exists() else os.path.relpath(beside)
-    model = shlex.quote(str(workdir))
-    return f'{command} --config={shlex.quote(config)} --model={model} --workdir={shlex.quote(f"{workdir}_eval")}'
+    flags = {'config': config, 'model': str(workdir), 'workdir': f'{workdir}_eval'}
+    return ' '.join([find_command(program), *(f'--{name}={shlex.quote(value)}' for name, value in flags.items())])

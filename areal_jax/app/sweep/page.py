@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import shlex
 from collections.abc import Sequence
 
 from areal_jax.app.sweep.paired import LEAST_R, Bounds, PairedDifference, Pairing, describe_pairing
 from areal_jax.app.sweep.sweep_results import ArmResult, Comparison, GroupResult, Results
+from areal_jax.installation import find_command
 from areal_jax.report.statistics import Interval
 from areal_jax.telemetry.numerals import format_number
 
 FILE = 'results.md'
 _SHOWN = 12  # characters of a hash
+_MOST_GROUPS = 12  # on the last screen
 
 
 def render_page(results: Results, pictures: Sequence[str]) -> str:
@@ -33,6 +37,33 @@ def render_page(results: Results, pictures: Sequence[str]) -> str:
         '\n'.join(f'- `{endpoint.name}`: {endpoint.meaning}' for endpoint in results.endpoints),
     ]
     return '\n\n'.join(section for section in sections if section) + '\n'
+
+
+def summarize_sweep(results: Results, workdir: pathlib.Path) -> list[str]:
+    """Returns the last screen's lines: what has finished, the first outcome by group, the page, the next command."""
+    finished = [result for result in results.arms if result.state.is_finished]
+    lines = [f'arms      {len(finished)} of {len(results.arms)} finished']
+    if results.outcomes:
+        outcome = results.outcomes[0].name
+        compared = {one.group: one.difference for one in results.comparisons if one.endpoint == outcome}
+        lines.append(f'outcome   {outcome}, mean and 95% interval; difference to {results.groups[0].name}')
+        for group in results.groups[:_MOST_GROUPS]:
+            difference = compared.get(group.name)
+            told = '' if difference is None else f'; {_signed(difference.mean)} {_bounds(difference.t)}'
+            lines.append(f'          {group.name}: {_interval(group.means.get(outcome))}{told}')
+        if (rest := len(results.groups) - _MOST_GROUPS) > 0:
+            lines.append(f'          and {rest} groups more')
+    lines.append(f'report    {workdir / FILE}')
+    if len(finished) < len(results.arms):
+        lines.append('next      the same command goes on')
+    elif len(finished) > 1:
+        named = ' '.join(shlex.quote(str(result.arm.workdir)) for result in _pick_ends(finished))
+        lines.append(f'next      {find_command("areal-report")} --compare {named}')
+    return lines
+
+
+def _pick_ends(finished: Sequence[ArmResult]) -> tuple[ArmResult, ArmResult]:
+    return finished[0], finished[-1]
 
 
 def describe_missing(results: Sequence[ArmResult]) -> str:

@@ -19,9 +19,11 @@ from typing import Generic, Protocol, TypeVar
 from areal_jax import files
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.sweep.sweep_directory import ENDED, LOG, STARTED, ArmState, describe_code
+from areal_jax.telemetry.bar import Bar
 from areal_jax.telemetry.numerals import format_duration
 
 _LOOK_S = 0.1  # between two looks at the processes
+_SHOW_S = 2.0  # between two counts on the bar, which read files of the arms
 _MOST_STARTS = 3  # of an arm that a signal ends
 _KILL_S = 10.0
 
@@ -80,14 +82,22 @@ class Runner(Generic[AnyJob]):
     Args:
       jobs: how many run at a time.
       read_state: how far one has come, as its files say.
+      measure: the share of one that is done, for the bar of a terminal.
     """
 
-    def __init__(self, arms: Sequence[AnyJob], jobs: int, read_state: Callable[[AnyJob], ArmState]):
+    def __init__(
+        self,
+        arms: Sequence[AnyJob],
+        jobs: int,
+        read_state: Callable[[AnyJob], ArmState],
+        measure: Callable[[AnyJob], float] = lambda arm: 0.0,
+    ):
         self._waiting = collections.deque(arms)
         self._starts = collections.Counter[str]()
         self._count, self._jobs = len(arms), jobs
         self._running: list[RunningArm[AnyJob]] = []
-        self._read_state = read_state
+        self._read_state, self._measure = read_state, measure
+        self._bar, self._shown_s = Bar(), 0.0
         self._stops: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
         self.is_stopping = False
 
@@ -95,12 +105,15 @@ class Runner(Generic[AnyJob]):
         """Returns when every arm has ended; after a stop signal, which goes to the arms, no further one is started."""
         with interrupts.deferred(self._stops.put, 'the arms finish the update under way, then save'):
             try:
+                self._bar.begin(f'running {self._count} arms')
                 while self._waiting or self._running:
                     while self._waiting and len(self._running) < self._jobs:
                         self._start(self._waiting.popleft())
                     self._heed_stop()
                     self._look()
+                    self._show()
             finally:
+                self._bar.end()
                 self._kill()
 
     def _start(self, arm: AnyJob) -> None:
@@ -134,6 +147,13 @@ class Runner(Generic[AnyJob]):
             _say(f'{arm.name} ended after {took}, {state.reason}; see {arm.workdir / LOG}')
             if code < 0 and not self.is_stopping and self._starts[arm.name] < _MOST_STARTS:
                 self._waiting.append(arm)
+
+    def _show(self) -> None:
+        """Counts on the bar what has ended, and the shares of what runs."""
+        if self._bar.is_possible and time.monotonic() - self._shown_s > _SHOW_S:
+            self._shown_s = time.monotonic()
+            ended = self._count - len(self._waiting) - len(self._running)
+            self._bar.count(ended + sum(self._measure(one.arm) for one in self._running), self._count, 'arms')
 
     def _kill(self) -> None:
         """Ends what still runs where this process fails."""

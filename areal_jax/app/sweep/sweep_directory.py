@@ -94,6 +94,14 @@ def read_state(arm: Arm) -> ArmState:
     return ArmState(int(report['steps']), True, True, has_trained, reason)
 
 
+def measure_arm(arm: Arm) -> float:
+    """Returns the share of the updates of an arm that are done; 0 where a file of it is damaged."""
+    try:
+        return _count_updates(arm) / arm.config.run.steps
+    except UserError:
+        return 0.0
+
+
 def read_end(log: pathlib.Path) -> str:
     """Why the process that wrote the log ended before the run had finished, in words; '' without a log."""
     if not log.exists():

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from areal_jax.app.sweep import arms as arms_of
-from tests.app.sweep.toy_sweep import ROOT, TOY, ToySweep
+from tests.app.sweep.toy_sweep import PROGRAM, ROOT, TOY, ToySweep
+from tests.telemetry.test_bar import read_all, show, start_on_terminal
 
 GRID = {f'eta{eta}_seed{seed}': {'staleness.eta': eta, 'run.seed': seed} for eta in (0, 4) for seed in range(3)}
 FEW = {name: GRID[name] for name in list(GRID)[:3]}
@@ -72,6 +73,21 @@ def test_all_arms_run_once_and_the_table_has_means_and_paired_differences(tmp_pa
     assert sweep.run(monkeypatch) == 0
     assert (sweep.workdir / 'results.md').read_text() == page
     assert all(len(pids(sweep, [name])) == 1 for name in GRID)
+
+
+def test_a_terminal_has_a_bar_and_at_the_end_outcome_page_and_next_command(tmp_path):
+    sweep = ToySweep(tmp_path, {'eta0_seed0': {'staleness.eta': 0}, 'eta4_seed0': {'staleness.eta': 4}})
+    program = f'import os, sys\nos.chdir({str(ROOT)!r})\nsys.argv = {sweep.argv()!r}\n{PROGRAM}'
+    child, terminal = start_on_terminal(program, PAUSE_S='0.3')
+    content = read_all(terminal)
+    assert child.wait() == 0
+    assert '1 of 2 arms' in content
+    *_, arms, outcome, first, second, page, following = [line for line in show(content) if line]
+    assert arms.split() == ['arms', '2', 'of', '2', 'finished']
+    assert outcome.split()[:2] == ['outcome', 'reward_last,']
+    assert [line.split()[0] for line in (first, second)] == ['eta0:', 'eta4:']
+    assert page.split() == ['report', str(sweep.workdir / 'results.md')]
+    assert following.endswith(f'areal-report --compare {sweep.workdir}/eta0_seed0 {sweep.workdir}/eta4_seed0')
 
 
 def test_one_bad_arm_does_not_end_the_others_and_is_named(tmp_path, monkeypatch, capsys):
