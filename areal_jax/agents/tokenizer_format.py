@@ -9,8 +9,9 @@ import numpy as np
 
 from areal_jax.agents.conversation import Message, Messages, Tools
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.answer_reader import AnswerParser, ParsedAnswer, mark_tokens
+from areal_jax.rollout.http.wire.answer_reader import AnswerParser, ParsedAnswer
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
+from areal_jax.text.decoding import TextDecoder
 from areal_jax.text.shown_tools import require_shown
 from areal_jax.text.template_messages import for_template
 from areal_jax.text.tokenizer import Tokenizer
@@ -54,11 +55,12 @@ class NotationParser:
         self._tokenizer, self._notation = tokenizer, notation
         spelled = ((notation.begin, BEGIN_TOKEN), (notation.end, END_TOKEN))
         self._marks = {ids[0]: mark for text, mark in spelled if len(ids := self._encode(text)) == 1}
-        self._decode = mark_tokens(tokenizer.decode, self._marks)
 
     def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
         """See answer_reader.AnswerParser. The prompt is not read."""
-        text, parser = self._decode(answer), CallParser(self._notation, tuple(self._marks.values()))
+        decoder = TextDecoder(self._tokenizer.token_bytes, ends=(self._tokenizer.eos_id,), marks=self._marks)
+        text = decoder.extend(answer, is_last=True)
+        parser = CallParser(self._notation, tuple(self._marks.values()))
         parts = parser.extend(text, is_last=True) if tools else [text]
         content = ''.join(part for part in parts if isinstance(part, str))
         calls = tuple((part.name, part.arguments) for part in parts if isinstance(part, FoundCall))

@@ -20,8 +20,8 @@ from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.pinned import PinnedRequests, alone
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep
-from areal_jax.rollout.stop_strings import DecodeText
 from areal_jax.rollout.stream import IN_TRAINING, TRAINING, DecodeStream, EngineWeights, LogprobFailure
+from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import (
     EngineCapabilities,
     EngineStatus,
@@ -51,7 +51,7 @@ class LocalEngine:
       decode_steps: tokens per slot in one dispatch.
       evaluation: the backend whose slots serve requests that are pinned to a version; None = no such requests.
       every_dispatches: see PinnedRequests.
-      decode_text: the text of tokens, for requests with stop strings; None = no such requests.
+      token_bytes: the text of tokens, for requests with stop strings; None = no such requests.
       failure: what a log-prob does that is NaN, infinite or above 0.
       hardware: see EngineStatus.
       on_failed_dispatch: told of the exception of a dispatch, which ends the requests in slots only, unless it is the
@@ -72,7 +72,7 @@ class LocalEngine:
         decode_steps: int,
         evaluation: DecodeBackend | None = None,
         every_dispatches: int = 1,
-        decode_text: DecodeText | None = None,
+        token_bytes: TokenBytes | None = None,
         failure: LogprobFailure = IN_TRAINING,
         hardware: str = '',
         on_failed_dispatch: Callable[[Exception], None] | None = None,
@@ -95,14 +95,14 @@ class LocalEngine:
         self._next_kv_policy = kv_policy  # of that swap
         self._stream = DecodeStream(
             self.name, backend, clock, log,
-            kinds=TRAINING, version=version, decode_steps=decode_steps, decode_text=decode_text, failure=failure,
+            kinds=TRAINING, version=version, decode_steps=decode_steps, token_bytes=token_bytes, failure=failure,
         )  # fmt: skip
         self._pinned: PinnedRequests | None = None
         if evaluation is not None:
             self._pinned = PinnedRequests(
                 self.name, evaluation, clock, log,
                 training=self._stream, decode_steps=decode_steps, every_dispatches=every_dispatches,
-                decode_text=decode_text,
+                token_bytes=token_bytes,
             )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
         self._swapped_s: float | None = None  # when the swap began whose rebuild is not finished

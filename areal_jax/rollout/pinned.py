@@ -16,8 +16,8 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep
-from areal_jax.rollout.stop_strings import DecodeText
 from areal_jax.rollout.stream import EVALUATION, DecodeStream, EngineWeights
+from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import GenerationRequest
 
 
@@ -31,7 +31,7 @@ class PinnedRequests:
       engine: name of the engine, and of its lane.
       training: the stream that these dispatches give way to.
       decode_steps: tokens per slot in one dispatch.
-      decode_text: see LocalEngine.
+      token_bytes: see LocalEngine.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class PinnedRequests:
         training: DecodeStream,
         decode_steps: int,
         every_dispatches: int,
-        decode_text: DecodeText | None = None,
+        token_bytes: TokenBytes | None = None,
     ):
         self._engine, self.backend, self._clock, self._log = engine, backend, clock, log
         self._training, self._every = training, every_dispatches
         # version 0 is never asked for: each request here names its own
         self._stream = DecodeStream(
             engine, backend, clock, log,
-            kinds=EVALUATION, version=0, decode_steps=decode_steps, decode_text=decode_text,
+            kinds=EVALUATION, version=0, decode_steps=decode_steps, token_bytes=token_bytes,
         )  # fmt: skip
         self._weights: dict[int, EngineWeights] = {}
         self._dispatches_of_training = 0  # since the last dispatch here

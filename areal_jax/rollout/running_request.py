@@ -18,6 +18,7 @@ from areal_jax.protocols import Clock
 from areal_jax.rollout.answer import SegmentIterator
 from areal_jax.rollout.block_index import root_digest
 from areal_jax.rollout.blocks import CachedSequence
+from areal_jax.rollout.stop_strings import StopSearch
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate, is_repeated, repeat
 
 _NO_LOGPROBS, _NO_COLUMNS = np.zeros(0, np.float32), dict[str, np.ndarray]()
@@ -73,6 +74,7 @@ class RunningRequest(SegmentIterator):
         super().__init__(request, clock, engine)
         self.limit = limit
         self.streams = False  # every dispatch delivers, however short the segments are
+        self.stop_search: StopSearch | None = None  # in what is generated here; stream.py makes it
         self.matched: int | str | None = None  # the stop token or string that ended it; None = none has
         self.cached: CachedSequence | None = (
             None  # its part of the KV cache; cache_table.py keeps it and the next three

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-DecodeText = Callable[[np.ndarray], str]  # text of consecutive tokens, int32 [n]
-_UNFINISHED = '\N{REPLACEMENT CHARACTER}'  # what a part of a character decodes to
-_MARGIN = 8  # characters at the start of a text that may change when more tokens precede it
+from areal_jax.text.decoding import TextStart, TokenBytes
 
 
-def find_stop(answer: np.ndarray, examined: int, strings: Sequence[str], decode: DecodeText) -> tuple[int, str] | None:
-    """(tokens of the answer up to the one that completes a string, the string); None where none is completed.
+class StopSearch:
+    """Looks for the first of some strings in the text of an answer that grows.
 
-    A string counts if its last character comes behind the first `examined` tokens. Of several that one token completes,
-    it is the one that begins first, then the one named first. The work is in proportion to the new tokens and the
-    longest string, not to the answer.
+    Of several strings that one token completes, it is the one that begins first, then the one named first. The work is
+    in proportion to the new tokens and the longest string, not to the answer. Bytes are compared: those of a string
+    are found in the bytes of the tokens exactly where the text has the string, because no character of UTF-8 begins
+    inside of another one.
 
     Args:
-      answer: int32 [n], all tokens so far.
-      strings: none is empty.
+      strings: none is empty. U+FFFD in one is that character, not a broken one; half of a surrogate pair is in no text.
     """
-    if examined >= len(answer):
+
+    def __init__(self, strings: Sequence[str], token_bytes: TokenBytes):
+        self._strings = [(string.encode(), string) for string in strings if _has_bytes(string)]
+        self._longest = max((len(content) for content, _ in self._strings), default=1)
+        self._start = TextStart(token_bytes)
+        self._tail = b''  # of the text so far: what a string may begin with
+
+    def pass_over(self, tokens: Iterable[int]) -> None:
+        """The next tokens of the answer, in which no string ends it."""
+        self._keep(self._tail + b''.join(self._start.spell(tokens)))
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """(how many of the next tokens belong to the answer, the string that the last one of these completes)."""
+        for count, added in enumerate(self._start.spell(tokens), start=1):
+            passed = len(self._tail)
+            content = self._tail + added
+            string = self._first_match(content, passed)
+            if string is not None:
+                return count, string
+            self._keep(content)
         return None
-    longest = max(map(len, strings))
-    start = _window_start(answer, examined, longest + _MARGIN, decode)
-    passed = len(_text(answer[start:examined], decode))
-    if _first_match(_text(answer[start:], decode), passed, strings) is None:
-        return None
-    for end in range(examined + 1, len(answer) + 1):
-        string = _first_match(_text(answer[start:end], decode), passed, strings)
-        if string is not None:
-            return end, string
-    raise AssertionError('the whole text has a match, so a part has one')
+
+    def _keep(self, content: bytes) -> None:
+        self._tail = content[max(0, len(content) - self._longest + 1) :]
+
+    def _first_match(self, content: bytes, passed: int) -> str | None:
+        """The string that begins first among those that end behind `passed` bytes."""
+        found = [
+            (at, index)
+            for index, (one, _) in enumerate(self._strings)
+            if (at := content.find(one, max(0, passed - len(one) + 1))) >= 0
+        ]
+        return self._strings[min(found)[1]][1] if found else None
 
 
-def _window_start(answer: np.ndarray, examined: int, characters: int, decode: DecodeText) -> int:
-    """First of the last tokens before `examined` whose text has so many characters, or 0."""
-    tokens = characters
-    while tokens < examined:
-        if len(_text(answer[examined - tokens : examined], decode)) >= characters:
-            return examined - tokens
-        tokens *= 2
-    return 0
-
-
-def _text(tokens: np.ndarray, decode: DecodeText) -> str:
-    return decode(tokens).rstrip(_UNFINISHED) if len(tokens) else ''
-
-
-def _first_match(text: str, passed: int, strings: Sequence[str]) -> str | None:
-    """The string that begins first among those that end behind `passed` characters."""
-    found = [(at, i) for i, one in enumerate(strings) if (at := text.find(one, max(0, passed - len(one) + 1))) >= 0]
-    return strings[min(found)[1]] if found else None
+def _has_bytes(string: str) -> bool:
+    return not any('\ud800' <= character <= '\udfff' for character in string)

@@ -19,7 +19,8 @@ from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, DecodeRow, Sp
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.sampling_support import SamplingError
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
-from areal_jax.rollout.stop_strings import DecodeText, find_stop
+from areal_jax.rollout.stop_strings import StopSearch
+from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import GenerationRequest, Weights, Work
 
 
@@ -96,7 +97,7 @@ class DecodeStream:
       engine: name of the engine, and of its lane.
       version: policy version of the requests that are not pinned to one.
       decode_steps: tokens per slot in one dispatch.
-      decode_text: for stop strings; None = a request may have none.
+      token_bytes: for stop strings; None = a request may have none.
       failure: what a log-prob does that is NaN, infinite or above 0.
 
     Raises CacheBudgetError where the backend's cache can not hold one sequence.
@@ -112,12 +113,12 @@ class DecodeStream:
         kinds: Kinds,
         version: int,
         decode_steps: int,
-        decode_text: DecodeText | None = None,
+        token_bytes: TokenBytes | None = None,
         failure: LogprobFailure = IN_TRAINING,
     ):
         self._engine, self._backend, self._clock, self._log = engine, backend, clock, log
         self._failure = failure
-        self._kinds, self._decode_steps, self._decode_text = kinds, decode_steps, decode_text
+        self._kinds, self._decode_steps, self._token_bytes = kinds, decode_steps, token_bytes
         self._scheduler = Scheduler(
             backend, version=version, decode_steps=decode_steps, on_preempt=self._note_preempted
         )
@@ -137,11 +138,11 @@ class DecodeStream:
         that it cannot decode with, RuntimeError for a repeated id.
         """
         self._backend.sampling.check(request)
-        if request.sampling.stop_strings and self._decode_text is None:
+        if request.sampling.stop_strings and self._token_bytes is None:
             strings = request.sampling.stop_strings
             raise SamplingError(
                 f'request {request.request_id}: stop_strings={strings}, but {self._engine} has no tokenizer to find '
-                'them with; use stop tokens, or build the engine with decode_text'
+                'them with; use stop tokens, or build the engine with token_bytes'
             )
         length = len(request.prompt_tokens)
         limit = length + request.sampling.max_new_tokens
@@ -345,12 +346,15 @@ class DecodeStream:
         Decoding ends at a stop token by itself, but goes on behind a string, so that one wins.
         """
         params = running.request.sampling
-        if params.stop_strings and self._decode_text is not None:
+        if params.stop_strings and self._token_bytes is not None:
             before = running.tokens[len(running.request.prompt_tokens) :]
-            examined = max(len(before), params.min_new_tokens)
-            answer = np.concatenate([before, tokens])
-            if (found := find_stop(answer, examined, params.stop_strings, self._decode_text)) is not None:
-                return found[1], found[0] - len(before)
+            if running.stop_search is None:
+                running.stop_search = StopSearch(params.stop_strings, self._token_bytes)
+                running.stop_search.pass_over(before.tolist())
+            early, late = np.split(tokens, [max(0, params.min_new_tokens - len(before))])
+            running.stop_search.pass_over(early.tolist())
+            if (found := running.stop_search.find(late.tolist())) is not None:
+                return found[1], len(early) + found[0]
         last = int(tokens[-1])
         return (last if last in params.stop_tokens else None), len(tokens)
 

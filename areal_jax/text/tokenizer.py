@@ -21,6 +21,7 @@ from areal_jax.text.chat_template import (
     TokenizerError,
     Tools,
 )  # fmt: skip
+from areal_jax.text.decoding import TokenBytes, read_token_bytes
 from areal_jax.text.extension import Extension, can_extend
 from areal_jax.text.shown_tools import require_names, shows_results
 from areal_jax.text.spellings import Spellings
@@ -94,6 +95,11 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, special ones spelled out, except for an EOS at the very end."""
+        ...
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text."""
         ...
 
     def special_token_ids(self) -> frozenset[int]:
@@ -245,7 +251,12 @@ class _BpeTokenizer(_SizedTokenizer):
 
         Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
         """
-        return self._bpe.decode(self._without_final_eos(tokens), skip_special_tokens=False)
+        return self.token_bytes.decode(self._without_final_eos(tokens))
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text."""
+        return read_token_bytes(self._bpe)
 
     def special_token_ids(self) -> frozenset[int]:
         added = self._bpe.get_added_tokens_decoder()
@@ -381,7 +392,12 @@ class CharacterTokenizer(_SizedTokenizer):
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, `eos_text` for an EOS that is not the last token."""
-        return ''.join(self._texts[token] for token in self._without_final_eos(tokens))
+        return self.token_bytes.decode(self._without_final_eos(tokens))
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text."""
+        return TokenBytes(lambda token: self._texts[token].encode() if token < len(self._texts) else None)
 
     def special_token_ids(self) -> frozenset[int]:
         return frozenset({self.eos_id} if self.eos_id < self.vocab_size else ())

@@ -26,7 +26,7 @@ class Rig:
         slots=4,
         kv_policy='recompute',
         decode_steps=1,
-        decode_text=None,
+        token_bytes=None,
         receive=lambda published: published.handle,
         prices=PRICES,
         failure=IN_TRAINING,
@@ -38,7 +38,7 @@ class Rig:
         self.backend = ToyBackend(slots, **backend)
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=receive, version=0, params=(0, 0),
-            kv_policy=kv_policy, decode_steps=decode_steps, decode_text=decode_text, failure=failure,
+            kv_policy=kv_policy, decode_steps=decode_steps, token_bytes=token_bytes, failure=failure,
             on_failed_dispatch=on_failed_dispatch,
         )  # fmt: skip
 

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.rollout import stop_strings
+from areal_jax.rollout.stop_strings import StopSearch
+from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import Segment
 from tests.rollout.engine_rig import SAMPLING, Rig, collect, request
 from tests.toys import STOP
@@ -18,13 +19,15 @@ def encode(*parts):
     return np.array([t for part in parts for t in (part.encode() if isinstance(part, str) else [part])], np.int32)
 
 
-def decode(tokens):
-    content = b''.join(WORDS[t].encode() if t in WORDS else bytes([t]) for t in tokens.tolist())
-    return content.decode(errors='replace')
+TOKEN_BYTES = TokenBytes(lambda token: WORDS[token].encode() if token in WORDS else bytes([token]))
 
 
-def find(answer, strings, examined=0, decode=decode):
-    return stop_strings.find_stop(answer, examined, strings, decode)
+def find(answer, strings, examined=0):
+    """(tokens of the answer, the string)."""
+    search = StopSearch(strings, TOKEN_BYTES)
+    search.pass_over(answer[:examined].tolist())
+    found = search.find(answer[examined:].tolist())
+    return None if found is None else (examined + found[0], found[1])
 
 
 @pytest.mark.parametrize(
@@ -62,32 +65,27 @@ def test_any_division_into_dispatches_finds_the_same(size):
         answer = rng.choice(encode('aé', 256, 258, 259, 260), 60)
         strings = [('aéa', 'stopop', 'aaé', 'ééa')[i] for i in rng.permutation(4)[:2]]
         whole = find(answer, strings)
-        by_parts = next(
-            (hit for end in range(size, 60 + size, size) if (hit := find(answer[:end], strings, end - size))), None
-        )
+        search = StopSearch(strings, TOKEN_BYTES)
+        parts = ((end, search.find(answer[end : end + size].tolist())) for end in range(0, 60, size))
+        by_parts = next(((end + hit[0], hit[1]) for end, hit in parts if hit), None)
         assert by_parts == whole
         found += whole is not None
     assert 30 < found < 300
 
 
 def test_the_work_does_not_grow_with_the_answer():
-    longest = []
-
-    def counting(tokens):
-        longest.append(len(tokens))
-        return decode(tokens)
-
-    answer = encode('x' * 100_000 + 'stop')
-    assert find(answer, ['stop'], examined=100_000, decode=counting) == (100_004, 'stop')
-    assert max(longest) < 50
+    search = StopSearch(['stop'], TOKEN_BYTES)
+    for _ in range(1000):
+        assert search.find(encode('x' * 100).tolist()) is None
+        assert len(search._tail) == 3
+    assert search.find(encode('stop').tolist()) == (4, 'stop')
 
 
 def with_fields(**fields):
     return dataclasses.replace(SAMPLING, **fields)
 
 
-def text_of(tokens):
-    return ''.join(f'{token},' for token in tokens.tolist())
+NUMBERS = TokenBytes(lambda token: f'{token},'.encode())
 
 
 @pytest.mark.parametrize('decode_steps', [1, 2, 3, 8])
@@ -98,7 +96,7 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(decode_st
 
     (answer,) = Rig().run(whole)
     assert len(answer.tokens) == 7
-    string = text_of(answer.tokens[3:5])  # of the fourth and fifth token
+    string = NUMBERS.decode(answer.tokens[3:5].tolist())  # of the fourth and fifth token
 
     async def script(rig):
         first = np.split(answer.tokens, [moved_at])[0]
@@ -111,7 +109,7 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(decode_st
         status = rig.engine.status()
         return segments, running.finish_reason, running.matched, status.running, neighbour.matched
 
-    rig = Rig(decode_steps=decode_steps, decode_text=text_of)
+    rig = Rig(decode_steps=decode_steps, token_bytes=NUMBERS)
     segments, reason, matched, running, neighbour = rig.run(script)
     tokens = np.concatenate([segment.tokens for segment in segments])
     np.testing.assert_array_equal(tokens, answer.tokens[moved_at:5])
@@ -125,5 +123,5 @@ def test_a_stop_string_within_the_least_length_ends_nothing():
         running = rig.engine.generate(wanted)
         return await collect(running), running.matched
 
-    (segment,), matched = Rig(decode_steps=8, decode_text=text_of).run(script)
+    (segment,), matched = Rig(decode_steps=8, token_bytes=NUMBERS).run(script)
     assert (len(segment.tokens), matched) == (4, ',')

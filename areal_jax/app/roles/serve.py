@@ -267,7 +267,7 @@ class _Server:
             0, self._backend, self.clock, self.log,
             receive=VersionLoader(self._backend, model.decoder, place, self._open_receiver),
             version=_FIRST_VERSION, params=params, kv_policy=config.rollout.kv_policy,
-            decode_steps=config.rollout.decode_steps, decode_text=model.tokenizer.decode, failure=IN_A_SERVER,
+            decode_steps=config.rollout.decode_steps, token_bytes=model.tokenizer.token_bytes, failure=IN_A_SERVER,
             on_failed_dispatch=traceback.print_exception if self._kind.survives else None,
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Pie
 from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.rollout.jetstream.server.open_call import OpenCall
 from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.text.decoding import TextDecoder, TokenBytes
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.rollout.jetstream.test_result_columns import read
 
@@ -226,7 +227,7 @@ def test_a_failed_step_ends_all_slots_and_what_comes_later_for_them_is_dropped(r
 
 def test_the_text_of_an_answer_grows_with_its_ids():
     call = make_call('a')
-    call.text = AnswerText(lambda ids: ''.join(chr(ord('a') + i) for i in ids.tolist()))
+    call.text = AnswerText(TextDecoder(TokenBytes(lambda token: b'abc'[token : token + 1])))
     call.put(tokens(0, 1))
     texts = [call.extend_text([0, 1])]
     call.put(tokens(2, finish='length'))

@@ -17,6 +17,7 @@ from areal_jax.rollout.jetstream.control import ABORT, PAUSE, RECORD, RESUME, ST
 from areal_jax.rollout.jetstream.messages import parse_decode, render_decode
 from areal_jax.rollout.jetstream.record import KEPT, SETTINGS, decode_record
 from areal_jax.rollout.jetstream.record import RECORD as RECORD_KEY
+from areal_jax.text.decoding import TokenBytes
 from tests.rollout.http.server.rig import PROMPT, write_weights
 from tests.rollout.jetstream.rig import JetstreamToyServer, needs_jetstream, refusal
 from tests.toys import STOP, length, token
@@ -296,14 +297,14 @@ def test_a_log_prob_that_is_no_number_fails_its_request_alone_and_is_known_of_th
 
 
 def test_an_exception_in_the_text_of_an_answer_ends_its_call_alone(server):
-    decode = server.texts.decode
+    spell = server.texts.token_bytes.behind
 
-    def broken(tokens, *, skip_special):
-        if 5 in tokens.tolist():
+    def broken(token):
+        if token == 5:
             raise IndexError('no such piece')
-        return decode(tokens, skip_special=skip_special)
+        return spell(token)
 
-    server.texts.decode = broken
+    server.texts.token_bytes = TokenBytes(broken)
 
     async def script(talk):
         # of 300 tokens, and of 3 that come with the end of the answer

@@ -15,7 +15,6 @@ from areal_jax.rollout.http.wire.answer_reader import (
     CallReader,
     PlainReader,
     WholeReader,
-    mark_tokens,
 )
 from areal_jax.rollout.http.wire.exchange import Call
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
@@ -44,15 +43,19 @@ class AnswerReaders:
             return PlainReader(self._texts.answer(sampling))
         if self._parser is not None:
             before = cast(np.ndarray, call.prompts[prompt])
-            spell = functools.partial(self._texts.decode, skip_special=False)
             return WholeReader(
                 functools.partial(self._parser.parse, tools=call.tools, prompt=before),
-                functools.partial(cut_stop, keep_stop=sampling.keep_stop, decode=spell, encode=self._texts.encode),
+                functools.partial(
+                    cut_stop,
+                    keep_stop=sampling.keep_stop,
+                    token_bytes=self._texts.token_bytes,
+                    encode=self._texts.encode,
+                ),
                 call.one_tool_call,
                 _make_id,
             )
-        decode = functools.partial(self._texts.decode, skip_special=sampling.skip_special_tokens)
-        text = AnswerText(mark_tokens(decode, self._marks), sampling.stop_strings, sampling.keep_stop)
+        decoder = self._texts.open(skip_special=sampling.skip_special_tokens, marks=self._marks)
+        text = AnswerText(decoder, sampling.stop_strings, sampling.keep_stop)
         parser = CallParser(self._notation, tuple(self._marks.values()))
         return CallReader(text, parser, call.one_tool_call, _make_id)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
 from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.text.decoding import TextDecoder
 from areal_jax.text.shown_tools import ToolsNotShownError, require_place
 from areal_jax.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ class Texts:
     """One model's; used on the HTTP thread and its workers."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self._tokenizer, self.token_bytes = tokenizer, tokenizer.token_bytes
         self.eos_ids = (tokenizer.eos_id,)
         self._hidden = tokenizer.special_token_ids()
         self.reads = tokenizer.reads  # whether the chat template looks at something of this name
@@ -48,17 +48,17 @@ class Texts:
             raise refuse(error.field, error.value, error.reason) from error
 
     def decode(self, tokens: np.ndarray, *, skip_special: bool) -> str:
-        """Of int32 [n]."""
-        if skip_special:
-            tokens = np.array([token for token in tokens.tolist() if token not in self._hidden], np.int32)
-        return self._tokenizer.decode(tokens) if len(tokens) else ''
+        """Of int32 [n]; special tokens are spelled out, except for the end of an answer at the very end."""
+        return self.open(skip_special=skip_special).extend(tokens, is_last=True)
+
+    def open(self, *, skip_special: bool, marks: Mapping[int, str] | None = None) -> TextDecoder:
+        """`decode` for a text whose tokens come in pieces; `marks`: see TextDecoder."""
+        hidden = self._hidden if skip_special else ()
+        return TextDecoder(self.token_bytes, hidden, self.eos_ids, marks)
 
     def spell(self, tokens: np.ndarray, *, skip_special: bool = False) -> str:
         """The whole text of int32 [n], an EOS at its end included."""
-        last = [self.eos_ids[0]] if len(tokens) and self.eos_ids[0] in self._hidden else []  # it would be left out
-        return self.decode(
-            tokens if skip_special else np.append(tokens, last).astype(np.int32), skip_special=skip_special
-        )
+        return TextDecoder(self.token_bytes, self._hidden if skip_special else ()).extend(tokens, is_last=True)
 
     def special_tokens(self) -> dict[str, str | None]:
         """The text of the token that ends an answer; None for a model without."""
@@ -67,8 +67,9 @@ class Texts:
 
     def answer(self, sampling: CallSampling) -> AnswerText:
         """Of one answer, from its beginning."""
-        decode = functools.partial(self.decode, skip_special=sampling.skip_special_tokens)
-        return AnswerText(decode, sampling.stop_strings, sampling.keep_stop)
+        decoder = self.open(skip_special=sampling.skip_special_tokens)
+        return AnswerText(decoder, sampling.stop_strings, sampling.keep_stop)
 
     def token_text(self, token: int) -> str:
+        """The text of a token behind others."""
         return self._tokenizer.decode(np.asarray([token], np.int32))

@@ -49,7 +49,7 @@ class CallReader:
     """Text and calls of a notation.
 
     Args:
-      text: with BEGIN_TOKEN and END_TOKEN in the place of marks that are tokens, see `mark_tokens`.
+      text: with BEGIN_TOKEN and END_TOKEN in the place of marks that are tokens.
       parser: of the same answer.
       only_first: calls after the first are hidden and counted.
       make_id: of a call.
@@ -124,28 +124,3 @@ class WholeReader:
         shown = found.calls[:1] if self._only_first else found.calls
         calls = tuple(ToolCall(self._make_id(), name, arguments, len(found.text)) for name, arguments in shown)
         return Reading(found.text, calls, found.unparsed, len(found.calls) - len(calls), found.reasoning)
-
-
-def mark_tokens(decode: Callable[[np.ndarray], str], marks: Mapping[int, str]) -> Callable[[np.ndarray], str]:
-    """`decode` with a character in the place of each token of `marks`: id -> BEGIN_TOKEN or END_TOKEN.
-
-    The text after a mark is what the model's tokenizer makes of it behind the mark, not at the start of a text.
-    """
-
-    def decode_marked(tokens: np.ndarray) -> str:
-        places = [index for index, token in enumerate(tokens.tolist()) if token in marks]
-        if not places:
-            return decode(tokens)
-        parts = [decode_before(tokens[: places[0] + 1])]
-        for place, end in zip(places, [*places[1:], len(tokens)], strict=True):
-            mark = tokens[place : place + 1]
-            part = tokens[place:] if end == len(tokens) else tokens[place : end + 1]
-            text = decode(part) if end == len(tokens) else decode_before(part)
-            parts += [marks[int(mark[0])], text.removeprefix(decode(mark))]
-        return ''.join(parts)
-
-    def decode_before(tokens: np.ndarray) -> str:
-        """Without the mark at their end: of tokens that end with EOS `decode` would leave it out."""
-        return decode(tokens).removesuffix(decode(tokens[-1:]))
-
-    return decode_marked

@@ -75,7 +75,7 @@ class ToyServer:
         self.engine = LocalEngine(
             0, self.backend, self.clock, self.log, receive=lambda published: self.receive(published), version=0,
             params=first, kv_policy='recompute', decode_steps=decode_steps,
-            decode_text=self.tokenizer.decode,
+            token_bytes=self.tokenizer.token_bytes,
             failure=IN_A_SERVER, on_failed_dispatch=self.on_failed_dispatch,
         )  # fmt: skip
         self.supervisor = Supervisor(self.clock)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.wire.answer_reader import CallReader, ParsedAnswer, Reading, WholeReader, mark_tokens
+from areal_jax.rollout.http.wire.answer_reader import CallReader, ParsedAnswer, Reading, WholeReader
 from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
 from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
 from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.text.decoding import TextDecoder, TokenBytes
 
 LENGTH = Finish('length')
 HERMES = NOTATIONS['hermes']
@@ -15,17 +16,13 @@ MARKS = {256: BEGIN_TOKEN, 257: END_TOKEN}
 BODY = b'{"name": "f", "arguments": {"a": "\xc3\xa9"}}'
 
 
-def decode(tokens):
-    """Ids below 256 are bytes."""
-    return b''.join(SPELLED[t].encode() if t in SPELLED else bytes([t]) for t in tokens.tolist()).decode(
-        'utf-8', 'replace'
-    )
+# ids below 256 are bytes
+TOKEN_BYTES = TokenBytes(lambda token: SPELLED[token].encode() if token in SPELLED else bytes([token]))
 
 
 def read(ids, ends=(), *, finish=LENGTH, hidden=(), stop=(), only_first=False):
     """(text, [(calls' name, arguments, place)], broken, hidden), of ids that come in pieces."""
-    skip = lambda tokens: decode(np.array([t for t in tokens.tolist() if t not in hidden], np.int32))
-    text = AnswerText(mark_tokens(skip, MARKS), stop)
+    text = AnswerText(TextDecoder(TOKEN_BYTES, hidden, marks=MARKS), stop)
     reader = CallReader(text, CallParser(HERMES, tuple(MARKS.values())), only_first, lambda: 'c')
     given, calls, broken, left_out = '', [], 0, 0
     parts = np.split(np.array(ids, np.int32), ends)
@@ -64,27 +61,24 @@ def test_the_token_that_ends_an_answer_is_no_part_of_it_and_a_stop_string_ends_a
 
 
 def test_an_eos_before_a_mark_is_spelled_out_as_it_is_elsewhere():
-    without_last = lambda tokens: decode(tokens[:-1] if tokens[-1:].tolist() == [258] else tokens)
-    text = mark_tokens(without_last, MARKS)
-    assert text(np.array([97, 258, 256, 258, 98, 257, 258])) == f'a<special>{BEGIN_TOKEN}<special>b{END_TOKEN}'
+    text = TextDecoder(TOKEN_BYTES, ends={258}, marks=MARKS)
+    expected = f'a<special>{BEGIN_TOKEN}<special>b{END_TOKEN}'
+    assert text.extend([97, 258, 256, 258, 98, 257, 258], is_last=True) == expected
 
 
 def test_calls_after_the_first_are_hidden_on_demand():
     assert read([*CALL, *b'\n', *CALL, *b'x'], only_first=True) == ('x', [(*FOUND, 0)], 0, 1)
 
 
-def test_decoding_stays_in_proportion_to_new_tokens():
-    lengths = []
-    text = AnswerText(mark_tokens(lambda tokens: lengths.append(len(tokens)) or decode(tokens), MARKS))
-    for _ in range(100):
-        text.extend(np.array([256, *b'eight by', 257], np.int32))
-    assert max(lengths) < 100
+def test_a_character_ends_at_a_mark():
+    text = TextDecoder(TOKEN_BYTES, marks=MARKS)
+    assert text.extend([*'é'.encode()[:1], 256, *'é'.encode()[1:]], is_last=True) == f'\ufffd{BEGIN_TOKEN}\ufffd'
 
 
 @pytest.mark.parametrize('ends', [[], [1], [2, 2, 5]])
 @pytest.mark.parametrize('only_first', [False, True])
 def test_a_whole_answer_comes_with_its_end(ends, only_first):
-    parse = lambda ids: ParsedAnswer(decode(ids), (('f', '{}'), ('g', '{}')), 'hm', 1)
+    parse = lambda ids: ParsedAnswer(TOKEN_BYTES.decode(ids.tolist()), (('f', '{}'), ('g', '{}')), 'hm', 1)
     reader = WholeReader(parse, lambda ids, finish: ids[:-1], only_first, lambda: 'c')
     *before, last = np.split(np.frombuffer(b'I add.', np.uint8).astype(np.int32), ends)
     assert all(reader.extend(part) == Reading() for part in before)

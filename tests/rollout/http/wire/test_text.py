@@ -5,18 +5,34 @@ import pytest
 
 from areal_jax.rollout.http.wire.exchange import Finish
 from areal_jax.rollout.http.wire.text import AnswerText, cut_stop
+from areal_jax.text.decoding import TextDecoder, TokenBytes
 from tests.rollout.http.wire.calls import decode_bytes
 
 LENGTH = Finish('length')
+BYTES = TokenBytes(lambda token: bytes([token]))
 
 
 def tokens(text):
     return np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8).astype(np.int32)
 
 
+class BytesRead(TokenBytes):
+    """Counts the tokens that it spells."""
+
+    def __init__(self):
+        super().__init__(lambda token: bytes([token]))
+        self.n_read, spell = 0, self.behind
+
+        def count(token):
+            self.n_read += 1
+            return spell(token)
+
+        self.behind = self.first = count
+
+
 def in_pieces(found, ends, finish, **options):
     """Texts of the pieces of `found` that end at `ends`."""
-    text = AnswerText(decode_bytes, **options)
+    text = AnswerText(TextDecoder(BYTES), **options)
     parts = np.split(found, ends)
     return [text.extend(part) for part in parts[:-1]] + [text.extend(parts[-1], finish)]
 
@@ -42,16 +58,11 @@ def test_pieces_add_up_to_the_whole(seed):
 
 
 def test_the_work_does_not_grow_with_the_answer():
-    lengths = []
-
-    def decode(part):
-        lengths.append(len(part))
-        return decode_bytes(part)
-
-    text = AnswerText(decode)
+    content = BytesRead()
+    text = AnswerText(TextDecoder(content))
     for _ in range(200):
         text.extend(tokens('eight by'))
-    assert max(lengths) < 100
+    assert content.n_read == 200 * 8
 
 
 def test_a_stop_string_is_cut_and_its_beginning_is_never_given():
@@ -72,17 +83,17 @@ def test_only_the_stop_that_ended_the_answer_is_cut():
 
 
 def test_a_stop_string_inside_its_token_ends_the_text_there():
-    decode = lambda part: ''.join({1: 'x', 2: 'a;b;'}[token] for token in part.tolist())
+    words = TokenBytes({1: b'x', 2: b'a;b;'}.get)
     found, end = np.array([1, 2], np.int32), Finish('stop', ';')
-    assert AnswerText(decode, [';']).extend(found, end) == 'xa'
-    assert AnswerText(decode, [';'], keep_stop=True).extend(found, end) == 'xa;'
+    assert AnswerText(TextDecoder(words), [';']).extend(found, end) == 'xa'
+    assert AnswerText(TextDecoder(words), [';'], keep_stop=True).extend(found, end) == 'xa;'
 
 
 def test_the_text_of_a_stop_token_is_cut():
     found = tokens('ab.')
     assert ''.join(in_pieces(found, [1], Finish('stop', ord('.')))) == 'ab'
     assert ''.join(in_pieces(found, [1], Finish('stop', ord('.')), keep_stop=True)) == 'ab.'
-    assert AnswerText(decode_bytes).extend(tokens(''), LENGTH) == ''
+    assert AnswerText(TextDecoder(BYTES)).extend(tokens(''), LENGTH) == ''
 
 
 @pytest.mark.parametrize(('text', 'matched', 'kept', 'with_stop'), [
@@ -92,20 +103,20 @@ def test_the_text_of_a_stop_token_is_cut():
 ])  # fmt: skip
 def test_the_ids_of_a_whole_answer_are_cut_where_its_text_is(text, matched, kept, with_stop):
     for keep_stop, expected in ((False, kept), (True, with_stop)):
-        found = cut_stop(tokens(text), Finish('stop', matched), keep_stop, decode_bytes, tokens)
+        found = cut_stop(tokens(text), Finish('stop', matched), keep_stop, BYTES, tokens)
         assert (decode_bytes(found), found.dtype) == (expected, np.int32)
 
 
 def test_the_text_around_a_stop_string_inside_of_a_token_is_cut_too():
     words = ['I ', 'add. Bye', '!']
-    decode = lambda ids: ''.join(words[i] if i < 3 else chr(i) for i in ids.tolist())
+    found = TokenBytes(lambda i: (words[i] if i < 3 else chr(i)).encode())
     for keep_stop, expected in ((False, 'I add'), (True, 'I add. ')):
-        ids = cut_stop(np.array([0, 1], np.int32), Finish('stop', '. '), keep_stop, decode, tokens)
-        assert decode(ids) == expected
+        ids = cut_stop(np.array([0, 1], np.int32), Finish('stop', '. '), keep_stop, found, tokens)
+        assert found.decode(ids.tolist()) == expected
 
 
 def test_half_a_character_before_a_stop_string_is_not_encoded_anew():
     parts = [b'\xc3', b'\xa9.', b'x']
-    decode = lambda ids: b''.join(parts[i] if i < 3 else bytes([i]) for i in ids.tolist()).decode('utf-8', 'replace')
-    ids = cut_stop(np.array([2, 0, 1], np.int32), Finish('stop', '.'), False, decode, tokens)
-    assert decode(ids) == 'xé'
+    found = TokenBytes(lambda i: parts[i] if i < 3 else bytes([i]))
+    ids = cut_stop(np.array([2, 0, 1], np.int32), Finish('stop', '.'), False, found, tokens)
+    assert found.decode(ids.tolist()) == 'xé'
