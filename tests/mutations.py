@@ -663,8 +663,8 @@ MUTATIONS = [
     Mutation(
         'write the close of a turn that was sampled again',
         'areal_jax.agents.conversation:Conversation._continue',
-        'closed=turn.closed',
-        'closed=False',
+        'if turn.closed else None',
+        'if turn.closed and False else None',
         'tests/agents/test_conversation.py',
     ),
     Mutation(

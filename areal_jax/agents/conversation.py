@@ -39,10 +39,13 @@ class Renderer(Protocol):
         """int32 [P]: all of the conversation, up to where the answer begins."""
         ...
 
-    def extend(self, messages: Messages, tools: Tools, *, closed: bool) -> np.ndarray | None:
-        """int32 [n] that follow a sampled turn: its close, unless `closed`, the messages, and what begins an answer.
+    def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray | None:
+        """int32 [n] that follow a sampled turn: its close, the messages, and what begins an answer.
 
-        None where the template does not write a history as it wrote it before.
+        Args:
+          closed_by: the last sampled token, which ended the turn; its close is what follows it. None = none did.
+
+        None where the template does not write a history as it wrote it before, or closes a turn with another token.
         """
         ...
 
@@ -127,10 +130,11 @@ class Conversation:
 
     def _continue(self, added: Messages, tools: Tools, turn: Call) -> tuple[int, bool] | None:
         """(row, whether it is new) behind a sampled turn; None where that cannot be."""
-        following = self._renderer.extend(added, tools, closed=turn.closed) if can_extend(added) else None
+        before = self.tokens(turn.row)
+        closed_by = int(before[turn.end - 1]) if turn.closed else None
+        following = self._renderer.extend(added, tools, closed_by=closed_by) if can_extend(added) else None
         if following is None:
             return None
-        before = self.tokens(turn.row)
         if turn.end < len(before):
             return self._fork(np.concatenate([before[: turn.end], following]), 'resampled')
         zeros = np.zeros(len(following), np.float32)

@@ -29,11 +29,11 @@ class TokenizerFormat:
         require_shown(self._tokenizer, conversations, listed)
         return self._tokenizer.encode_chats(conversations, listed)[0]
 
-    def extend(self, messages: Messages, tools: Tools, *, closed: bool) -> np.ndarray | None:
+    def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray | None:
         """See conversation.Renderer; raises ConversationError as `render` does."""
         following, listed = for_template(messages), [dict(tool) for tool in tools]
         require_shown(self._tokenizer, [following], listed)
-        return self._tokenizer.extend_chat(following, listed, is_closed=closed)
+        return self._tokenizer.extend_chat(following, listed, closed_by=closed_by)
 
     def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
         """See dialogue.ChatFormat."""
@@ -41,7 +41,7 @@ class TokenizerFormat:
         return _describe_message(found, prefix), found.unparsed
 
     def closes(self, token: int) -> bool:
-        return token == self._tokenizer.eos_id
+        return token in self._tokenizer.end_ids
 
 
 class NotationParser:
@@ -58,7 +58,7 @@ class NotationParser:
 
     def parse(self, answer: np.ndarray, tools: Tools, prompt: np.ndarray | None = None) -> ParsedAnswer:
         """See answer_reader.AnswerParser. The prompt is not read."""
-        decoder = TextDecoder(self._tokenizer.token_bytes, ends=(self._tokenizer.eos_id,), marks=self._marks)
+        decoder = TextDecoder(self._tokenizer.token_bytes, ends=self._tokenizer.end_ids, marks=self._marks)
         text = decoder.extend(answer, is_last=True)
         parser = CallParser(self._notation, tuple(self._marks.values()))
         parts = parser.extend(text, is_last=True) if tools else [text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 
 from ml_collections import config_dict
@@ -15,6 +16,12 @@ MODEL_FIELDS: dict[str, Field] = {
     'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
     'path': Path('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
     'chat_template': Path('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
+    'ends': Choice(
+        'all', ('all', 'eos'), 'gguf, hf: of the ids that end an answer, all that the files name, or eos_token alone'
+    ),
+    'template_date': Text(
+        '', "gguf, hf: the day that templates see, '2026-11-30'; 'off' = none; '' = today, and a run keeps its first"
+    ),
     'characters': Text('', "random: one token each; '' = those of the task token_reversal"),
     'family': Choice(
         'llama',
@@ -49,6 +56,8 @@ def find_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.source='run' needs model.path: the --workdir of another run"
     if model.source == 'random' and model.chat_template:
         yield f"model.chat_template={model.chat_template!r} is of no use with model.source='random': remove it"
+    if model.template_date not in ('', 'off') and not _is_day(model.template_date):
+        yield f"model.template_date={model.template_date!r} must be a day such as '2026-11-30', 'off', or ''"
     if model.source == 'random' and len(set(model.characters)) != len(model.characters):
         yield f'model.characters={model.characters!r} must have each character once'
     if model.source == 'random' and model.n_heads % model.n_kv_heads:
@@ -61,6 +70,13 @@ def find_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _expert_problems(c)
     if model.source == 'random' and model.family == 'plain' and c.lora.rank and 'gate' in c.lora.targets:
         yield f"lora.targets={tuple(c.lora.targets)} names 'gate', which model.family='plain' does not have: remove it"
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _expert_problems(c: config_dict.ConfigDict) -> Iterator[str]:

@@ -16,6 +16,8 @@ from areal_jax.config.near_names import find_field, find_flag
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ask_whether, suggest
 
+# fields that runs were saved without, and what these runs do: it stays so where one goes on, or is looked at
+FORMER: Mapping[str, str] = {'model.ends': 'eos', 'model.template_date': 'off'}
 _HINT = 'start from areal_jax.config.default_config() and set what differs'
 _SEE = '; areal-config lists them'
 _RESTORE = 'restore the file as the run wrote it'
@@ -61,7 +63,17 @@ def read_saved(path: pathlib.Path, fix: str = _RESTORE) -> files.JsonObject:
     """The config in a file, nested by section; raises FileError, which ends with `fix`, for what no run has written."""
     values = files.read_json(path, fix)
     require_saved(values, str(path), fix)
-    return values
+    return with_former(values)
+
+
+def with_former(values: files.JsonObject) -> files.JsonObject:
+    """A saved config with the fields of FORMER that its version did not have."""
+    found = dict(values)
+    for path, value in FORMER.items():
+        section, _, name = path.partition('.')
+        if section in found:
+            found[section] = {name: value} | found[section]
+    return found
 
 
 def require_saved(values: Mapping[str, object], where: str, fix: str = _RESTORE) -> None:

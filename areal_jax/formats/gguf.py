@@ -29,6 +29,8 @@ _MAGIC = b'GGUF'  # the first bytes of a file
 _SIZE_END = 2**31  # sizes are int32
 _AT_ONCE = 2**17  # values that are dequantised in one call
 _OPTIONAL_IDS = {
+    'eot_id': 'tokenizer.ggml.eot_token_id',  # ends a turn
+    'eom_id': 'tokenizer.ggml.eom_token_id',  # ends a message that calls a tool
     'bos_id': 'tokenizer.ggml.bos_token_id',
     'pad_id': 'tokenizer.ggml.padding_token_id',
     'unk_id': 'tokenizer.ggml.unknown_token_id',
@@ -65,8 +67,8 @@ def describe_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, 
     """(shape, tokenizer fields) that `load_gguf` would find; reads no weights, raises GgufError.
 
     Tokenizer fields: tokens (list of str), merges (list of 'left right'), token_types (list of int, 3 = special), pre
-    (name of the pre-tokenizer), eos_id, chat_template ('' where the file has none), bos_id, pad_id and unk_id (None
-    where it has none), add_bos and add_eos (whether plain text gets them at its ends).
+    (name of the pre-tokenizer), eos_id, chat_template and tool_template ('' where the file has none), eot_id, eom_id,
+    bos_id, pad_id and unk_id (None where it has none), add_bos and add_eos (whether plain text gets them at its ends).
     """
     path = pathlib.Path(path)
     return _describe(path, _read_header(path))
@@ -268,6 +270,7 @@ def _tokenizer_fields(fields: _Fields) -> dict[str, object]:
         'pre': fields.text('tokenizer.ggml.pre'),
         'eos_id': fields.token_id('tokenizer.ggml.eos_token_id'),
         'chat_template': fields.text('tokenizer.chat_template', ''),
+        'tool_template': fields.text('tokenizer.chat_template.tool_use', ''),  # for conversations with tools
         **{name: fields.token_id(key) if key in fields else None for name, key in _OPTIONAL_IDS.items()},
         'add_bos': fields.flag('tokenizer.ggml.add_bos_token'),
         'add_eos': fields.flag('tokenizer.ggml.add_eos_token'),

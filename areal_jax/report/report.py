@@ -156,6 +156,7 @@ def _setting(facts: RunFacts) -> contents.Setting:
         'schedule': facts.schedule,
         'clock': facts.clock,
         'objective': facts.objective,
+        'ends': dict(facts.ends),
         'simulation': facts.simulation,
     }
 

@@ -31,7 +31,7 @@ class CountFormat:
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
         return self.prompt.tokens
 
-    def extend(self, messages: Messages, tools: Tools, *, closed: bool) -> np.ndarray:
+    def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray:
         call = int(str(messages[-1]['content']))
         return result_tokens(call, self.result(call))
 

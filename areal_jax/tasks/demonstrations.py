@@ -223,9 +223,9 @@ def encode_answer(tokenizer: Tokenizer, answer: str, source: str) -> np.ndarray:
         answer_tokens = tokenizer.encode(answer)
     except TokenizerError as error:
         raise TaskError(f'{source}: {error}') from error
-    if tokenizer.eos_id in answer_tokens:
+    if not set(tokenizer.end_ids).isdisjoint(answer_tokens.tolist()):
         raise TaskError(
-            f'{source}: the answer {answer[-80:]!r} contains the text of the end token, which would end it there; '
+            f'{source}: the answer {answer[-80:]!r} contains the text of an end token, which would end it there; '
             'remove it: the end token is added'
         )
     return np.append(answer_tokens, np.int32(tokenizer.eos_id))

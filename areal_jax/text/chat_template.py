@@ -59,21 +59,34 @@ class ChatTemplate:
       source: of the template, in jinja2.
       values: what it sees besides messages and add_generation_prompt=True, e.g. bos_token; JSON-able.
       place: the file that it comes from, for errors.
+      day: that its `strftime_now` gives: '2026-11-30', or 'off' = it has none; '' = the present time.
+      with_tools: another template, for conversations with tools.
 
     Raises TokenizerError for a source that cannot be parsed.
     """
 
-    def __init__(self, source: object, values: JsonObject, place: str, cpu_seconds: float = _CPU_SECONDS):
-        self._values, self._place, self._cpu_seconds = dict(values), place, cpu_seconds
+    def __init__(
+        self,
+        source: object,
+        values: JsonObject,
+        place: str,
+        cpu_seconds: float = _CPU_SECONDS,
+        *,
+        day: str = '',
+        with_tools: ChatTemplate | None = None,
+    ):
+        self._values, self._place, self._cpu_seconds, self._day = dict(values), place, cpu_seconds, day
         if not isinstance(source, str):
             raise TokenizerError(f'{place}: the chat template is a {type(source).__name__}, not a text')
         if len(source) > _LARGEST_SOURCE:
             raise TokenizerError(
                 f'{place}: the chat template has {len(source)} characters, more than {_LARGEST_SOURCE}; is it one?'
             )
-        self.source = source
-        self.names, variables = _parse(source, place)  # whatever it looks at by name
-        self.takes_tools = 'tools' in variables
+        self.source, self._with_tools = source, with_tools
+        names, variables = _parse(source, place)
+        # whatever it, or the one for tools, looks at by name
+        self.names = names if with_tools is None else names | with_tools.names
+        self.takes_tools = 'tools' in variables if with_tools is None else with_tools.takes_tools
         self._workers = [TemplateWorker(source), TemplateWorker(source)]  # of usual requests, and of large ones
 
     def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
@@ -83,10 +96,12 @@ class ChatTemplate:
         """
         if not conversations:
             return []
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(conversations, tools)
         messages = [[dict(message) for message in conversation] for conversation in conversations]
         values = self._values | ({'tools': list(tools)} if tools else {})
         try:
-            request = {'conversations': messages, 'values': values, **self._bound(messages, tools)}
+            request = {'conversations': messages, 'values': values, 'day': self._day, **self._bound(messages, tools)}
             replies, ended = self._find_worker(request).render(request)
         except RecursionError as error:
             raise ConversationError(0, 'the messages or tools are nested too deep: leave out some levels') from error
@@ -103,6 +118,13 @@ class ChatTemplate:
         """Ends the process; a later call of `render` starts a new one."""
         for worker in self._workers:
             worker.close()
+        if self._with_tools is not None:
+            self._with_tools.close()
+
+    @property
+    def written(self) -> str:
+        """All that it may write besides its values: its source, and that of the template for tools."""
+        return self.source if self._with_tools is None else self.source + self._with_tools.source
 
     def _find_worker(self, request: JsonObject) -> TemplateWorker:
         """A large conversation takes its time, and the others do not wait for it."""

@@ -1,6 +1,7 @@
 """Renders one chat template in a process of its own, which template_worker.py starts. Imports jinja2 alone.
 
-Its argument is the id of the parent, with which it ends. stdin: a JSON line for each call, {conversations, values,
+What a template sees and can call is as in transformers, so that a prompt is the one that a model was trained with. Its
+argument is the id of the parent, with which it ends. stdin: a JSON line for each call, {conversations, values, day,
 characters, memory_bytes, cpu_seconds, wall_seconds}, in the first one also {source}. stdout: a JSON line for each
 conversation in their order, {"text": ...}, or {"error": ...} for the first one that fails, and an empty line after the
 last one, unless a limit was met, which ends the process.
@@ -9,17 +10,20 @@ last one, unless a limit was met, which ends the process.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import select
 import signal
 import sys
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_REASONING = ('reasoning_content', 'thinking', 'reasoning')  # names under which programs send it
 _LONGEST_ERROR = 300  # characters of an error message that are kept
 
 _Request = dict  # of JSON
@@ -39,7 +43,7 @@ def main() -> None:
         source = request.get('source', source)
         try:
             limit_call(request)
-            template = template or make_environment().from_string(source)
+            template = template or make_environment(request['day']).from_string(source)
             _answer(template, request)
         except MemoryError:
             _write({'error': f'it needs more than {request["memory_bytes"] >> 20} MiB of memory'})
@@ -71,20 +75,40 @@ def limit_call(request: _Request) -> None:
         signal.setitimer(timer, request[name])
 
 
-def make_environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox with the block settings and the functions that chat templates are written for."""
+def make_environment(day: str = '') -> ImmutableSandboxedEnvironment:
+    """The sandbox with the block settings and the functions that chat templates are written for.
+
+    Args:
+      day: that `strftime_now` gives: '2026-11-30', or 'off' = there is no such function; '' = the present time.
+    """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', _Generation]
     )
     environment.filters['tojson'] = _to_json  # jinja's own escapes for HTML
     environment.globals['raise_exception'] = _refuse_messages
+    if day != 'off':
+        environment.globals['strftime_now'] = lambda form: _tell_time(day).strftime(form)
     return environment
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} around what a model writes; the text is what is between."""
+
+    tags: ClassVar[set[str]] = {'generation'}  # type: ignore[misc]
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method('_give'), [], [], body).set_lineno(line)
+
+    def _give(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def render(template: jinja2.Template, values: dict[str, object], messages: list[object], characters: int) -> str:
     """The text of one conversation; raises ValueError once it has more than so many characters."""
     parts, length = [], 0
-    for part in template.generate(values, messages=messages, add_generation_prompt=True):
+    for part in template.generate(values, messages=[*map(_complete, messages)], add_generation_prompt=True):
         length += len(part)
         if length > characters:
             raise ValueError(f'its text has more than the {characters} characters that are left for it')
@@ -121,8 +145,28 @@ def _end_call() -> None:
     sys.stdout.flush()
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _complete(message: Any) -> Any:
+    """A message without its names that have no value, and with its reasoning under the names that templates read."""
+    if not isinstance(message, dict):
+        return message
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = [found[name] for name in _REASONING if name in found][:1]
+    return {'thinking': reasoning[0], **found, 'reasoning_content': reasoning[0]} if reasoning else found
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    pair = None if separators is None else (separators[0], separators[1])
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+
+
+def _tell_time(day: str) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(day) if day else datetime.datetime.now()
 
 
 def _refuse_messages(reason: str) -> NoReturn:

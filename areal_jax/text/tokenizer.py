@@ -27,20 +27,25 @@ from areal_jax.text.shown_tools import require_names, shows_results
 from areal_jax.text.spellings import Spellings
 from areal_jax.text.tokenizer_files import (
     CONFIG,
+    DEFAULT,
     TEMPLATE,
     TOKENIZER,
+    WITH_TOOLS,
     add_tokens,
     describe_tokenizer,
+    read_end_ids,
     read_hf_template,
     read_hf_tokenizer,
     read_object,
     token_text,
+    with_ends,
 )  # fmt: skip
 
 if TYPE_CHECKING:
     import tokenizers
 
 _BATCH = 1024  # texts encoded at once: bounds memory
+_GGUF_ENDS = ('eot_id', 'eom_id')
 _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
@@ -48,10 +53,15 @@ class Tokenizer(Protocol):
     """Text <-> token ids; `eos_id` ends an answer and is a token like any other."""
 
     eos_id: int
+    end_ids: tuple[int, ...]  # all that end an answer; `eos_id` is the first
     vocab_size: int  # ids are below it
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added. Where the text spells a special token it becomes that token."""
+        ...
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """int32 [n] of a text that the model continues: with what the tokenizer adds around texts, most often BOS."""
         ...
 
     @property
@@ -77,7 +87,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def extend_chat(self, messages: Messages, tools: Tools = (), *, is_closed: bool) -> np.ndarray | None:
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
         """int32 [n] that follow a sampled answer in the model's chat form, up to where the next answer begins.
 
         The row of a conversation is then prompt + sampled ids + these, and the sampled ids are never encoded again.
@@ -85,16 +95,17 @@ class Tokenizer(Protocol):
         Args:
           messages: all that came after the answer: results of tools, then at most one message of the user.
           tools: those of the prompt.
-          is_closed: whether the sampled ids end with `eos_id`; else what closes the turn begins these.
+          closed_by: the last of the sampled ids, one of `end_ids`; None = they were cut, and these begin with what
+            closes the turn.
 
         None where the form does not go on like that: other messages, a form that refuses them, that changes earlier
-        turns (e.g. takes out their reasoning), or that closes a turn with another token than `eos_id`. The whole
+        turns (e.g. takes out their reasoning), or that closes a turn with another token than `closed_by`. The whole
         conversation must then be encoded anew. Raises TokenizerError for texts that have no ids.
         """
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, special ones spelled out, except for an EOS at the very end."""
+        """The text of the tokens, special ones spelled out, except for one of `end_ids` at the very end."""
         ...
 
     @property
@@ -123,6 +134,7 @@ def chat_messages(question: str, system_prompt: str = '') -> list[dict[str, str]
 
 class _SizedTokenizer:
     eos_id: int
+    end_ids: tuple[int, ...]
     vocab_size: int
     source: str  # what describes the vocabulary, for errors
 
@@ -132,6 +144,13 @@ class _SizedTokenizer:
                 f'the model has {vocab_size} embeddings, the tokenizer {self.vocab_size} ids ({self.source}): '
                 'tokens beyond the model would read garbage. Use the tokenizer that belongs to the model'
             )
+
+    def encode(self, text: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """int32 [n] of a text that the model continues."""
+        return self.encode(text)
 
     @property
     def takes_tools(self) -> bool:
@@ -154,9 +173,9 @@ class _SizedTokenizer:
         """int32 [P]: one conversation; many together cost little more."""
         return self.encode_chats([messages])[0]
 
-    def _without_final_eos(self, tokens: np.ndarray) -> list[int]:
+    def _without_end(self, tokens: np.ndarray) -> list[int]:
         ids = [int(token) for token in tokens]
-        return ids[:-1] if ids and ids[-1] == self.eos_id else ids
+        return ids[:-1] if ids and ids[-1] in self.end_ids else ids
 
 
 class _BpeTokenizer(_SizedTokenizer):
@@ -177,9 +196,16 @@ class _BpeTokenizer(_SizedTokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the text of a special token becomes that token."""
+        return self._encode(text, adds=False)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """int32 [n] of a text that the model continues: with what the tokenizer adds around texts, most often BOS."""
+        return self._encode(text, adds=True)
+
+    def _encode(self, text: str, *, adds: bool) -> np.ndarray:
         with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
             # a batch, because the library holds the interpreter for a text alone, seconds for one of some MB
-            (encoding,) = self._bpe.encode_batch_fast([text], add_special_tokens=False)
+            (encoding,) = self._bpe.encode_batch_fast([text], add_special_tokens=adds)
             return np.asarray(encoding.ids, np.int32)
 
     @property
@@ -200,7 +226,7 @@ class _BpeTokenizer(_SizedTokenizer):
         What the template writes may become a special token. A spelling of one in the messages or tools is text.
         """
         assert self._template is not None
-        (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.source)
+        (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.written)
         texts = self._template.render(conversations, tools)
         if self.takes_tools:
             require_names(texts, conversations, tools)
@@ -210,18 +236,18 @@ class _BpeTokenizer(_SizedTokenizer):
                 raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
         return found
 
-    def extend_chat(self, messages: Messages, tools: Tools = (), *, is_closed: bool) -> np.ndarray | None:
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
         """int32 [n] that follow a sampled answer, by template difference; see Tokenizer."""
         if self._template is None:
             return None
-        (messages, tools), mark = self._spellings.mark((messages, tools), self._template.source)
+        (messages, tools), mark = self._spellings.mark((messages, tools), self._template.written)
         text = self._extension.render(messages, tools)
         if text is None:
             return None
         [tokens] = self._encode_rendered([text], mark)
-        if not is_closed:
+        if closed_by is None:
             return tokens
-        return tokens[1:] if tokens[:1] == [self.eos_id] else None
+        return tokens[1:] if tokens[:1] == [closed_by] else None
 
     @functools.cached_property
     def _extension(self) -> Extension:
@@ -247,11 +273,11 @@ class _BpeTokenizer(_SizedTokenizer):
         return [np.asarray(encoding.ids, np.int32) for encoding in found]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of the tokens, special ones spelled out, except for an EOS at the very end.
+        """The text of the tokens, special ones spelled out, except for one of `end_ids` at the very end.
 
         Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
         """
-        return self.token_bytes.decode(self._without_final_eos(tokens))
+        return self.token_bytes.decode(self._without_end(tokens))
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
@@ -260,20 +286,33 @@ class _BpeTokenizer(_SizedTokenizer):
 
     def special_token_ids(self) -> frozenset[int]:
         added = self._bpe.get_added_tokens_decoder()
-        return frozenset({self.eos_id, *(token for token, entry in added.items() if entry.special)})
+        return frozenset({*self.end_ids, *(token for token, entry in added.items() if entry.special)})
 
 
 class GgufTokenizer(_BpeTokenizer):
     """Byte-level BPE and chat template as a GGUF file describes them.
 
     `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
-    pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally bos_id, pad_id, unk_id, add_bos and add_eos,
-    as formats.gguf.describe_gguf has them. `template` goes before that of the fields.
+    pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally eot_id and eom_id (end of a turn, and of a
+    message to a tool), bos_id, pad_id, unk_id, add_bos and add_eos, as formats.gguf.describe_gguf has them. `template`
+    goes before that of the fields.
+
+    Args:
+      all_ends: eot_id and eom_id end an answer too.
+      day: see ChatTemplate.
 
     Raises TokenizerError for a missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
     """
 
-    def __init__(self, fields: JsonObject, source: str = 'the GGUF file', template: GivenTemplate | None = None):
+    def __init__(
+        self,
+        fields: JsonObject,
+        source: str = 'the GGUF file',
+        template: GivenTemplate | None = None,
+        *,
+        all_ends: bool = True,
+        day: str = '',
+    ):
         if template is not None:
             fields = {**fields, 'chat_template': template.source}
         required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
@@ -283,24 +322,39 @@ class GgufTokenizer(_BpeTokenizer):
         tokens = require_tokens(fields, source)
         self.vocab_size = len(tokens)
         self.eos_id = require_id('eos_id', fields['eos_id'], tokens, source)
+        others = [require_id(name, fields[name], tokens, source) for name in _GGUF_ENDS if fields.get(name) is not None]
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *(others if all_ends else [])]))
         self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer_files.describe_tokenizer
         for role in ('bos', 'pad', 'unk'):
             if fields.get(f'{role}_id') is not None:
                 self.special_ids[role] = require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
         self._fields = fields
-        self._bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
+        bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
+        self._bpe = with_ends(bpe, self._added_roles(), self.special_ids)
         bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
         values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
-        self._template = ChatTemplate(fields['chat_template'], values, source if template is None else template.place)
+        place = source if template is None else template.place
+        with_tools = fields.get('tool_template') if template is None else None
+        self._template = ChatTemplate(
+            fields['chat_template'], values, place, day=day,
+            with_tools=ChatTemplate(with_tools, values, place, day=day) if with_tools else None,
+        )  # fmt: skip
 
     def hf_files(self) -> dict[str, str]:
         """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
 
-        add_bos and add_eos of the GGUF file hold there for plain text. `encode` adds nothing, whatever they say.
+        add_bos and add_eos of the GGUF file hold there for plain text, as in `encode_prompt`.
         """
-        add_bos, add_eos = (bool(self._fields.get(name)) for name in ('add_bos', 'add_eos'))
         template = self._fields['chat_template']
-        return describe_tokenizer(self._bpe, self.special_ids, add_bos=add_bos, add_eos=add_eos, template=template)
+        if with_tools := self._fields.get('tool_template'):
+            template = [
+                {'name': name, 'template': one} for name, one in ((DEFAULT, template), (WITH_TOOLS, with_tools))
+            ]
+        return describe_tokenizer(self._bpe, self.special_ids, *self._added_roles(), template=template)
+
+    def _added_roles(self) -> tuple[bool, bool]:
+        """Whether BOS and EOS are put around plain text."""
+        return bool(self._fields.get('add_bos')), bool(self._fields.get('add_eos'))
 
 
 class HfTokenizer(_BpeTokenizer):
@@ -308,14 +362,25 @@ class HfTokenizer(_BpeTokenizer):
 
     Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
     chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. `template`
-    goes before both. Without any `encode_chats` raises; everything else works. Templates see no clock: those that ask
-    whether `strftime_now` exists fall back to their fixed date, and prompts do not change overnight.
+    goes before both. Of several templates with names that called default is taken, and for conversations with tools the
+    one called tool_use. Without any `encode_chats` raises; everything else works.
+
+    Args:
+      all_ends: the ids that generation_config.json and config.json name as eos_token_id end an answer too.
+      day: see ChatTemplate.
 
     Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
     id the two files disagree about.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], template: GivenTemplate | None = None):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        template: GivenTemplate | None = None,
+        *,
+        all_ends: bool = True,
+        day: str = '',
+    ):
         directory = pathlib.Path(directory)
         self.source = str(directory / TOKENIZER)
         path = directory / CONFIG
@@ -329,9 +394,11 @@ class HfTokenizer(_BpeTokenizer):
         if eos_id is None:
             raise TokenizerError(f'{path}: eos_token={specials["eos_token"]!r} is not in the vocabulary')
         self.eos_id = int(eos_id)
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *(read_end_ids(directory) if all_ends else [])]))
         self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
         self._given = template
-        self._template = read_hf_template(directory, fields, {**specials, 'tools': None, 'documents': None}, template)
+        values = {**specials, 'tools': None, 'documents': None}
+        self._template = read_hf_template(directory, fields, values, template, day)
 
     def hf_files(self) -> dict[str, str]:
         """The contents of files that go before those of the directory, by name: a given chat template."""
@@ -364,6 +431,7 @@ class CharacterTokenizer(_SizedTokenizer):
         self._texts = (self.eos_text, *characters) if has_eos else tuple(characters)
         self.vocab_size = len(self._texts)
         self.eos_id = 0 if has_eos else self.vocab_size
+        self.end_ids = (self.eos_id,)
         self._ids = {character: index for index, character in enumerate(characters, start=int(has_eos))}
 
     def vocabulary(self) -> dict[str, int]:
@@ -386,13 +454,13 @@ class CharacterTokenizer(_SizedTokenizer):
                 raise ConversationError(index, str(error)) from error
         return found
 
-    def extend_chat(self, messages: Messages, tools: Tools = (), *, is_closed: bool) -> np.ndarray | None:
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
         """int32 [n]: the contents one after the other. Nothing closes a turn here."""
         return self.encode_chats([messages])[0] if can_extend(messages) else None
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, `eos_text` for an EOS that is not the last token."""
-        return self.token_bytes.decode(self._without_final_eos(tokens))
+        return self.token_bytes.decode(self._without_end(tokens))
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER, CONFIG, TEMPLATE = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
+GENERATION, MODEL = 'generation_config.json', 'config.json'  # which also say what ends an answer
+MORE_TEMPLATES, DEFAULT, WITH_TOOLS = 'additional_chat_templates', 'default', 'tool_use'  # a folder, and names in it
 
 
 def describe_tokenizer(
-    bpe: tokenizers.Tokenizer, special_ids: Mapping[str, int], *, add_bos: bool, add_eos: bool, template: str
+    bpe: tokenizers.Tokenizer, special_ids: Mapping[str, int], add_bos: bool, add_eos: bool, *, template: object
 ) -> dict[str, str]:
     """The contents of tokenizer.json and tokenizer_config.json, by name.
 
@@ -26,7 +28,7 @@ def describe_tokenizer(
       special_ids: ids by role: 'eos', and 'bos', 'pad' and 'unk' where the model has them. 'pad' and 'unk' are left out
         if they name an ordinary token: transformers makes every named one special, and would cut texts differently.
       add_bos, add_eos: whether transformers puts them around plain text. It never does so around a rendered chat.
-      template: the chat template, in jinja2.
+      template: the chat template in jinja2, or a list of templates with names.
     """
     added = bpe.get_added_tokens_decoder()
     special = {index for index, token in added.items() if token.special}
@@ -41,9 +43,29 @@ def describe_tokenizer(
         'clean_up_tokenization_spaces': False,  # decoded text stays as it is
         'chat_template': template,
     }
-    ends = tuple(role if adds and role in named else None for role, adds in (('bos', add_bos), ('eos', add_eos)))
-    described = _with_ends(bpe, ends, named).to_str(pretty=True)
+    described = bpe.to_str(pretty=True)
     return {TOKENIZER: described, CONFIG: json.dumps(config, indent=1, ensure_ascii=False) + '\n'}
+
+
+def with_ends(bpe: tokenizers.Tokenizer, added: tuple[bool, bool], ids: Mapping[str, int]) -> tokenizers.Tokenizer:
+    """The tokenizer, which from now on puts BOS before plain text and EOS behind it, as far as it has them.
+
+    Args:
+      added: whether BOS, and EOS.
+      ids: by role: 'bos', 'eos'.
+    """
+    from tokenizers import processors
+
+    before, after = (role if adds and role in ids else None for role, adds in zip(('bos', 'eos'), added, strict=True))
+    used = [role for role in (before, after) if role]
+    if used:
+        around = lambda text: [*filter(None, (before, text, after))]
+        bpe.post_processor = processors.TemplateProcessing(
+            single=around('$A'),
+            pair=[*around('$A'), *around('$B')],
+            special_tokens=[{'id': role, 'ids': [ids[role]], 'tokens': [bpe.id_to_token(ids[role])]} for role in used],
+        )
+    return bpe
 
 
 def read_hf_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
@@ -104,40 +126,51 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Pat
             )
 
 
+def read_end_ids(directory: pathlib.Path) -> list[int]:
+    """eos_token_id of generation_config.json and of config.json, as far as these are there; raises TokenizerError."""
+    found: list[int] = []
+    for path in (directory / name for name in (GENERATION, MODEL) if (directory / name).is_file()):
+        value = read_object(path).get('eos_token_id')
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
+            raise TokenizerError(f'{path}: eos_token_id={value!r} must be the id of a token, or a list of such ids')
+        found += listed
+    return found
+
+
 def read_hf_template(
-    directory: pathlib.Path, fields: JsonObject, values: JsonObject, given: GivenTemplate | None
+    directory: pathlib.Path, fields: JsonObject, values: JsonObject, given: GivenTemplate | None, day: str
 ) -> ChatTemplate | None:
     """The chat template of a directory, or the one that is given in its place, or None where there is neither.
 
-    Of several that have names it is the one called default. Raises TokenizerError.
+    Files go before tokenizer_config.json. Of several that have names it is the one called default, and for
+    conversations with tools the one called tool_use. Raises TokenizerError.
     """
     if given is not None:
-        return ChatTemplate(given.source, values, given.place)
-    path, source = directory / CONFIG, fields.get('chat_template')
+        return ChatTemplate(given.source, values, given.place, day=day)
+    found = _read_template_files(directory) or _list_templates(fields.get('chat_template'), directory / CONFIG)
+    if DEFAULT not in found:
+        return None
+    (source, place), with_tools = found[DEFAULT], found.get(WITH_TOOLS)
+    other = None if with_tools is None else ChatTemplate(with_tools[0], values, str(with_tools[1]), day=day)
+    return ChatTemplate(source, values, str(place), day=day, with_tools=other)
+
+
+def _read_template_files(directory: pathlib.Path) -> dict[str, tuple[object, pathlib.Path]]:
+    """By name: (source, file)."""
+    paths = {path.stem: path for path in sorted((directory / MORE_TEMPLATES).glob('*.jinja'))}
     if (directory / TEMPLATE).is_file():
-        path = directory / TEMPLATE
-        source = _read_text(path)
-    elif isinstance(source, list):
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get('name') == 'default']
-        source = named[0].get('template') if named else None
-    return None if source is None else ChatTemplate(source, values, str(path))
+        paths[DEFAULT] = directory / TEMPLATE
+    return {name: (_read_text(path), path) for name, path in paths.items()}
 
 
-def _with_ends(bpe: tokenizers.Tokenizer, ends: tuple[str | None, ...], ids: Mapping[str, int]) -> tokenizers.Tokenizer:
-    """A copy that adds the tokens of these roles before and after plain text."""
-    from tokenizers import Tokenizer, processors
-
-    copy = Tokenizer.from_str(bpe.to_str())
-    before, after = ends
-    used = [role for role in (before, after) if role]
-    if used:
-        around = lambda text: [*filter(None, (before, text, after))]
-        copy.post_processor = processors.TemplateProcessing(
-            single=around('$A'),
-            pair=[*around('$A'), *around('$B')],
-            special_tokens=[{'id': role, 'ids': [ids[role]], 'tokens': [bpe.id_to_token(ids[role])]} for role in used],
-        )
-    return copy
+def _list_templates(value: object, path: pathlib.Path) -> dict[str, tuple[object, pathlib.Path]]:
+    """The same of tokenizer_config.json: one template, a list of them, or an object, by name."""
+    if isinstance(value, list):
+        value = {str(entry.get('name')): entry.get('template') for entry in value if isinstance(entry, dict)}
+    if not isinstance(value, dict):
+        value = {} if value is None else {DEFAULT: value}
+    return {name: (source, path) for name, source in value.items() if source is not None}
 
 
 def _read_text(path: pathlib.Path) -> str:

@@ -15,7 +15,7 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams
-from tests.agents.toy_format import ToyFormat, ToyPool, ids_of, result, user
+from tests.agents.toy_format import CLOSE, ToyFormat, ToyPool, ids_of, result, user
 
 PROMPT = Prompt(5, ToyFormat().render([user('q')], ()), 'task', {'question': 'q'})
 SAMPLING = SamplingParams(max_new_tokens=20, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(3,))
@@ -110,7 +110,7 @@ def test_what_a_tool_gives_or_raises_is_read_by_the_model(tool, text):
         return tool
 
     run = Run(lambda prompt, dialogue: with_tool(prompt, dialogue, work), ids_of('T'), ids_of('b'))
-    assert run.rows[0][1] == ToyFormat().extend([result(text)], TOOLS, closed=True).tolist()
+    assert run.rows[0][1] == ToyFormat().extend([result(text)], TOOLS, closed_by=CLOSE).tolist()
     assert run.ends == ('stop', 'stop')
 
 

@@ -51,9 +51,20 @@ def test_what_is_no_call_stays_text(form, sampled, text, tools):
     assert (message, unparsed) == ({'role': 'assistant', 'content': text}, int(bool(tools)))
 
 
-def test_the_end_of_a_turn_is_the_end_token_alone(form, tokenizer):
+def test_the_end_of_a_turn_is_an_end_token_alone(form, tokenizer):
     assert form.closes(tokenizer.eos_id)
     assert not form.closes(int(tokenizer.encode('a')[0]))
+
+
+def test_a_turn_that_another_end_closed_than_the_templates_is_encoded_anew(smollm2_fields):
+    tokenizer = build(smollm2_fields | {'eot_id': 0}, HERMES)  # <|endoftext|>; the template writes <|im_end|>
+    form = TokenizerFormat(tokenizer, NotationParser(tokenizer, NOTATIONS['hermes']))
+    question = [{'role': 'user', 'content': 'x'}]
+    assert [form.closes(token) for token in (0, 2, 1)] == [True, True, False]
+    assert form.extend(question, (), closed_by=0) is None
+    assert form.extend(question, (), closed_by=2) is not None
+    answer = np.array([*tokenizer.encode('a'), 0], np.int32)
+    assert form.parse(answer, (), 'call')[0]['content'] == 'a'
 
 
 @pytest.mark.parametrize('closed', [True, False])

@@ -35,11 +35,11 @@ class ToyFormat:
         turns = [id_ for message in messages for id_ in self._turn(message)]
         return np.array([*(900 for _ in tools), *turns, BEGIN], np.int32)
 
-    def extend(self, messages, tools, *, closed):
+    def extend(self, messages, tools, *, closed_by):
         if not self.is_stable:
             return None
         turns = [id_ for message in messages for id_ in self._turn(message)]
-        return np.array([*([] if closed else [CLOSE]), *turns, BEGIN], np.int32)
+        return np.array([*([CLOSE] if closed_by is None else []), *turns, BEGIN], np.int32)
 
     def parse(self, answer, tools, prefix):
         text = ''.join(chr(token - 500) for token in answer if token != CLOSE)

@@ -69,6 +69,19 @@ def test_a_finished_run_that_is_resumed_gives_its_report_and_nothing_else(finish
     assert {path: path.read_bytes() for path in workdir.rglob('*') if path.is_file()} == before
 
 
+def test_a_run_of_an_earlier_version_keeps_its_ends_and_the_clock_of_its_templates(finished, tmp_path):
+    workdir = copy(finished, tmp_path)
+    saved = json.loads((workdir / 'config.json').read_text())
+    assert (saved['model'].pop('ends'), saved['model'].pop('template_date')) == ('all', '')
+    (workdir / 'config.json').write_text(json.dumps(saved))
+    for _ in range(2):  # the first of them writes the fields down
+        with SmallRun(workdir, resume=True, **FIELDS | {'run__steps': 3}).session as session:
+            model = session.context.config.model
+            assert (model.ends, model.template_date) == ('eos', 'off')
+    written = json.loads((workdir / 'config.json').read_text())['model']
+    assert (written['ends'], written['template_date']) == ('eos', 'off')
+
+
 def test_a_run_killed_before_its_report_makes_it_at_the_resume(finished, tmp_path):
     workdir = copy(finished, tmp_path)
     (workdir / 'report.json').unlink()

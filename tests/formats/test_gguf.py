@@ -107,6 +107,9 @@ def test_shape_weights_and_tokenizer_come_out(tmp_path):
         'pre': 'smollm',
         'eos_id': 2,
         'chat_template': '{{ messages }}',
+        'tool_template': '',
+        'eot_id': None,
+        'eom_id': None,
         'bos_id': None,
         'pad_id': None,
         'unk_id': None,
@@ -156,12 +159,14 @@ def test_fields_are_those_that_the_package_reads(tmp_path):
 
 def test_the_roles_of_tokens_come_out(tmp_path):
     roles = {'bos_token_id': 0, 'padding_token_id': 3, 'unknown_token_id': 1, 'add_bos_token': True}
+    roles |= {'eot_token_id': 4, 'eom_token_id': 5}
     path = write(tmp_path / 'model.gguf', {}, **{f'tokenizer__ggml__{key}': value for key, value in roles.items()})
     with pytest.raises(GgufError, match='no tensor token_embd'):  # the fields of a file need its shape
         describe_gguf(path)
     path = write(path, file_tensors()[0], **{f'tokenizer__ggml__{key}': value for key, value in roles.items()})
     fields = describe_gguf(path)[1]
-    assert [fields[name] for name in ('eos_id', 'bos_id', 'pad_id', 'unk_id')] == [2, 0, 3, 1]
+    names = ('eos_id', 'bos_id', 'pad_id', 'unk_id', 'eot_id', 'eom_id')
+    assert [fields[name] for name in names] == [2, 0, 3, 1, 4, 5]
     assert (fields['add_bos'], fields['add_eos']) == (True, False)
 
 

@@ -39,6 +39,7 @@ def test_the_keys_are_the_contract(report: dict[str, Any]):
         'unparsed_rate': dict.fromkeys(('first', 'last', 'mean')),
         'audit': None,
         'sandbox': None,
+        'ends': {},
         'agents': None,
         'accuracy': {
             'greedy': {'before': interval, 'after': interval},
@@ -241,12 +242,16 @@ def test_idle_fields_and_prolongations_are_told(tmp_path: pathlib.Path):
 def test_the_objective_and_its_warnings_are_told(tmp_path: pathlib.Path):
     write_logs(tmp_path)
     found = write_report(
-        tmp_path, two_facts(objective='dg (a paper): surrogate delight', warnings=('One.',)), plots=False
+        tmp_path,
+        two_facts(objective='dg (a paper): surrogate delight', warnings=('One.',), ends={'</s>': 2, '<|eot|>': 7}),
+        plots=False,
     )
     assert found['objective'] == 'dg (a paper): surrogate delight'
     assert cast(list[str], found['warnings'])[-1] == 'One.'
     page = (tmp_path / 'report.md').read_text()
     assert 'It optimizes dg (a paper): surrogate delight.' in page
+    assert found['ends'] == {'</s>': 2, '<|eot|>': 7}
+    assert 'An answer ends with `</s>` (token 2) or `<|eot|>` (token 7).' in page
     assert '- One.\n' in page
 
 

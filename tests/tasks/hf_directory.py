@@ -24,6 +24,7 @@ TEMPLATE = """{% if not date is defined %}
 {% if tools is none and messages[-1:][0].role == 'user' and add_generation_prompt %}
 {{ '<|turn|>assistant ' + date + eos_token + state.turns | string }}
 {% endif %}"""
+TEXTS = ('on 1', '<|bos|>on', '', 'a<|end|>')
 CHATS = [
     [{'role': 'user', 'content': ' What is 12 + 7? '}],
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'naïve\ncafé 数学'}],

@@ -1,4 +1,4 @@
-"""Records what transformers makes of the chats of hf_directory.py into data/hf_chat.json.
+"""Records what transformers makes of the chats and texts of hf_directory.py into data/hf_chat.json.
 
 python -m tests.tasks.record_hf_chat      (transformers==5.23.0, tokenizers, jinja2)
 """
@@ -25,7 +25,14 @@ def main() -> None:
             }
             for chat in hf_directory.CHATS
         ]
-        recorded = {'eos_id': tokenizer.eos_token_id, 'size': len(tokenizer), 'chats': chats}
+        texts = {
+            text: {
+                'with': tokenizer(text)['input_ids'],
+                'without': tokenizer(text, add_special_tokens=False)['input_ids'],
+            }
+            for text in hf_directory.TEXTS
+        }
+        recorded = {'eos_id': tokenizer.eos_token_id, 'size': len(tokenizer), 'chats': chats, 'texts': texts}
     hf_directory.RECORDED.parent.mkdir(exist_ok=True)
     hf_directory.RECORDED.write_text(json.dumps(recorded, indent=1) + '\n')
 

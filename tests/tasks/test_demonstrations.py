@@ -248,5 +248,5 @@ def test_the_tokens_are_those_of_the_whole_conversation_in_the_chat_template(tmp
 
 def test_an_answer_that_spells_the_end_token_is_refused(tmp_path, smollm2_fields):
     path = write(tmp_path / 'x.jsonl', [{'question': 'q', 'answer': 'a<|im_end|>b'}])
-    with pytest.raises(TaskError, match=r'x\.jsonl:1: the answer .* contains the text of the end token'):
+    with pytest.raises(TaskError, match=r'x\.jsonl:1: the answer .* contains the text of an end token'):
         read(path, GgufTokenizer(smollm2_fields))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from areal_jax.tasks.demonstrations import encode_answer
+from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import HfTokenizer, TokenizerError, chat_messages
 from tests.tasks import hf_directory
 
@@ -63,9 +66,66 @@ def test_padding_and_truncation_of_the_file_leave_prompts_as_they_are(directory)
     assert [tokens.tolist() for tokens in HfTokenizer(directory).encode_chats(chats)] == plain
 
 
-def test_templates_see_no_clock(tmp_path):
-    hf_directory.write(tmp_path, chat_template="{{ strftime_now('%d') if strftime_now is defined else 'on' }}")
-    assert HfTokenizer(tmp_path).encode_chat(chat_messages('?')).tolist() == [256]
+TOOLS = [{'type': 'function', 'function': {'name': 'on'}}]
+
+
+@pytest.mark.parametrize('place', ['list', 'object', 'files'])
+def test_conversations_with_tools_have_the_template_of_that_name(tmp_path, place):
+    texts = {'tool_use': 'on{{ tools[0].function.name }}', 'default': '{{ eos_token }}', 'rag': '{% broken'}
+    listed = [{'name': name, 'template': text} for name, text in texts.items()]
+    hf_directory.write(tmp_path, chat_template={'list': listed, 'object': texts, 'files': 'replaced'}[place])
+    if place == 'files':
+        (tmp_path / 'additional_chat_templates').mkdir()
+        (tmp_path / 'additional_chat_templates' / 'tool_use.jinja').write_text(texts['tool_use'])
+        (tmp_path / 'chat_template.jinja').write_text(texts['default'])
+    tokenizer = HfTokenizer(tmp_path)
+    assert tokenizer.takes_tools
+    [plain], [shown] = (tokenizer.encode_chats([chat_messages('a')], tools) for tools in ((), TOOLS))
+    assert (plain.tolist(), shown.tolist()) == ([259], [256, 256])
+
+
+def test_templates_see_the_day_that_is_given(tmp_path):
+    hf_directory.write(tmp_path, chat_template="{{ strftime_now('%d on %Y') if strftime_now is defined else 'on' }}")
+    of = lambda day: HfTokenizer(tmp_path, day=day).encode_chat(chat_messages('?'))
+    spell = HfTokenizer(tmp_path).decode
+    assert spell(of('2026-11-30')) == '30 on 2026'
+    assert spell(of('off')) == 'on'
+    before = datetime.datetime.now()
+    assert spell(of('')) in {f'{day:%d on %Y}' for day in (before, datetime.datetime.now())}
+
+
+def test_all_end_ids_of_the_files_end_an_answer(directory):
+    assert HfTokenizer(directory).end_ids == (259,)
+    (directory / 'config.json').write_text(json.dumps({'eos_token_id': 260}))
+    (directory / 'generation_config.json').write_text(json.dumps({'eos_token_id': [258, 259, 260]}))
+    tokenizer = HfTokenizer(directory)
+    assert (tokenizer.eos_id, tokenizer.end_ids) == (259, (259, 258, 260))
+    assert HfTokenizer(directory, all_ends=False).end_ids == (259,)
+    for end in tokenizer.end_ids:
+        assert tokenizer.decode(np.array([256, end])) == 'on'
+        assert tokenizer.decode(np.array([256, 260, end])) == 'on<|turn|>'
+    assert {258, 259, 260} <= tokenizer.special_token_ids()
+    answer = encode_answer(tokenizer, 'on', 'x')
+    assert answer.tolist() == [256, 259]
+    with pytest.raises(TaskError, match='an end token'):
+        encode_answer(tokenizer, 'on<|turn|>on', 'x')
+
+
+@pytest.mark.parametrize('value', ['2', True, -1, [259, None], [[1]], 1.0, {}])
+def test_end_ids_that_are_none_are_named(directory, value):
+    (directory / 'generation_config.json').write_text(json.dumps({'eos_token_id': value}))
+    with pytest.raises(TokenizerError, match=r'generation_config\.json: eos_token_id=.* must be the id of a token'):
+        HfTokenizer(directory)
+
+
+def test_a_text_gets_what_transformers_adds_and_a_chat_what_its_template_writes(directory):
+    recorded = json.loads(hf_directory.RECORDED.read_text())
+    tokenizer = HfTokenizer(directory)
+    for text, expected in recorded['texts'].items():
+        assert tokenizer.encode_prompt(text).tolist() == expected['with']
+        assert tokenizer.encode(text).tolist() == expected['without']
+    for chat in hf_directory.CHATS[:2]:
+        assert tokenizer.encode_chat(chat).tolist().count(258) == 1
 
 
 def test_without_a_template_only_chats_are_refused(tmp_path):

@@ -58,7 +58,7 @@ def go_on(tokenizer, question, turns, spell):
     [ids] = tokenizer.encode_chats([messages], TOOLS)
     row = ids.tolist()
     for answer, is_closed, then in turns:
-        extension = tokenizer.extend_chat(then, TOOLS, is_closed=is_closed)
+        extension = tokenizer.extend_chat(then, TOOLS, closed_by=tokenizer.eos_id if is_closed else None)
         assert extension.dtype == np.int32
         row += [*spell(answer), *([tokenizer.eos_id] if is_closed else []), *extension.tolist()]
         messages += [{'role': 'assistant', 'content': answer}, *then]
@@ -84,8 +84,8 @@ def test_results_and_question_by_hand(smollm2_fields):
         '<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>'
         '<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n'
     )
-    assert tokenizer.decode(tokenizer.extend_chat(then, is_closed=False)) == text
-    assert tokenizer.decode(tokenizer.extend_chat(then, is_closed=True)) == text.removeprefix('<|im_end|>')
+    assert tokenizer.decode(tokenizer.extend_chat(then, closed_by=None)) == text
+    assert tokenizer.decode(tokenizer.extend_chat(then, closed_by=tokenizer.eos_id)) == text.removeprefix('<|im_end|>')
 
 
 RESULT, QUESTION = {'role': 'tool', 'content': 'r'}, {'role': 'user', 'content': 'q'}
@@ -101,8 +101,8 @@ RESULT, QUESTION = {'role': 'tool', 'content': 'r'}, {'role': 'user', 'content':
     ],
 )
 def test_only_results_and_then_a_question_follow_an_answer(smollm2_fields, messages):
-    assert build(smollm2_fields).extend_chat(messages, is_closed=True) is None
-    assert CharacterTokenizer('asqr').extend_chat(messages, is_closed=True) is None
+    assert build(smollm2_fields).extend_chat(messages, closed_by=2) is None
+    assert CharacterTokenizer('asqr').extend_chat(messages, closed_by=0) is None
 
 
 UNSTABLE = {
@@ -123,21 +123,21 @@ UNSTABLE = {
 def test_a_template_that_does_not_go_on_gives_nothing(smollm2_fields, case):
     tokenizer = build(smollm2_fields, UNSTABLE[case])
     for _ in range(2):  # the second time it is known
-        assert tokenizer.extend_chat([RESULT], TOOLS, is_closed=True) is None
+        assert tokenizer.extend_chat([RESULT], TOOLS, closed_by=tokenizer.eos_id) is None
 
 
 def test_earlier_reasoning_that_is_taken_out_forks_where_it_is(smollm2_fields):
     tokenizer = build(smollm2_fields, QWEN3)
-    assert tokenizer.extend_chat([QUESTION], is_closed=True) is None
-    assert tokenizer.decode(tokenizer.extend_chat([RESULT], is_closed=True)) == (
+    assert tokenizer.extend_chat([QUESTION], closed_by=tokenizer.eos_id) is None
+    assert tokenizer.decode(tokenizer.extend_chat([RESULT], closed_by=tokenizer.eos_id)) == (
         '\n<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n'
     )
 
 
 def test_a_turn_that_ends_with_another_token_is_not_closed_by_eos(smollm2_fields):
     tokenizer = build(smollm2_fields, '{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}')
-    assert tokenizer.extend_chat([QUESTION], is_closed=True) is None
-    assert tokenizer.decode(tokenizer.extend_chat([QUESTION], is_closed=False)) == '<|endoftext|>q<|endoftext|>'
+    assert tokenizer.extend_chat([QUESTION], closed_by=tokenizer.eos_id) is None
+    assert tokenizer.decode(tokenizer.extend_chat([QUESTION], closed_by=None)) == '<|endoftext|>q<|endoftext|>'
 
 
 def test_one_refused_message_does_not_end_the_extending(smollm2_fields):
@@ -145,16 +145,16 @@ def test_one_refused_message_does_not_end_the_extending(smollm2_fields):
         "{% for m in messages %}{{ raise_exception('bad') if m.content == 'bad' else m.content }}<|im_end|>{% endfor %}"
     )
     tokenizer = build(smollm2_fields, template)
-    assert tokenizer.extend_chat([QUESTION | {'content': 'bad'}], is_closed=True) is None
-    assert tokenizer.decode(tokenizer.extend_chat([QUESTION], is_closed=True)) == 'q'
+    assert tokenizer.extend_chat([QUESTION | {'content': 'bad'}], closed_by=tokenizer.eos_id) is None
+    assert tokenizer.decode(tokenizer.extend_chat([QUESTION], closed_by=tokenizer.eos_id)) == 'q'
 
 
 def test_a_text_without_ids_is_an_error(smollm2_fields):
     with pytest.raises(ConversationError, match='half of a surrogate pair'):
-        build(smollm2_fields).extend_chat([QUESTION | {'content': '\ud800'}], is_closed=True)
+        build(smollm2_fields).extend_chat([QUESTION | {'content': '\ud800'}], closed_by=2)
     with pytest.raises(TokenizerError, match=r"\['x'\] that are not among 'q'"):
-        CharacterTokenizer('q').extend_chat([QUESTION | {'content': 'x'}], is_closed=True)
+        CharacterTokenizer('q').extend_chat([QUESTION | {'content': 'x'}], closed_by=0)
 
 
 def test_characters_go_on_with_the_contents():
-    assert CharacterTokenizer('qr').extend_chat([RESULT, QUESTION], is_closed=False).tolist() == [2, 1]
+    assert CharacterTokenizer('qr').extend_chat([RESULT, QUESTION], closed_by=None).tolist() == [2, 1]

@@ -96,8 +96,8 @@ def ask_dialect(parse, body):
 
 
 def ask_tokenize(tokenizer):
-    (_, turns, tools, _), _ = parse_tokenize({'messages': [ASKED], 'tools': [TOOL]})
-    return Texts(tokenizer).apply_template(turns, tools)
+    asked, _ = parse_tokenize({'messages': [ASKED], 'tools': [TOOL]})
+    return Texts(tokenizer).apply_template(asked.messages, asked.tools)
 
 
 USE = {'type': 'tool_use', 'id': 'c', 'name': 'multiply', 'input': {}}

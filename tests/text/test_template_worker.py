@@ -88,7 +88,7 @@ def test_the_limit_of_cpu_time_is_of_a_call_and_not_of_the_process():
 def test_a_process_that_does_not_answer_is_ended_at_the_deadline():
     before, worker = workers(), TemplateWorker(PLAIN)
     limits = {'characters': 99, 'memory_bytes': 2**30, 'cpu_seconds': 9.0, 'wall_seconds': 270.0}
-    request = {'conversations': [chat_messages('a')], 'values': {}, **limits}
+    request = {'conversations': [chat_messages('a')], 'values': {}, 'day': '', **limits}
     assert worker.render(request) == ([{'text': 'a'}], '')
     [pid] = workers() - before
     os.kill(pid, signal.SIGSTOP)

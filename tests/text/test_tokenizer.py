@@ -76,6 +76,23 @@ def test_decode_leaves_out_only_an_eos_at_the_end(smollm2):
     assert smollm2.decode(np.array([2, six])) == '<|im_end|>6'
 
 
+def test_the_ends_of_turns_and_of_calls_end_an_answer_too():
+    fields = MINIMAL | {'eot_id': 4, 'eom_id': 3}
+    tokenizer = GgufTokenizer(fields)
+    assert (tokenizer.eos_id, tokenizer.end_ids) == (3, (3, 4))
+    assert tokenizer.decode(np.array([0, 4, 3])) == 'a<|x|>'
+    assert tokenizer.decode(np.array([0, 3, 4])) == 'a<s>'
+    assert GgufTokenizer(fields, all_ends=False).end_ids == GgufTokenizer(MINIMAL).end_ids == (3,)
+    with pytest.raises(TokenizerError, match='eot_id=10 is not an id of the 10 tokens'):
+        GgufTokenizer(MINIMAL | {'eot_id': 10})
+
+
+def test_conversations_with_tools_have_a_template_of_their_own():
+    tokenizer = GgufTokenizer(MINIMAL | {'tool_template': '{{ tools[0].name }}12'})
+    [plain], [shown] = (tokenizer.encode_chats([chat_messages('a')], tools) for tools in ((), [{'name': 'b'}]))
+    assert (plain.tolist(), shown.tolist(), tokenizer.takes_tools) == ([0], [1, 9], True)
+
+
 def test_model_with_too_few_embeddings_is_refused(smollm2):
     assert smollm2.vocab_size == 49152
     smollm2.fits(49152)

@@ -65,5 +65,6 @@ def test_our_own_encoding_adds_nothing(tmp_path):
     assert tokenizer.encode('ab').tolist() == [2]
     again = HfTokenizer(write(tmp_path, tokenizer))
     assert again.encode('ab').tolist() == [2]
+    assert again.encode_prompt('ab').tolist() == tokenizer.encode_prompt('ab').tolist() == [3, 2]
     chat = chat_messages('ab')  # 'ab' and what the template puts after it, bos
     assert again.encode_chat(chat).tolist() == tokenizer.encode_chat(chat).tolist() == [2, 3]

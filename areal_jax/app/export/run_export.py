@@ -206,7 +206,7 @@ def _generation_config(values: Values, model: Model) -> dict[str, object]:
     """
     ours, original = _token_ids(model), _read_original(model)
     ids = {name: value for name, value in original.items() if name.endswith('_token_id')}
-    ends = [ours['eos_token_id'], *_listed(original.get('eos_token_id'))]
+    ends = [*model.tokenizer.end_ids, *_listed(original.get('eos_token_id'))]
     ends = list(dict.fromkeys(ends))
     ids = ours | ids | {'eos_token_id': ends if len(ends) > 1 else ends[0]}
     if not find_objective(values['loss.objective']).generates:

@@ -10,6 +10,7 @@ from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import with_former
 
 FIELD = 'model.path'
 # the fields of that run's config that say which weights and tokenizer it has
@@ -40,7 +41,7 @@ def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
         raise ConfigError(f'{field}={path!r} is a simulation, which has no weights: name a run of areal-train')
     config = default_config()
     known = dict(flatten(config))
-    saved = {name: value for name, value in flatten(values) if name.startswith(_READ) and name in known}
+    saved = {name: value for name, value in flatten(with_former(values)) if name.startswith(_READ) and name in known}
     try:
         config.update_from_flattened_dict(
             {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import TypedDict
 
 from ml_collections import config_dict
 
@@ -37,18 +38,30 @@ def describe_text_model(config: TrackedConfig) -> TextModel:
 
     Raises TokenizerError where the two do not fit, and ConfigError for a chat template that cannot be read.
     """
-    template, config = read_given_template(config), find_origin(config)
+    template, choices = read_given_template(config), _read_choices(config)
+    config = find_origin(config)
     if config.model.source == 'gguf':
         file = gguf_file(config)
         shape, fields = describe_gguf(file)
-        return TextModel(shape, GgufTokenizer(fields, str(file), template))
+        return TextModel(shape, GgufTokenizer(fields, str(file), template, **choices))
     if config.model.source == 'hf':
         directory = pathlib.Path(config.model.path)
-        return TextModel(read_hf_config(directory), HfTokenizer(directory, template), directory)
+        return TextModel(read_hf_config(directory), HfTokenizer(directory, template, **choices), directory)
     if template is not None:
         raise ConfigError(f"{template.place} is of no use with model.source='random', which drew this model: remove it")
     tokenizer = character_tokenizer(config)
     return TextModel(random_shape(config, tokenizer.vocab_size), tokenizer)
+
+
+class _Choices(TypedDict):
+    """What the config says of a tokenizer from files."""
+
+    all_ends: bool
+    day: str
+
+
+def _read_choices(config: TrackedConfig) -> _Choices:
+    return {'all_ends': config.model.ends == 'all', 'day': config.model.template_date}
 
 
 def read_shape(config: TrackedConfig) -> ModelConfig:

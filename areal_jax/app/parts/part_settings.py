@@ -314,8 +314,19 @@ def build_sampling(config: TrackedConfig, tokenizer: Tokenizer) -> SamplingParam
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
-        stop_tokens=() if rollout.ignore_eos else (tokenizer.eos_id,),
+        stop_tokens=find_ends(config, tokenizer),
     )
+
+
+def find_ends(config: TrackedConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer."""
+    return () if config.rollout.ignore_eos else tokenizer.end_ids
+
+
+def name_ends(config: TrackedConfig, tokenizer: Tokenizer) -> dict[str, int]:
+    """These ids by their texts, as far as they have one."""
+    texts = {token: tokenizer.token_bytes.decode([token]) for token in find_ends(config, tokenizer)}
+    return {text: token for token, text in texts.items() if text}
 
 
 def build_sampling_seed(config: TrackedConfig) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 
+from areal_jax.app.parts.part_settings import name_ends
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.run.ledger_check import find_ledger_fault
 from areal_jax.app.run.loop_parts import LoopParts, Outside, build_parts
@@ -172,6 +173,7 @@ class Loop:
             schedule=config.staleness.schedule,
             clock=config.run.clock,
             objective=describe_method(config.loss),
+            ends=name_ends(config, parts.host.model.tokenizer),
             warnings=(*find_objective_warnings(config), *find_sandbox_warnings(config)),
             sandbox=parts.host.sandbox,
             evaluation_before=parts.host.scores.get('before'),

@@ -29,6 +29,7 @@ from areal_jax.app.workdir.run_directory import (
     prepare_workdir,
     read_prolongations,
     read_report,
+    settle_config,
     start_again,
 )
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
@@ -114,7 +115,8 @@ class RunContext:
         overrides: Collection[str] = (),
         interrupts: StopRequests | None = None,
     ):
-        self.workdir, self.config = workdir, TrackedConfig(config, overrides)
+        self.workdir = workdir
+        self.config = TrackedConfig(settle_config(config, workdir, overrides, resume=resume), overrides)
         self.resume, self.interrupts = resume, interrupts
         self._source, self._own_code, self._started = source, own_code, time.monotonic()
         # what failed at the end, raised when all else is done: the last checkpoint, the export, the token ledger

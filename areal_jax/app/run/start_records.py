@@ -21,7 +21,7 @@ from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.simulation_fields import TASK as PROMPTS_OF_TASK
 from areal_jax.config.splits import FIELD, OFF, plan_file
-from areal_jax.config.structure import require_saved, unknown_field
+from areal_jax.config.structure import require_saved, unknown_field, with_former
 from areal_jax.errors import show
 from areal_jax.events.records import check_of
 from areal_jax.telemetry.facts import EVALUATIONS
@@ -132,12 +132,12 @@ def digest(file: pathlib.Path) -> str:
 
 
 def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:
-    """The config whose resolved values these are; a field that they lack has its default.
+    """The config whose resolved values these are; a field that they lack has its default, or what runs did without it.
 
     Raises ConfigError, which begins with `where`, for a field that this version does not know, or of another type.
     """
     config = default_config()
-    for field, value in flatten(values):
+    for field, value in flatten(with_former(dict(values))):
         given = tuple(value) if isinstance(value, list) else value
         free, _, key = field.rpartition('.')
         try:

@@ -5,19 +5,22 @@ A session calls `prepare_workdir` first, then looks for a checkpoint, then calls
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypedDict, cast
+
+from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
-from areal_jax.config.declarations import FREE
+from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import read_saved
+from areal_jax.config.structure import FORMER, read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.records import check_of
 from areal_jax.events.schema import FILE as EVENTS
@@ -44,6 +47,7 @@ _MAY_CHANGE = (
 )
 _SCORED = ('evaluation.problems', 'evaluation.samples')  # what the scores before and after depend on
 _STEPS, _SCHEDULE = 'run.steps', 'optimizer.schedule'  # the steps may be raised
+_DAY = 'model.template_date'
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 _RESTORE = 'restore the file as the run wrote it, or start anew in another --workdir'
 
@@ -62,6 +66,31 @@ class _Count(TypedDict):
 
 
 _ARE_PROLONGATIONS, _IS_COUNT = check_of(list[_Prolongation]), check_of(_Count)
+
+
+def settle_config(
+    config: config_dict.ConfigDict, workdir: pathlib.Path, overrides: Collection[str], *, resume: bool
+) -> config_dict.ConfigDict:
+    """The config with the values of those fields that a run takes at its first start and keeps, as far as none is set.
+
+    These are `structure.FORMER`: which ids end an answer, and the day that chat templates see. A run that was saved
+    without such a field goes on as it began.
+
+    Args:
+      overrides: the fields that the command line sets.
+    """
+    saved = _read_config(workdir) if resume else {}
+    today = {_DAY: datetime.date.today().isoformat()} if config.model.source != 'random' else {}
+    known = saved or today
+    unset = {field for field in FORMER if field not in overrides and _value(config, field) == FIELDS[field].default}
+    settled = config.copy_and_resolve_references()
+    settled.update_from_flattened_dict({field: known[field] for field in unset if field in known})
+    return settled
+
+
+def _value(config: config_dict.ConfigDict, field: str) -> object:
+    section, _, name = field.partition('.')
+    return config[section][name]
 
 
 def holds_run(workdir: pathlib.Path) -> bool:

@@ -193,11 +193,17 @@ def _staleness_bound(report: Report) -> str:
 
 def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
+    sentences += [f'An answer ends with {_list_ends(report["ends"])}.'] if report['ends'] else []
     sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
     if report['idle_fields']:
         sentences.append(describe_idle_fields(report['idle_fields']))
     return ' '.join(sentences)
+
+
+def _list_ends(ends: Mapping[str, int]) -> str:
+    """'`<|im_end|>` (token 2) or `<|endoftext|>` (token 0)'."""
+    return ' or '.join(f'{_code(text)} (token {token})' for text, token in ends.items())
 
 
 def describe_idle_fields(fields: Sequence[str]) -> str:

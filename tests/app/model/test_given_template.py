@@ -7,7 +7,9 @@ import json
 import pytest
 
 from areal_jax.app.model.given_template import read_given_template
+from areal_jax.app.model.run_config import read_run_config
 from areal_jax.app.model.text_model import describe_text_model
+from areal_jax.app.run.start_records import restore_config
 from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
@@ -57,6 +59,22 @@ def test_a_run_from_another_run_has_its_template_unless_it_names_one(directory, 
     second = write_run(tmp_path / 'second', configure('run', first))
     assert prompt(configure('run', second)) == [260, 256]
     assert prompt(configure('run', second, tmp_path / 'other.jinja')) == [256, 258]
+
+
+def test_all_ends_of_the_files_count_unless_the_config_or_an_earlier_version_says_otherwise(directory, tmp_path):
+    (directory / 'generation_config.json').write_text(json.dumps({'eos_token_id': [258]}))
+    ends = lambda config: describe_text_model(TrackedConfig(config)).tokenizer.end_ids
+    found = configure('hf', directory)
+    assert ends(found) == (259, 258)
+    found.model.ends = 'eos'
+    assert ends(found) == (259,)
+    saved = configure('hf', directory).to_dict()
+    for field in ('ends', 'template_date'):
+        del saved['model'][field]
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'config.json').write_text(json.dumps(saved))
+    for model in (read_run_config(str(tmp_path / 'run')).model, restore_config(saved, 'x').model):
+        assert (model.ends, model.template_date) == ('eos', 'off')
 
 
 def test_the_one_that_comes_with_the_package_is_found_by_its_name():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import json
 
 import pytest
@@ -10,8 +11,10 @@ from areal_jax.app.workdir.run_directory import (
     prepare_workdir,
     read_prolongations,
     sample_digest,
+    settle_config,
     start_again,
 )
+from areal_jax.config import CONFIG, default_config
 from areal_jax.config.ranges import ConfigError
 
 _VALUES = {
@@ -143,3 +146,18 @@ def test_a_digest_of_samples_sees_both_ends_and_the_size(tmp_path):
         file.write_bytes(content)
         digests.add(sample_digest(file))
     assert len(digests) == 6
+
+
+def test_a_run_keeps_the_day_of_its_first_start_and_its_ends(tmp_path):
+    config = default_config()
+    assert settle_config(config, tmp_path, (), resume=False).model.template_date == ''  # a drawn model has no template
+    config.model.source, config.model.path = 'hf', 'x'
+    began = settle_config(config, tmp_path, (), resume=False)
+    assert datetime.date.fromisoformat(began.model.template_date) <= datetime.date.today()
+    began.model.template_date, began.model.ends = '2020-02-29', 'eos'
+    (tmp_path / CONFIG).write_text(json.dumps(began.to_dict()))
+    resumed = settle_config(config, tmp_path, (), resume=True).model
+    assert (resumed.template_date, resumed.ends) == ('2020-02-29', 'eos')
+    config.model.template_date = 'off'
+    set_by_hand = settle_config(config, tmp_path, ['model.ends'], resume=True).model
+    assert (set_by_hand.template_date, set_by_hand.ends) == ('off', 'all')  # which is refused as another config

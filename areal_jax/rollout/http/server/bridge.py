@@ -173,7 +173,8 @@ class Bridge:
             if isinstance(prompt, str):
                 self.bound.require_text(prompt, call.prompt_field)
         try:
-            tokenized = tokenize_call(call, self.texts.encode, self.texts.apply_template)
+            encode = functools.partial(self.texts.encode_prompt, adds_special=call.adds_special)
+            tokenized = tokenize_call(call, encode, self.texts.apply_template)
             return self._with_texts(call, tokenized) if call.echo else tokenized
         except TokenizerError as error:
             raise RequestError(call.prompt_field, f'{call.prompt_field} has no token ids: {error}') from error
@@ -200,8 +201,8 @@ class Bridge:
             )  # fmt: skip
 
     def _stop_tokens(self, sampling: CallSampling) -> tuple[int, ...]:
-        eos = () if sampling.ignore_eos else self.texts.eos_ids
-        return tuple(dict.fromkeys((*eos, *sampling.stop_tokens)))
+        ends = () if sampling.ignore_eos else self.texts.end_ids
+        return tuple(dict.fromkeys((*ends, *sampling.stop_tokens)))
 
     def _sampling(self, wanted: CallSampling, prompt_tokens: int) -> SamplingParams:
         room = self.context_tokens - prompt_tokens

@@ -21,7 +21,7 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self.token_bytes = tokenizer, tokenizer.token_bytes
-        self.eos_ids = (tokenizer.eos_id,)
+        self.end_ids = tokenizer.end_ids
         self._hidden = tokenizer.special_token_ids()
         self.reads = tokenizer.reads  # whether the chat template looks at something of this name
 
@@ -30,8 +30,16 @@ class Texts:
         return BodyBound.of(context_tokens, self._tokenizer.vocabulary())
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n] of a plain prompt, as of /v1/completions and /tokenize: what spells a special token becomes it."""
+        """int32 [n], nothing added: what spells a special token becomes it."""
         return self._tokenizer.encode(text)
+
+    def encode_prompt(self, text: str, *, adds_special: bool) -> np.ndarray:
+        """The same of a plain prompt, as of /v1/completions and /tokenize.
+
+        Args:
+          adds_special: with what the tokenizer adds around texts, most often BOS.
+        """
+        return self._tokenizer.encode_prompt(text) if adds_special else self._tokenizer.encode(text)
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
         """int32 [P]: special tokens where the template writes them, ordinary text where messages or tools spell them.
@@ -54,7 +62,7 @@ class Texts:
     def open(self, *, skip_special: bool, marks: Mapping[int, str] | None = None) -> TextDecoder:
         """`decode` for a text whose tokens come in pieces; `marks`: see TextDecoder."""
         hidden = self._hidden if skip_special else ()
-        return TextDecoder(self.token_bytes, hidden, self.eos_ids, marks)
+        return TextDecoder(self.token_bytes, hidden, self.end_ids, marks)
 
     def spell(self, tokens: np.ndarray, *, skip_special: bool = False) -> str:
         """The whole text of int32 [n], an EOS at its end included."""
@@ -62,7 +70,7 @@ class Texts:
 
     def special_tokens(self) -> dict[str, str | None]:
         """The text of the token that ends an answer; None for a model without."""
-        eos = self.eos_ids[0]
+        eos = self.end_ids[0]
         return {'eos_token': self.spell(np.array([eos], np.int32)) if eos in self._hidden else None}
 
     def answer(self, sampling: CallSampling) -> AnswerText:

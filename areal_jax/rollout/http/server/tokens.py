@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from aiohttp import web
@@ -21,6 +23,16 @@ from areal_jax.text.chat_template import TokenizerError
 _CHAT_UNSERVED = ('continue_final_message', 'chat_template', 'chat_template_kwargs', 'mm_processor_kwargs')
 
 
+class TokenizeCall(NamedTuple):
+    """What /tokenize is asked."""
+
+    texts: str | tuple[str, ...]
+    messages: tuple[Message, ...]
+    tools: tuple[JsonObject, ...]
+    adds_special: bool  # texts get what the tokenizer adds around them
+    with_strings: bool  # the texts of tokens are wanted
+
+
 def list_routes() -> list[web.RouteDef]:
     return [
         web.post('/tokenize', tokenize),
@@ -33,14 +45,15 @@ async def tokenize(request: web.Request) -> web.Response:
     """The ids of a text, of each of a list of texts, or of a conversation in the chat form of the model."""
     bridge = request.app[BRIDGE]
     async with request.app[BODIES].opened(request, parse_tokenize, MOST_PROMPTS) as parsed:
-        (texts, messages, tools, with_strings), ignored = parsed
+        (texts, messages, tools, adds_special, with_strings), ignored = parsed
         bridge.counts.note_ignored(ignored)
         try:
             if messages:
                 found = [await asyncio.to_thread(bridge.texts.apply_template, messages, tools)]
             else:
                 listed = [texts] if isinstance(texts, str) else list(texts)
-                found = await asyncio.to_thread(lambda: [bridge.texts.encode(text) for text in listed])
+                encode = functools.partial(bridge.texts.encode_prompt, adds_special=adds_special)
+                found = await asyncio.to_thread(lambda: [encode(text) for text in listed])
         except TokenizerError as error:
             field = 'messages' if messages else 'prompt'
             raise RequestError(field, f'{field} has no token ids: {error}') from error
@@ -87,10 +100,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     return web.json_response(info | bridge.texts.special_tokens())
 
 
-Tokenized = tuple[str | tuple[str, ...], tuple[Message, ...], tuple[JsonObject, ...], bool]
-
-
-def parse_tokenize(body: object) -> tuple[Tokenized, tuple[str, ...]]:
+def parse_tokenize(body: object) -> tuple[TokenizeCall, tuple[str, ...]]:
     """See `read_tokenize`; and the fields that have no influence."""
     fields = Fields(body)
     return read_tokenize(fields), fields.ignored
@@ -102,16 +112,19 @@ def parse_detokenize(body: object) -> tuple[tuple[list[np.ndarray], bool, bool],
     return read_detokenize(fields), fields.ignored
 
 
-def read_tokenize(fields: Fields) -> Tokenized:
-    """(text or texts, messages, tools, whether the texts of tokens are wanted); either texts or messages."""
+def read_tokenize(fields: Fields) -> TokenizeCall:
+    """Either texts or messages."""
     messages: tuple[Message, ...] = ()
     tools: tuple[JsonObject, ...] = ()
+    adds_special = fields.take_flag('add_special_tokens', not fields.has('messages'))
     if fields.has('messages'):
         messages, asked = read_messages(fields), read_tools(fields)
         tools = asked.tools
         for wish in asked.wishes:
             raise fields.refuse('tool_choice', wish.value, "must be 'auto' or 'none' here")
         fields.take_unserved(*_CHAT_UNSERVED)
+        if adds_special:
+            raise fields.refuse('add_special_tokens', True, 'is not served: a conversation has those of its template')
         if not fields.take_flag('add_generation_prompt', True):
             raise fields.refuse(
                 'add_generation_prompt', False, 'is not served: conversations end where an answer begins'
@@ -126,10 +139,9 @@ def read_tokenize(fields: Fields) -> Tokenized:
             raise fields.refuse('prompt', None, 'is missing: send a text, a list of texts, or messages')
         texts = fields.take_text('prompt')
     with_strings = fields.take_flag('return_token_strs')
-    fields.take_flag('add_special_tokens', True)  # this tokenizer adds none to a text
     fields.take_ignored('model')
     fields.finish()
-    return texts, messages, tools, with_strings
+    return TokenizeCall(texts, messages, tools, adds_special, with_strings)
 
 
 def read_detokenize(fields: Fields) -> tuple[list[np.ndarray], bool, bool]:

@@ -25,12 +25,14 @@ def parse(body: object) -> Call:
     limit = fields.take_integer('max_tokens', _DEFAULT_NEW_TOKENS, least=0)
     logprobs = fields.take_optional_integer('logprobs', least=0, most=MOST_ALTERNATIVES)
     echo = fields.take_flag('echo')
+    adds_special = fields.take_flag('add_special_tokens', True)
     fields.take_unserved('suffix', 'response_format', 'structured_outputs')
     best_of = fields.take_optional_integer('best_of', least=1)
     alternatives = 0 if fields.peek('stream') is True and logprobs == 1 else logprobs or 0
     call = openai.read_call(fields, prompts, 'prompt', limit, logprobs is not None, alternatives)
     if best_of not in (None, call.n):
         raise fields.refuse('best_of', best_of, f'must be n={call.n}: answers are not ranked')
+    call = dataclasses.replace(call, adds_special=adds_special)
     if echo:
         starts = (0,) * len(prompts) if logprobs is not None else call.prompt_starts
         call = dataclasses.replace(call, echo=True, prompt_starts=starts)

@@ -97,6 +97,7 @@ class Call:
     tools: tuple[JsonObject, ...] = ()  # that the chat template shows to the model, which may call them
     one_tool_call: bool = False  # the reply has the first call of an answer only
     wishes: tuple[Wish, ...] = ()
+    adds_special: bool = True  # prompts that are texts get what the tokenizer adds around them
     fits_limit: bool = False  # a limit of new tokens beyond the room in the context is lowered to it
     ignored: tuple[str, ...] = ()  # fields that were sent and have no influence
     template_values: tuple[str, ...] = ()  # names of values for the chat template, which must not look at them

@@ -2,7 +2,9 @@
 
 import pytest
 
+from areal_jax.text.tokenizer import HfTokenizer
 from tests.rollout.http.server.rig import CONTEXT, ToyServer
+from tests.text import vocabularies
 
 
 @pytest.fixture(scope='module')
@@ -22,6 +24,52 @@ def test_a_text_has_ids_and_ids_a_text(server):
     )  # fmt: skip
     status, reply = ask(server, '/detokenize', {'tokens': [1, 2, 3], 'model': 'any'})
     assert (status, reply) == (200, {'prompt': 'abc', 'text': 'abc'})
+
+
+class Llama2Server(ToyServer):
+    """With a tokenizer that adds BOS, which its chat template writes too, and two ends."""
+
+    vocabulary = 300
+
+
+TEMPLATE = '{{ bos_token }}{{ messages[0].content }}'
+
+
+@pytest.fixture(scope='module')
+def llama2(tmp_path_factory):
+    fields = {'bos_token': '<s>', 'chat_template': TEMPLATE}
+    directory = vocabularies.write(tmp_path_factory.mktemp('llama2'), vocabularies.llama2(), **fields)
+    (directory / 'generation_config.json').write_text('{"eos_token_id": [2, 0]}')
+    with Llama2Server(tokenizer=HfTokenizer(directory)) as server:
+        yield server
+
+
+@pytest.mark.parametrize(('sent', 'ids'), [
+    ({'prompt': 'a'}, [1, 271]),
+    ({'prompt': 'a', 'add_special_tokens': True}, [1, 271]),
+    ({'prompt': 'a', 'add_special_tokens': False}, [271]),
+    ({'prompt': '<s>a', 'add_special_tokens': False}, [1, 271]),
+    ({'prompt': ['a', 'b']}, [[1, 271], [1, 261, 263]]),
+    ({'messages': [{'role': 'user', 'content': 'a'}]}, [1, 271]),
+    ({'messages': [{'role': 'user', 'content': 'a'}], 'add_special_tokens': False}, [1, 271]),
+])  # fmt: skip
+def test_a_text_has_what_the_tokenizer_adds_and_a_conversation_what_its_template_writes(llama2, sent, ids):
+    assert ask(llama2, '/tokenize', sent)[1]['tokens'] == ids
+
+
+def test_prompts_have_it_too(llama2):
+    def prompts(path, body):
+        status, reply = ask(llama2, path, {'max_tokens': 1, 'return_token_ids': True} | body)
+        assert status == 200, reply
+        return [choice.get('prompt_token_ids', reply.get('prompt_token_ids')) for choice in reply['choices']]
+
+    assert prompts('/v1/completions', {'prompt': ['a', 'b']}) == [[1, 271], [1, 261, 263]]
+    assert prompts('/v1/completions', {'prompt': 'a', 'add_special_tokens': False}) == [[271]]
+    assert prompts('/v1/completions', {'prompt': [271]}) == [[271]]
+    assert prompts('/v1/chat/completions', {'messages': [{'role': 'user', 'content': 'a'}]}) == [[1, 271]]
+    sampling = {'max_new_tokens': 1}
+    _, reply = ask(llama2, '/generate', {'text': 'a', 'sampling_params': sampling})
+    assert reply['meta_info']['prompt_tokens'] == 2
 
 
 def test_lists_have_lists(server):
@@ -68,6 +116,10 @@ def test_a_harness_learns_the_token_that_ends_an_answer(server):
             'add_generation_prompt',
         ),
         ('/tokenize', {'prompt': 'a', 'bogus': 1}, 'bogus'),
+        (
+            '/tokenize', {'messages': [{'role': 'user', 'content': 'a'}], 'add_special_tokens': True},
+            'add_special_tokens',
+        ),
         ('/detokenize', {}, 'tokens'),
         ('/detokenize', {'tokens': 'ab'}, 'tokens'),
         ('/detokenize', {'tokens': [10]}, 'tokens'),
