@@ -49,6 +49,10 @@ class TokenBytes:
         """The text of consecutive tokens, of which the first one begins it."""
         return self.read(b''.join(self.spell_all(tokens)))
 
+    def name(self, tokens: Iterable[int]) -> dict[str, int]:
+        """The tokens by their texts, as far as they have one."""
+        return {text: token for token in tokens if (text := self.decode([token]))}
+
     def read(self, content: bytes) -> str:
         """The characters in these bytes."""
         if not self.each_byte:

@@ -323,12 +323,6 @@ def find_ends(config: TrackedConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return () if config.rollout.ignore_eos else tokenizer.end_ids
 
 
-def name_ends(config: TrackedConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    """These ids by their texts, as far as they have one."""
-    texts = {token: tokenizer.token_bytes.decode([token]) for token in find_ends(config, tokenizer)}
-    return {text: token for token, text in texts.items() if text}
-
-
 def build_sampling_seed(config: TrackedConfig) -> int:
     """The seed of the noise of sampled answers: each of several clients has its own."""
     seed: int = config.run.seed

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 
-from areal_jax.app.parts.part_settings import name_ends
+from areal_jax.app.parts.part_settings import find_ends
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.run.ledger_check import find_ledger_fault
 from areal_jax.app.run.loop_parts import LoopParts, Outside, build_parts
@@ -162,7 +162,7 @@ class Loop:
     def report(self) -> tuple[Report, Tree]:
         parts, site, context = self.parts, self._site, self._context
         context.resources.stop()  # the report is not part of what is measured
-        config, clock = context.config, parts.host.clock
+        config, clock, tokenizer = context.config, parts.host.clock, parts.host.model.tokenizer
         events = load_events(context.workdir / EVENTS)
         weights, digest = site.find_final_weights()
         hardware = site.find_hardware()
@@ -173,7 +173,7 @@ class Loop:
             schedule=config.staleness.schedule,
             clock=config.run.clock,
             objective=describe_method(config.loss),
-            ends=name_ends(config, parts.host.model.tokenizer),
+            ends=tokenizer.token_bytes.name(find_ends(config, tokenizer)),
             warnings=(*find_objective_warnings(config), *find_sandbox_warnings(config)),
             sandbox=parts.host.sandbox,
             evaluation_before=parts.host.scores.get('before'),
