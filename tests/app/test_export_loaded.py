@@ -14,7 +14,8 @@ from areal_jax.app.model.model import Model
 from areal_jax.config import TrackedConfig
 from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.models.decoder import Decoder
-from areal_jax.text.tokenizer import GgufTokenizer, chat_messages
+from areal_jax.text.file_tokenizers import GgufTokenizer
+from areal_jax.text.tokenizer import chat_messages
 from tests.app.small import small_config
 from tests.models.test_vllm import NEW_TOKENS, PYTHON, ask_vllm, our_greedy
 from tests.tasks.texts import CHATS, TEXTS

@@ -21,7 +21,7 @@ from areal_jax.formats.hf_config import HfError
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
 from areal_jax.rollout.http.server.thread import bind, describe_url
-from areal_jax.text.tokenizer import GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
 from tests.app.small import SmallRun, small_config
 from tests.app.test_main_serve import plain_logprobs
 from tests.formats.test_gguf import file_tensors, write

@@ -14,7 +14,7 @@ from areal_jax.formats.gguf import GgufError, describe_gguf, find_package_file, 
 from areal_jax.formats.gguf_header import read_gguf_header
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.text.tokenizer import GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
 
 CONFIG = ModelConfig(
     vocab_size=7, d_model=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=12, rope_theta=100.0,

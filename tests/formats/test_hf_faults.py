@@ -18,7 +18,8 @@ from areal_jax.formats.hf_directory import INDEX, WEIGHTS, load_hf
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.publication.export import export_hf
-from areal_jax.text.tokenizer import HfTokenizer, chat_messages
+from areal_jax.text.file_tokenizers import HfTokenizer
+from areal_jax.text.tokenizer import chat_messages
 from tests.tasks import hf_directory
 
 SHAPE = ModelConfig(

@@ -7,7 +7,8 @@ from areal_jax.tasks import jsonl
 from areal_jax.tasks.demonstrations import Demonstrations, read_demonstrations, solve_task
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.token_reversal import build, characters
-from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.tasks.declared import task_values
 
 TOKENIZER = CharacterTokenizer(''.join(map(chr, range(32, 127))))

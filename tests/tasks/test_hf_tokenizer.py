@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from areal_jax.tasks.demonstrations import encode_answer
 from areal_jax.tasks.task import TaskError
-from areal_jax.text.tokenizer import HfTokenizer, TokenizerError, chat_messages
+from areal_jax.text.file_tokenizers import HfTokenizer
+from areal_jax.text.tokenizer import TokenizerError, chat_messages
 from tests.tasks import hf_directory
 
 

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from areal_jax.text.bpe import build_bpe
 from areal_jax.text.decoding import TextDecoder, TokenBytes, read_token_bytes
-from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.text import any_ids, vocabularies
 
 

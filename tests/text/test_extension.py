@@ -10,7 +10,8 @@ from tokenizers import pre_tokenizers
 
 from areal_jax.installation import locate_file
 from areal_jax.text.chat_template import ConversationError, GivenTemplate
-from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer, TokenizerError
+from areal_jax.text.file_tokenizers import GgufTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer, TokenizerError
 
 HERMES = locate_file('package:configs/templates/hermes.jinja').read_text()
 QWEN3 = """{%- set ns = namespace(last=-1) %}

@@ -277,6 +277,7 @@ CALLERS = {
     'rollout/http/server/texts.py': 'require_place',
     'tasks/task.py': None,  # questions of tasks, as user and system turns: no tools
     'text/tokenizer.py': None,  # the tokenizers themselves
+    'text/file_tokenizers.py': None,
 }
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 from areal_jax.text.spellings import Spellings
-from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer, HfTokenizer, TokenizerError, chat_messages
+from areal_jax.text.tokenizer import CharacterTokenizer, TokenizerError, chat_messages
 from tests.tasks import hf_directory
 from tests.text.test_tokenizer import MINIMAL
 

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.text import tokenizer as module
+from areal_jax.text import file_tokenizers as module
 from areal_jax.text.chat_template import ConversationError
-from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer, TokenizerError, chat_messages
+from areal_jax.text.file_tokenizers import GgufTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer, TokenizerError, chat_messages
 
 # 'What is 12 + 7?' as the user's message under the model's own system message, as other programs encode it.
 CHECK_IDS = (

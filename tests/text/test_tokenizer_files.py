@@ -5,7 +5,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
+from areal_jax.text.tokenizer import chat_messages
 from tests.tasks.texts import CHATS, TEXTS
 from tests.text.test_tokenizer import MINIMAL
 

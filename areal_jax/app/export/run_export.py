@@ -33,7 +33,7 @@ from areal_jax.learning.critic import VALUE_HEAD
 from areal_jax.models.weights import Params
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 
 _GENERATION = 'generation_config.json'
 _FIX = 'restore the file as the run wrote it'

@@ -15,7 +15,8 @@ from areal_jax.formats.value_head import ValueHead, read_value_head
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.text.tokenizer import HfTokenizer, Tokenizer, TokenizerError
+from areal_jax.text.file_tokenizers import HfTokenizer
+from areal_jax.text.tokenizer import Tokenizer, TokenizerError
 from areal_jax.text.tokenizer_files import TOKENIZER
 
 _ASIDE = ('context_tokens', 'family')  # of a shape: change neither weights nor computation

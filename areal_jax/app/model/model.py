@@ -22,7 +22,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
 from areal_jax.sharding.rules import param_shardings
-from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer, Tokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
+from areal_jax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass

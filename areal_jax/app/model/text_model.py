@@ -21,7 +21,8 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.tasks.token_reversal import characters
-from areal_jax.text.tokenizer import CharacterTokenizer, GgufTokenizer, HfTokenizer, Tokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
+from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,9 +153,8 @@ def tell_parts(report: Report) -> Parts:
 
 
 def _what_ran(report: Report) -> str:
-    seconds = report['wall_seconds']
     attempt = f', the last of {report["attempts"]} attempts' if report['attempts'] > 1 and report['finished'] else ''
-    wall = '' if seconds is None else f' in {format_number(seconds)} s of wall time{attempt}'
+    wall = '' if (seconds := report['wall_seconds']) is None else f' in {format_number(seconds)} s of wall time{attempt}'
     planned = '' if report['finished'] else f' of {report["planned_steps"]}'
     simulated = report['simulation'] and f'**Simulated**, without weights: {report["simulation"]}. '
     return simulated + (
@@ -193,17 +192,12 @@ def _staleness_bound(report: Report) -> str:
 
 def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
-    sentences += [f'An answer ends with {_list_ends(report["ends"])}.'] if report['ends'] else []
+    ends = ' or '.join(f'`{text}` (token {token})' for text, token in report['ends'].items())
+    sentences += [f'An answer ends with {ends}.'] if ends else []
     sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]
-    if report['idle_fields']:
-        sentences.append(describe_idle_fields(report['idle_fields']))
+    sentences += [describe_idle_fields(report['idle_fields'])] if report['idle_fields'] else []
     return ' '.join(sentences)
-
-
-def _list_ends(ends: Mapping[str, int]) -> str:
-    """'`<|im_end|>` (token 2) or `<|endoftext|>` (token 0)'."""
-    return ' or '.join(f'{_code(text)} (token {token})' for text, token in ends.items())
 
 
 def describe_idle_fields(fields: Sequence[str]) -> str:

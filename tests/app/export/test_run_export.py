@@ -20,7 +20,8 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.publication import export as publication_export
 from areal_jax.publication.export import export_hf
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
+from areal_jax.text.tokenizer import chat_messages
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, equal, to_host
 from tests.publication.tiny import CONFIG, host_params

@@ -14,7 +14,8 @@ from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import hf_config
-from areal_jax.text.tokenizer import GgufTokenizer, HfTokenizer, chat_messages
+from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
+from areal_jax.text.tokenizer import chat_messages
 from tests.publication.tiny import CONFIG
 from tests.tasks import hf_directory
 from tests.text.test_tokenizer import MINIMAL

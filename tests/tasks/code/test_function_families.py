@@ -11,7 +11,7 @@ import pytest
 from areal_jax.tasks.code import family_table, function_families
 from areal_jax.tasks.code.function_families import is_held_out, is_held_out_family, list_problems, load_function
 from areal_jax.tasks.code.function_inputs import Arguments, draw_inputs
-from areal_jax.text.tokenizer import GgufTokenizer
+from areal_jax.text.file_tokenizers import GgufTokenizer
 
 ROOT = pathlib.Path(__file__).parents[3]
 MOST_TOKENS = 64

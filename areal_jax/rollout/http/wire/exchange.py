@@ -372,9 +372,8 @@ def name_answers(call: Call, request_id: str) -> Call:
     """The call with ids made of `request_id` where it has none; the answers of a call that has several are numbered."""
     if all(call.request_ids):
         return call
-    total = call.n_answers
-    names = (request_id,) if total == 1 else tuple(f'{request_id}_{index}' for index in range(total))
-    return dataclasses.replace(call, request_ids=names)
+    numbered = tuple(f'{request_id}_{index}' for index in range(call.n_answers))
+    return dataclasses.replace(call, request_ids=numbered if call.n_answers > 1 else (request_id,))
 
 
 def count_usage(call: Call, answers: Sequence[Answer]) -> dict[str, int]:

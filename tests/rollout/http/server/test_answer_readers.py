@@ -9,7 +9,7 @@ from areal_jax.rollout.http.server.answer_readers import AnswerReaders
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.wire import chat
 from areal_jax.rollout.http.wire.exchange import Finish
-from areal_jax.text.tokenizer import HfTokenizer
+from areal_jax.text.file_tokenizers import HfTokenizer
 from tests.rollout.http.server.scripted import ARGUMENTS, CALL, TOOL
 
 MARKS = ('<tool_call>', '</tool_call>')

@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.wire.exchange import CallSampling, Finish
-from areal_jax.text.tokenizer import HfTokenizer
+from areal_jax.text.file_tokenizers import HfTokenizer
 from tests.text import vocabularies
 
 LENGTH = Finish('length')

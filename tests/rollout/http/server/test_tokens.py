@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.text.tokenizer import HfTokenizer
+from areal_jax.text.file_tokenizers import HfTokenizer
 from tests.rollout.http.server.rig import CONTEXT, ToyServer
 from tests.text import vocabularies
 

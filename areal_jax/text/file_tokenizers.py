@@ -1,0 +1,286 @@
+"""Tokenizers that come with a model: byte-level BPE of a GGUF file, and the files of a Hugging Face directory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areal_jax.files import JsonObject
+from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
+from areal_jax.text.chat_template import (
+    ChatTemplate,
+    ConversationError,
+    GivenTemplate,
+    Messages,
+    TokenizerError,
+    Tools,
+)  # fmt: skip
+from areal_jax.text.decoding import TokenBytes, read_token_bytes
+from areal_jax.text.extension import Extension
+from areal_jax.text.shown_tools import require_names, shows_results
+from areal_jax.text.spellings import Spellings
+from areal_jax.text.tokenizer import SizedTokenizer
+from areal_jax.text.tokenizer_files import (
+    CONFIG,
+    DEFAULT,
+    TEMPLATE,
+    TOKENIZER,
+    WITH_TOOLS,
+    add_tokens,
+    describe_tokenizer,
+    read_end_ids,
+    read_hf_template,
+    read_hf_tokenizer,
+    read_object,
+    token_text,
+    with_ends,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_BATCH = 1024  # texts encoded at once: bounds memory
+_GGUF_ENDS = ('eot_id', 'eom_id')
+_HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
+
+
+class _BpeTokenizer(SizedTokenizer):
+    """Text through a tokenizer of the library tokenizers, chats through a template."""
+
+    _bpe: tokenizers.Tokenizer
+    _template: ChatTemplate | None
+
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self._template is not None
+
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special ones among them."""
+        found: dict[str, int] = self._bpe.get_vocab(with_added_tokens=True)
+        return found
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], nothing added; the text of a special token becomes that token."""
+        return self._encode(text, adds=False)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """int32 [n] of a text that the model continues: with what the tokenizer adds around texts, most often BOS."""
+        return self._encode(text, adds=True)
+
+    def _encode(self, text: str, *, adds: bool) -> np.ndarray:
+        with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
+            # a batch, because the library holds the interpreter for a text alone, seconds for one of some MB
+            (encoding,) = self._bpe.encode_batch_fast([text], add_special_tokens=adds)
+            return np.asarray(encoding.ids, np.int32)
+
+    @property
+    def takes_tools(self) -> bool:
+        return self._template is not None and self._template.takes_tools
+
+    @functools.cached_property
+    def shows_results(self) -> bool:  # type: ignore[override]  # tried out once
+        return self._template is not None and shows_results(self._template)
+
+    def reads(self, key: str) -> bool:
+        """Whether the chat template has this name."""
+        return self._template is not None and key in self._template.names
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError.
+
+        What the template writes may become a special token. A spelling of one in the messages or tools is text.
+        """
+        assert self._template is not None
+        (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.written)
+        texts = self._template.render(conversations, tools)
+        if self.takes_tools:
+            require_names(texts, conversations, tools)
+        found = self._encode_rendered(texts, mark)
+        for index, tokens in enumerate(found):
+            if not len(tokens):
+                raise ConversationError(index, f'its prompt {texts[index][:80]!r} has no token: look at the template')
+        return found
+
+    def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
+        """int32 [n] that follow a sampled answer, by template difference; see Tokenizer."""
+        if self._template is None:
+            return None
+        (messages, tools), mark = self._spellings.mark((messages, tools), self._template.written)
+        text = self._extension.render(messages, tools)
+        if text is None:
+            return None
+        [tokens] = self._encode_rendered([text], mark)
+        if closed_by is None:
+            return tokens
+        return tokens[1:] if tokens[:1] == [closed_by] else None
+
+    @functools.cached_property
+    def _extension(self) -> Extension:
+        assert self._template is not None
+        return Extension(self._template)
+
+    @functools.cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self._bpe, self.special_token_ids(), self.source)
+
+    def _encode_rendered(self, texts: list[str], mark: str) -> list[np.ndarray]:
+        """int32 [n] of each text that the template wrote from messages with this mark; '' = without any."""
+        for index, text in enumerate(texts):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f'half of a surrogate pair, {text[error.start]!r}'
+                raise ConversationError(index, f'its prompt has {half}: write the whole character') from error
+        bpe, texts = self._spellings.separate(texts, mark) if mark else (self._bpe, texts)
+        with naming(f'{self.source}: the prompts cannot be encoded'):
+            batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+            found = [one for batch in batches for one in bpe.encode_batch_fast(batch, add_special_tokens=False)]
+        return [np.asarray(encoding.ids, np.int32) for encoding in found]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of the tokens, special ones spelled out, except for one of `end_ids` at the very end.
+
+        Ids beyond the vocabulary, which a model with more embeddings may sample, have no text.
+        """
+        return self.token_bytes.decode(self._without_end(tokens))
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text."""
+        return read_token_bytes(self._bpe)
+
+    def special_token_ids(self) -> frozenset[int]:
+        added = self._bpe.get_added_tokens_decoder()
+        return frozenset({*self.end_ids, *(token for token, entry in added.items() if entry.special)})
+
+
+class GgufTokenizer(_BpeTokenizer):
+    """Byte-level BPE and chat template as a GGUF file describes them.
+
+    `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
+    pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally eot_id and eom_id (end of a turn, and of a
+    message to a tool), bos_id, pad_id, unk_id, add_bos and add_eos, as formats.gguf.describe_gguf has them. `template`
+    goes before that of the fields.
+
+    Args:
+      all_ends: eot_id and eom_id end an answer too.
+      day: see ChatTemplate.
+
+    Raises TokenizerError for a missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
+    """
+
+    def __init__(
+        self,
+        fields: JsonObject,
+        source: str = 'the GGUF file',
+        template: GivenTemplate | None = None,
+        *,
+        all_ends: bool = True,
+        day: str = '',
+    ):
+        if template is not None:
+            fields = {**fields, 'chat_template': template.source}
+        required = ('tokens', 'merges', 'token_types', 'pre', 'eos_id', 'chat_template')
+        if missing := [name for name in required if fields.get(name) in (None, '', [])]:
+            raise TokenizerError(f'{source}: its metadata lacks {missing}; a chat model with byte-level BPE has them')
+        self.source = source
+        tokens = require_tokens(fields, source)
+        self.vocab_size = len(tokens)
+        self.eos_id = require_id('eos_id', fields['eos_id'], tokens, source)
+        others = [require_id(name, fields[name], tokens, source) for name in _GGUF_ENDS if fields.get(name) is not None]
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *(others if all_ends else [])]))
+        self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer_files.describe_tokenizer
+        for role in ('bos', 'pad', 'unk'):
+            if fields.get(f'{role}_id') is not None:
+                self.special_ids[role] = require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
+        self._fields = fields
+        bpe = build_bpe(tokens, fields['merges'], fields['token_types'], fields['pre'], source)
+        self._bpe = with_ends(bpe, self._added_roles(), self.special_ids)
+        bos = tokens[self.special_ids['bos']] if 'bos' in self.special_ids else ''
+        values = {'bos_token': bos, 'eos_token': tokens[self.eos_id]}
+        place = source if template is None else template.place
+        with_tools = fields.get('tool_template') if template is None else None
+        self._template = ChatTemplate(
+            fields['chat_template'], values, place, day=day,
+            with_tools=ChatTemplate(with_tools, values, place, day=day) if with_tools else None,
+        )  # fmt: skip
+
+    def hf_files(self) -> dict[str, str]:
+        """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
+
+        add_bos and add_eos of the GGUF file hold there for plain text, as in `encode_prompt`.
+        """
+        template = self._fields['chat_template']
+        if with_tools := self._fields.get('tool_template'):
+            template = [
+                {'name': name, 'template': one} for name, one in ((DEFAULT, template), (WITH_TOOLS, with_tools))
+            ]
+        return describe_tokenizer(self._bpe, self.special_ids, *self._added_roles(), template=template)
+
+    def _added_roles(self) -> tuple[bool, bool]:
+        """Whether BOS and EOS are put around plain text."""
+        return bool(self._fields.get('add_bos')), bool(self._fields.get('add_eos'))
+
+
+class HfTokenizer(_BpeTokenizer):
+    """Tokenizer and chat template of a local Hugging Face checkpoint directory.
+
+    Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
+    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. `template`
+    goes before both. Of several templates with names that called default is taken, and for conversations with tools the
+    one called tool_use. Without any `encode_chats` raises; everything else works.
+
+    Args:
+      all_ends: the ids that generation_config.json and config.json name as eos_token_id end an answer too.
+      day: see ChatTemplate.
+
+    Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
+    id the two files disagree about.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        template: GivenTemplate | None = None,
+        *,
+        all_ends: bool = True,
+        day: str = '',
+    ):
+        directory = pathlib.Path(directory)
+        self.source = str(directory / TOKENIZER)
+        path = directory / CONFIG
+        fields = read_object(path)
+        self._bpe = read_hf_tokenizer(directory / TOKENIZER)
+        add_tokens(self._bpe, fields.get('added_tokens_decoder') or {}, path)
+        specials = {name: token_text(fields[name], path, name) for name in _HF_SPECIALS if fields.get(name)}
+        if 'eos_token' not in specials:
+            raise TokenizerError(f'{path} has no eos_token; name the token that ends an answer')
+        eos_id = self._bpe.token_to_id(specials['eos_token'])
+        if eos_id is None:
+            raise TokenizerError(f'{path}: eos_token={specials["eos_token"]!r} is not in the vocabulary')
+        self.eos_id = int(eos_id)
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *(read_end_ids(directory) if all_ends else [])]))
+        self.vocab_size = 1 + max(self._bpe.get_vocab(with_added_tokens=True).values())
+        self._given = template
+        values = {**specials, 'tools': None, 'documents': None}
+        self._template = read_hf_template(directory, fields, values, template, day)
+
+    def hf_files(self) -> dict[str, str]:
+        """The contents of files that go before those of the directory, by name: a given chat template."""
+        return {} if self._given is None else {TEMPLATE: self._given.source}
+
+    def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
+        if self._template is None:
+            raise ConversationError(
+                0,
+                f'{pathlib.Path(self.source).parent} has a chat template neither in {TEMPLATE} nor in '
+                f'{CONFIG}: its model was not trained to chat, or the file was not copied: name one in '
+                'model.chat_template',
+            )
+        return super().encode_chats(conversations, tools)
