@@ -154,7 +154,7 @@ def tell_parts(report: Report) -> Parts:
 
 def _what_ran(report: Report) -> str:
     attempt = f', the last of {report["attempts"]} attempts' if report['attempts'] > 1 and report['finished'] else ''
-    wall = '' if (seconds := report['wall_seconds']) is None else f' in {format_number(seconds)} s of wall time{attempt}'
+    wall = '' if (spent := report['wall_seconds']) is None else f' in {format_number(spent)} s of wall time{attempt}'
     planned = '' if report['finished'] else f' of {report["planned_steps"]}'
     simulated = report['simulation'] and f'**Simulated**, without weights: {report["simulation"]}. '
     return simulated + (
