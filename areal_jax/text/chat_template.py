@@ -85,8 +85,8 @@ class ChatTemplate:
         self.source, self._with_tools = source, with_tools
         names, variables = _parse(source, place)
         # whatever it, or the one for tools, looks at by name
-        self.names = names if with_tools is None else names | with_tools.names
-        self.takes_tools = 'tools' in variables if with_tools is None else with_tools.takes_tools
+        self.names: frozenset[str] = names if with_tools is None else names | with_tools.names
+        self.takes_tools: bool = 'tools' in variables if with_tools is None else with_tools.takes_tools
         self._workers = [TemplateWorker(source), TemplateWorker(source)]  # of usual requests, and of large ones
 
     def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:

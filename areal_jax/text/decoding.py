@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from areal_jax.files import JsonObject
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -181,7 +183,7 @@ class _Writer:
       steps: as the library describes them; none = its decoder joins tokens with blanks, or has only steps of others.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, steps: Sequence[Mapping[str, object]]):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, steps: Sequence[JsonObject]):
         from tokenizers import decoders
 
         self._joins, self._decoder = tokenizer.decoder is None, None
@@ -201,7 +203,7 @@ class _Writer:
         return text[0 if is_first else self._before : len(text) - self._after]
 
 
-def _list_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, object]]:
+def _list_steps(tokenizer: tokenizers.Tokenizer) -> list[JsonObject]:
     """Those of its decoder, as JSON describes them; none where it has no decoder."""
     if tokenizer.decoder is None:
         return []
@@ -215,7 +217,7 @@ def _list_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, object]]:
     return found
 
 
-def _is_local(step: Mapping[str, object], is_fused: bool) -> bool:
+def _is_local(step: JsonObject, is_fused: bool) -> bool:
     """Whether a step changes each token for itself."""
     kind = step['type']
     return kind not in ('ByteLevel', 'ByteFallback', 'Fuse') and not (kind == 'Strip' and is_fused)
@@ -224,8 +226,7 @@ def _is_local(step: Mapping[str, object], is_fused: bool) -> bool:
 def _find_level_bytes(text: str) -> bytes:
     """A token with a character that stands for no byte is text."""
     alphabet = _byte_alphabet()
-    found = [alphabet.get(character) for character in text]
-    return text.encode() if None in found else bytes(found)
+    return bytes(map(alphabet.__getitem__, text)) if alphabet.keys() >= set(text) else text.encode()
 
 
 @functools.cache
