@@ -999,8 +999,8 @@ MUTATIONS = [
     Mutation(
         'take a wait in the kernel for one for a processor',
         'areal_jax.workers.sandbox.meter:is_runnable',
-        "== b'R'",
-        "in (b'R', b'D')",
+        "== [b'R']",
+        "in ([b'R'], [b'D'])",
         'tests/tasks/code/test_judge.py -k wait',
     ),
     Mutation(

@@ -39,7 +39,7 @@ _NAMES = (
 SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
 FLAGS = ('-std=c++17', '-O3', '-march=native', '-fopenmp-simd', '-shared', '-fPIC', '-w')  # of the compiler
 _COMPILERS = ('c++', 'g++', 'clang++')
-_COMPILE_S = 120.0
+COMPILE_S = 120.0
 
 
 class NativeError(Exception):
@@ -134,7 +134,7 @@ def _run(command: list[str]) -> tuple[int, str]:
     """
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            _, said = process.communicate(timeout=_COMPILE_S)
+            _, said = process.communicate(timeout=COMPILE_S)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise

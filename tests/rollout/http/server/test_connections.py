@@ -221,7 +221,8 @@ def ask(url, path, content=None):
     """(status, seconds) of a request on a connection of its own."""
     began = time.monotonic()
     data = None if content is None else json.dumps(content).encode()
-    with urllib.request.urlopen(urllib.request.Request(f'{url}{path}', data), timeout=20) as reply:
+    asked = urllib.request.Request(f'{url}{path}', data, {'Content-Type': 'application/json'})
+    with urllib.request.urlopen(asked, timeout=20) as reply:
         reply.read()
         return reply.status, round(time.monotonic() - began, 3)
 
