@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 from areal_jax.tasks import gym_datasets
+from areal_jax.tasks.answers import number_reader
 from areal_jax.tasks.gym_datasets import import_package
-from areal_jax.tasks.integers import has_number, last_integer
 from areal_jax.tasks.scoring.score_call import UNPARSED
-from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction, integer_or_text
+from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason
 
@@ -54,7 +54,7 @@ def build(
         sides,
         lambda problem: chat_messages(problem['question'], system_prompt),
         tokenizer,
-        integer_or_text if set(datasets) <= set(DATASETS) else gym_datasets.extract_answer,
+        number_reader.integer_or_text if set(datasets) <= set(DATASETS) else gym_datasets.extract_answer,
     )
 
 
@@ -103,9 +103,9 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
     """
     if 'options' in problem:
         return gym_datasets.score(problem, answer_text, finish_reason)
-    number = last_integer(answer_text)
+    number = number_reader.read_integer(answer_text)
     if finish_reason != 'stop' or number is None:
-        return UNPARSED if finish_reason == 'stop' and not has_number(answer_text) else 0.0
+        return UNPARSED if finish_reason == 'stop' and number_reader.is_no_integer(answer_text) else 0.0
     return float(_load_scorer(problem['dataset'])(number, problem) == 1.0)
 
 

@@ -16,7 +16,7 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.plugins import spec_of
 from areal_jax.protocols import PromptStream
-from areal_jax.tasks.integers import last_integer
+from areal_jax.tasks.answers.number_reader import integer_or_text
 from areal_jax.text.chat_template import ConversationError, Messages
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import FinishReason, Prompt
@@ -65,11 +65,6 @@ class Task(Protocol):
     def final_answer(self, text: str) -> str:
         """What an answer's text comes to: answers with an equal one are the same answer, as in a majority vote."""
         ...
-
-
-def integer_or_text(text: str) -> str:
-    """The last integer of the text; the text itself where there is none."""
-    return last_integer(text) or text
 
 
 class ListedTask:

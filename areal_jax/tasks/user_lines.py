@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from areal_jax.files import JsonObject
 from areal_jax.tasks.other_formats import HEAD_BYTES, describe_other_format
@@ -14,8 +14,10 @@ _LONGEST_LINE = 16 * 2**20  # bytes: bounds memory; a prompt of that length fits
 _BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 
 
-def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, JsonObject]]:
-    """('FILE:LINE', object) of each line that is not blank.
+def read_objects(
+    path: str | pathlib.Path, decode: Callable[[str], object] = json.loads
+) -> Iterator[tuple[str, JsonObject]]:
+    """('FILE:LINE', object) of each line that is not blank; `decode` makes a value of JSON, or raises ValueError.
 
     Raises TaskError for a file that cannot be read, is of another format or has no such line, and, naming the line, for
     one that is not UTF-8, too long, or no JSON object.
@@ -27,7 +29,7 @@ def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, JsonObject]]:
             raise TaskError(f'{place}: the line has more than {_LONGEST_LINE >> 20} MiB; give one JSON object a line')
         if text := _decode(line, place).strip():
             empty = False
-            yield place, _parse(text, place)
+            yield place, _parse(text, place, decode)
     if empty:
         raise TaskError(f'task.path={str(path)!r} has no line: give one JSON object a line')
 
@@ -72,9 +74,9 @@ def _decode(line: bytes, place: str) -> str:
         ) from error
 
 
-def _parse(text: str, place: str) -> JsonObject:
+def _parse(text: str, place: str, decode: Callable[[str], object]) -> JsonObject:
     try:
-        row = json.loads(text)
+        row = decode(text)
     except ValueError as error:
         raise TaskError(f'{place}: not JSON ({error}), got {text[:80]!r}') from error
     except RecursionError as error:

@@ -9,7 +9,7 @@ import pytest
 from areal_jax.config.declarations import choices
 from areal_jax.installation import describe_install
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.answers import mathematics
+from areal_jax.tasks.answers import expressions, integer
 from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -74,7 +74,7 @@ def test_without_a_path_the_field_is_named():
     ],
 )
 def test_reward_by_hand(text, finish_reason, reward):
-    assert jsonl.score({'answer': '1234'}, text, finish_reason) == reward
+    assert integer.score({'answer': '1234'}, text, finish_reason) == reward
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_reward_by_hand(text, finish_reason, reward):
     ],
 )
 def test_an_answer_without_a_number_is_unparsed_unless_it_was_cut(text, finish_reason, label):
-    assert score_answer(jsonl.score, {'answer': '1234'}, text, finish_reason).label == label
+    assert score_answer(integer.score, {'answer': '1234'}, text, finish_reason).label == label
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_bad_line_of_another_kind_is_named(path, kind, line, message):
 
 
 def test_without_math_verify_the_command_that_installs_it_is_named(path, monkeypatch):
-    monkeypatch.setattr(mathematics, 'is_installed', lambda: False)
+    monkeypatch.setattr(expressions, 'is_installed', lambda: False)
     with pytest.raises(TaskError, match=rf"^task\.answer='math' needs .*: {re.escape(describe_install('tasks'))}$"):
         jsonl.build(CharacterTokenizer(ASCII), str(path), 'math', '', 0.25)
 
@@ -187,8 +187,9 @@ def test_without_math_verify_the_command_that_installs_it_is_named(path, monkeyp
         ('{"question": " ", "answer": 1}', r"rows\.jsonl:2: question=' ' must be a text that is not empty"),
         ('{"question": "q", "answer": null}', r'rows\.jsonl:2: answer=None must be a text'),
         ('{"question": "q", "answer": true}', r'rows\.jsonl:2: answer=True must be a text'),
-        ('{"question": "q", "answer": 1e400}', r'rows\.jsonl:2: answer=inf must be a text'),
-        ('{"question": "q", "answer": 2.5}', r'rows\.jsonl:2: answer=2\.5 must be a text'),
+        ('{"question": "q", "answer": 1e4000}', r"rows\.jsonl:2: the answer '1E\+4000' does not end in an integer"),
+        ('{"question": "q", "answer": NaN}', r'rows\.jsonl:2: answer=nan must be a text'),
+        ('{"question": "q", "answer": 2.5}', r"rows\.jsonl:2: the answer '2\.5' does not end in an integer"),
         ('{"question": "\\ud800", "answer": 1}', r"rows\.jsonl:2: question has '\\ud800' at character 0, half of a"),
         ('{"question": "q", "answer": "so\\n#### 2.5"}', r'rows\.jsonl:2: the answer .* does not end in an integer'),
         ('{"question": "q", "answer": "7 or so\\n#### unknown"}', r'rows\.jsonl:2: the answer'),

@@ -1,8 +1,8 @@
-"""Finds gold answers that math-verify cannot parse, in processes of its own: one of them may compute without end.
+"""Finds gold answers of mathematics that do not equal themselves, in processes of its own: one may compute without end.
 
 It runs when a file is loaded. `python -m areal_jax.tasks.answers.gold_answers` reads one JSON text a line and writes
-true or false for each. The parser takes about 20 ms, so a numeral is not sent, and of golds that differ in their
-numerals alone only the first is.
+for each what is wrong with it, or "". The parser takes about 20 ms, so numbers and words are not sent, and of golds
+that differ in their numerals alone only the first is, where these are not 0 or 1, nor stand behind ^, _ or a command.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.answers.number import read_whole
+from areal_jax.tasks.answers import latex, mathematics
 from areal_jax.workers.batch_process import Finished, count_processes, run_processes
 from areal_jax.workers.descendants import die_with_parent
 
 _SECONDS = 10  # for one gold; the kernel then ends the process, whatever it computes
-_NUMERAL = re.compile(r'[0-9]+(?:\.[0-9]+)?')
+_NUMERAL = re.compile(r'(?<![A-Za-z_^.0-9])(?<![_^]\{)(?<!\^\{-)([0-9]+)(\.[0-9]+)?')
 PER_PROCESS = 100  # golds that are worth another process, which imports for about a second
 
 
@@ -32,11 +31,11 @@ class Fault(NamedTuple):
 
 
 def find_fault(golds: Sequence[str]) -> Fault | None:
-    """The first gold, in their order, that cannot be parsed; None if all can be."""
+    """The first gold, in their order, that does not equal itself; None if all do."""
     by_shape: dict[str, str] = {}
     for gold in golds:
-        if read_whole(gold) is None:
-            by_shape.setdefault(_NUMERAL.sub('2', gold), gold)
+        if latex.read_form(gold).kind == 'expression':
+            by_shape.setdefault(_NUMERAL.sub(_shape, gold), gold)
     asked = list(by_shape.values())
     n = count_processes(len(asked), PER_PROCESS)
     parts = [asked[len(asked) * k // n : len(asked) * (k + 1) // n] for k in range(n)]
@@ -45,9 +44,15 @@ def find_fault(golds: Sequence[str]) -> Fault | None:
     return next((fault for fault in faults if fault), None)
 
 
+def _shape(numeral: re.Match[str]) -> str:
+    whole = numeral[1].lstrip('0')
+    return (whole if whole in ('', '1') else '2') + ('.2' if numeral[2] else '')
+
+
 def _find_fault(golds: Sequence[str], process: Finished) -> Fault | None:
-    if 'false' in process.lines:
-        return Fault(golds[process.lines.index('false')], 'cannot be parsed by math-verify')
+    for gold, line in zip(golds, process.lines, strict=False):
+        if reason := json.loads(line):
+            return Fault(gold, reason)
     if process.exit_code == 0:
         return None
     late = process.exit_code == -signal.SIGALRM
@@ -56,12 +61,12 @@ def _find_fault(golds: Sequence[str], process: Finished) -> Fault | None:
 
 
 def main() -> None:
-    """The process: for each line true where the gold can be parsed, else false."""
+    """The process: for each line what is wrong with the gold, or ""."""
     die_with_parent()
     mathematics.warm_up()
     for line in sys.stdin:
         signal.alarm(_SECONDS)  # without a handler: the kernel ends the process, in the middle of C code too
-        print(json.dumps(mathematics.is_parsed(mathematics.parse_gold(json.loads(line)))), flush=True)
+        print(json.dumps(mathematics.find_gold_fault(json.loads(line))), flush=True)
 
 
 if __name__ == '__main__':

@@ -1,11 +1,11 @@
-"""The kind 'normalised': final answers are the same up to case, blanks, quotes and an article.
+r"""The kind 'normalised': final answers are the same up to case, blanks, quotes and an article.
 
 The normal form of a text:
 
   1 NFKC: characters of equal meaning become one (full-width letters, ligatures, superscripts); '−' becomes '-'
   2 lower case, by Unicode's case folding: 'STRASSE' and 'Straße' are equal
   3 runs of blanks become one blank
-  4 quotes and Markdown's * _ ` are removed around the text, and . , ; : ! ? at its end
+  4 quotes, Markdown's * _ ` and LaTeX's $ \text{} are removed around the text, and . , ; : ! ? at its end
   5 brackets around the whole text are removed: '(b)' is 'b'
   6 a leading article (a, an, the) is removed, where something follows it
   7 steps 4 to 6 are repeated until nothing changes
@@ -19,7 +19,7 @@ import re
 import unicodedata
 from typing import TYPE_CHECKING
 
-from areal_jax.tasks.answers.extraction import final_text
+from areal_jax.tasks.answers.extraction import final_text, unwrap
 from areal_jax.tasks.scoring.score_call import UNPARSED
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def normalise(text: str) -> str:
     text = unicodedata.normalize('NFKC', text[:_LONGEST]).replace('\u2212', '-').casefold()
     text = ' '.join(text.split())
     while True:
-        stripped = text.lstrip(_AROUND).rstrip(_AT_THE_END)
+        stripped = unwrap(text).lstrip(_AROUND).rstrip(_AT_THE_END)
         if stripped.startswith('(') and stripped.find(')') == len(stripped) - 1:
             stripped = stripped[1:-1]
         stripped = _ARTICLE.sub('', stripped, count=1) if _ARTICLE.match(stripped) else stripped
@@ -48,8 +48,9 @@ def normalise(text: str) -> str:
 
 
 def read_gold(text: str) -> str | None:
-    """The normal form of a gold's final answer; None where nothing is left of it."""
-    return normalise(final_text(text) or '') or None
+    """The normal form of a gold's final answer; None where nothing or another final answer is left of it."""
+    gold = final_answer(text)
+    return gold if gold and final_answer(gold) == gold else None
 
 
 def final_answer(text: str) -> str:

@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 
 from areal_jax.tasks.answers import number
-from areal_jax.tasks.answers.number import read_answer, read_whole
+from areal_jax.tasks.answers.number_reader import read_answer, read_marked
 from areal_jax.tasks.scoring.score_call import score_answer
 
 
@@ -20,7 +20,8 @@ from areal_jax.tasks.scoring.score_call import score_answer
         ('#### 18 dollars', 18),
         (r'Hence $x = \boxed{-\frac{7}{2}}$.', Fraction(-7, 2)),
         (r'\boxed{\frac{1,000}{4}}', 250),
-        (r'area \boxed{25\pi \text{ cm}^2}', 25),
+        (r'area \boxed{25\pi \text{ cm}^2}', None),
+        (r'area \boxed{25 \text{ cm}^2}', 25),
         (r'\boxed{\text{about } 40\%}', 40),
         ('#### Summary\nThe answer is 9', 9),  # a heading has no number: the next mark
         ('It is 10:45', 45),
@@ -48,16 +49,18 @@ from areal_jax.tasks.scoring.score_call import score_answer
     ],
 )
 def test_the_number_that_an_answer_comes_to(text, value):
-    assert read_answer(text) == value
+    numeral = read_answer(text)
+    assert (None if numeral is None else numeral.value) == value
 
 
 @pytest.mark.parametrize(
     ('text', 'value'),
-    [('36', 36), (r'\$1{,}234', 1234), (r'10\%', 10), (r'90^\circ', 90), ('-1/2.', Fraction(-1, 2)), ('5 cm', None),
-     ('x=5', None), ('1 2', None), (r'\frac{1}{2}', Fraction(1, 2))],
+    [('36', 36), (r'\$1{,}234', 1234), (r'10\%', 10), (r'90^\circ', 90), ('-1/2.', Fraction(-1, 2)), ('5 cm', 5),
+     ('x=5', 5), ('5x', None), ('(5)', None), ('1 2', None), (r'\frac{1}{2}', Fraction(1, 2))],
 )  # fmt: skip
-def test_a_text_that_is_a_number_and_nothing_else(text, value):
-    assert read_whole(text) == value
+def test_a_marked_text_is_a_number_as_a_whole(text, value):
+    numeral = read_marked(text)
+    assert (None if numeral is None else numeral.value) == value
 
 
 def test_equal_are_equal_fractions():

@@ -52,7 +52,11 @@ def test_a_normal_form_is_its_own_normal_form(text):
         (r'\text{Evelyn}.', 'Evelyn'),
         (r'11\sqrt2', r'11\sqrt{2}'),
         (r'\$32,\!348', '32348'),
-        (r'5.4 \text{ cents}', '5.4cents'),
+        (r'5.4 \text{ cents}', '27/5'),
+        (r'5x \text{ cents}', '5xcents'),
+        ('1 2', '1 2'),  # is not 12
+        (r'\begin{pmatrix} 1 \\ 2 \end{pmatrix}', r'\begin{pmatrix}1\\2\end{pmatrix}'),
+        (r'1011_{2}', '1011_2'),
         (r'-0.50', '-1/2'),
         (r'y = 2x + 3', '2x+3'),
         (r'a = b = c', 'a=b=c'),
@@ -63,6 +67,8 @@ def test_normal_form_of_latex(text, form):
     assert latex.normalise(text) == form
 
 
-def test_which_normal_forms_are_numbers():
-    forms = [latex.normalise(text) for text in ('0.5', r'\frac{4}{2}', '-3', 'x', r'\frac{\pi}{2}', '')]
-    assert [latex.is_number(form) for form in forms] == [True, True, True, False, False, False]
+def test_what_a_form_is():
+    closed = ('0.5', r'\frac{4}{2}', '2^{-3}', '12_5', 'no solution', r'\text{Yes}')
+    texts = (*closed, 'x', 'abc', r'\frac{\pi}{2}', '3t', '')
+    kinds = ['number'] * 3 + ['based'] + ['words'] * 2 + ['expression'] * 5
+    assert [latex.read_form(text).kind for text in texts] == kinds

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.tasks.integers import last_integer
+from areal_jax.tasks.answers.number_reader import read_integer
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,15 @@ from areal_jax.tasks.integers import last_integer
         ('-0', '0'),
         ('', None),
         ('none', None),
-        ('9' * 5000, '9' * 5000),  # more digits than int() takes
+        ('9' * 5000, None),  # more digits than int() takes
+        ('9' * 4000, '9' * 4000),
+        ('The answer is 6, not 7.', '6'),
+        ('3/4', None),
+        ('6/2', '3'),
+        ('2^{10}', None),
+        ('1.5e3', '1500'),
+        ('−7', '-7'),
     ],
 )
-def test_last_integer(text, expected):
-    assert last_integer(text) == expected
+def test_the_integer_of_an_answer(text, expected):
+    assert read_integer(text) == expected

@@ -1,0 +1,261 @@
+r"""The one reader of numerals: what a marked answer, a gold or the end of a text comes to, as an exact fraction.
+
+A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals behind a point, an
+exponent (1.5e3, 3 \times 10^5), and may be a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). A comma is never
+a decimal point. Units and the percent sign change no value: 50% is 50.
+
+A marked answer is read as a whole: behind the numeral there may be words, units, a percent or degree sign, and before
+it words or 'x ='. With operators, functions, brackets or other letters it is an expression, and no numeral.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from areal_jax.tasks.answers import words
+from areal_jax.tasks.answers.extraction import marked_answers, unwrap, without_thoughts
+from areal_jax.tasks.answers.spelling import mask_fractions, plain
+
+MOST_DIGITS = 4000  # of numerator or denominator: int() and str() take no more than 4300
+_LONGEST = 10_000  # characters of a marked answer that are read
+_WINDOW = 48  # characters before the last digit of a text, in which its last numeral nearly always begins
+_BEHIND = 16  # characters behind it, which may make it the base of a power
+_WORD_ENDS = frozenset('abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?')
+
+# The bound on the groups keeps the search linear in the text.
+_DIGITS = r'(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}+(?![0-9])|[0-9]++)'
+_DECIMAL = rf'(?:{_DIGITS}(?:\.[0-9]++)?|(?<![\w.])\.[0-9]++)'
+_TIMES_TEN = r'\s*[*x]\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?[0-9]++)\s*\}?'
+_CURRENCY = '$€£¥₹₩₽₺₴₦₫'
+_NUMBER = re.compile(
+    r'(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<![0-9]\*\*)'  # neither inside a word or number, nor an exponent
+    rf'(?:(?<![\w.)\]}}])([-+]))?[{_CURRENCY}]?'  # a minus right after a digit, letter, point or bracket is an operator
+    rf'(?>([0-9]++)[ ]+([0-9]++)[ ]*/[ ]*([0-9]++)|({_DECIMAL})[ ]*/[ ]*({_DECIMAL})|'
+    rf'({_DECIMAL})(?:[eE]([-+]?[0-9]++)|{_TIMES_TEN})?)'
+    r'(?!\s*(?:\^|\*\*\s*[0-9]|_\s*\{?\s*[0-9]))'  # the base of a power and the digits in another base are no numeral
+)
+_HAS_DIGIT = re.compile(r'[\d¼-¾⅐-⅞↉]')
+_UP_TO_LAST_DIGIT = re.compile(r'.*[\d¼-¾⅐-⅞↉]', re.DOTALL)
+_BLANK_GROUPS = re.compile(r'(?<![0-9.,/])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9]| *[0-9/])')
+_SIGN = re.compile(r'^([-+])\s+(?=[0-9.$])')
+_EQUALS = re.compile(r'=|≈|(?<=[A-Za-z\s])(?:is|equals)(?![A-Za-z])|(?<=[A-Za-z]):(?=\s)')
+_LIST = re.compile(r'[,;](?![0-9]{3}(?![0-9]))|\b(?:and|or)\b')
+_BEFORE = re.compile(r'[A-Za-z]+|[.,:;\'"’()~\-—\s$€£¥₹#]')
+_TOKEN = re.compile(
+    r"\s*(?:(?P<word>[A-Za-z]+(?:['’-][A-Za-z]+)*)|(?P<number>[0-9.]*[0-9])|(?P<power>\^\s*\{?\s*-?[0-9]+\s*\}?)"
+    r"|(?P<unit>[%°€£¥₹$¢])|(?P<stop>[.!?](?=\s|$)|[\n—])|(?P<pause>[,;:](?=\s|$))|(?P<quote>[\"'”’*_`])|(?P<other>.))",
+    re.DOTALL,
+)
+
+
+class Numeral(NamedTuple):
+    """What was read, and how it was written."""
+
+    value: Fraction
+    is_fraction: bool  # with a fraction bar: 3/4, 1 1/2, ½
+
+
+def read_answer(text: str) -> Numeral | None:
+    """The numeral that an answer comes to; None without any, and where what is marked is another expression.
+
+    Of a text without a mark it is the last numeral.
+    """
+    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
+        return _read_digits(text)
+    text = without_thoughts(text)
+    end = 0
+    for marked in marked_answers(text):
+        numeral = read_marked(marked.text)
+        if numeral is not None or marked.is_alone or _HAS_DIGIT.search(marked.text):
+            return numeral
+        end = max(end, marked.end)  # '#### Summary' is a heading
+    return read_last(text[end:])
+
+
+def read_integer(text: str) -> str | None:
+    """The integer that an answer comes to, '-?[0-9]+'; None without any."""
+    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
+        return text.lstrip('0') or '0'
+    return spell_integer(read_answer(text))
+
+
+def integer_or_text(text: str) -> str:
+    """The integer that an answer comes to; the text itself if there is none."""
+    return read_integer(text) or text
+
+
+def spell_integer(numeral: Numeral | None) -> str | None:
+    """'-?[0-9]+'; None for no numeral and for one that is no integer."""
+    return str(numeral.value.numerator) if numeral is not None and numeral.value.denominator == 1 else None
+
+
+def is_no_integer(text: str) -> bool:
+    """Whether an answer comes to no numeral, or to a fraction like 3/4; '6.5' is a wrong integer."""
+    numeral = read_answer(text)
+    return numeral is None or (numeral.is_fraction and numeral.value.denominator > 1)
+
+
+def read_gold(text: str) -> Numeral | None:
+    """The same for a gold, which is a numeral as a whole: without a mark, its last line is one, and it has no other."""
+    marked = None
+    for marked in marked_answers(text):
+        if (numeral := read_marked(marked.text)) is not None:
+            return numeral
+    if marked is not None:
+        return None
+    numeral = read_marked(text.strip().rpartition('\n')[2])
+    return numeral if numeral is not None and numeral == read_last(text) else None
+
+
+def read_marked(text: str) -> Numeral | None:
+    """The numeral that a marked answer is, with words and units around it; None for another expression."""
+    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
+        return _read_digits(text)
+    if len(text) > _LONGEST or not _HAS_DIGIT.search(text):
+        return None
+    text = plain(unwrap(text)).replace('$', '').strip(' \t"“”\'')
+    *before, last = _EQUALS.split(text)
+    numeral = _read_with_suffix(text)
+    if numeral is not None or not before:
+        return numeral if numeral is not None else _read_behind_words(text)
+    if any(_LIST.search(part) for part in before):  # 'x = 3, y = 4'
+        return None
+    return _read_with_suffix(last) or _read_behind_words(last)
+
+
+def read_last(text: str) -> Numeral | None:
+    """The last numeral of a text without a mark; None without any, and where that has too many digits."""
+    if not (found := _UP_TO_LAST_DIGIT.match(text)):
+        return None
+    start = max(0, found.end() - _WINDOW)
+    while start and not (text[start - 1] in ' \n' and text[start - 2] in _WORD_ENDS):
+        start -= 1
+    for part in (text[start : found.end() + _BEHIND], text):
+        last = None
+        for last in _NUMBER.finditer(_SIGN.sub(r'\1', mask_fractions(plain(part)).lstrip())):  # noqa: B007
+            pass
+        if last is not None:
+            return _read_match(last)
+    return None
+
+
+@functools.lru_cache(1024)  # most golds of a file are few short numbers
+def _read_digits(digits: str) -> Numeral:
+    return Numeral(Fraction(int(digits)), False)
+
+
+def _read_with_suffix(text: str) -> Numeral | None:
+    r"""The numeral with which a text begins, where what follows it changes no value but for 'million'."""
+    text = _SIGN.sub(r'\1', text.strip(' \t*_`'))
+    if (groups := _BLANK_GROUPS.match(text.lstrip('+-'))) is not None:
+        text = text.replace(groups[1], groups[1].replace(' ', ''), 1)  # '12 345', as LaTeX shows it
+    text = text.removeprefix('+') if text.startswith('+-') else text
+    match = _NUMBER.match(_without_currency(text))
+    if match is None:
+        return None
+    numeral, rest = _read_match(match), match.string[match.end() :]
+    if numeral is None or not rest:
+        return numeral
+    if not _changes_nothing(rest.removeprefix('.') if not numeral.is_fraction and '.' not in match[0] else rest):
+        return None
+    first = re.match(r'\s*([A-Za-z]+)', rest)
+    scale = words.scale_of(first[1]) if first else None
+    return numeral if scale is None else numeral._replace(value=numeral.value * scale)
+
+
+def _read_behind_words(text: str) -> Numeral | None:
+    """The first numeral of 'about 40%' and 'she has 5 apples'."""
+    if not (digit := re.search(r'[0-9]|(?<![\w.])\.[0-9]', text)):
+        return None
+    start = digit.start()
+    while start and text[start - 1] in f'-+{_CURRENCY}':
+        start -= 1
+    before = text[:start]
+    if _BEFORE.sub('', before) or text[start - 1 : start].isalnum() or '(' in before:
+        return None
+    letters = re.findall('[A-Za-z]+', before)
+    if not all(words.is_word(run) or words.is_unit(run) for run in letters):
+        return None
+    return _read_with_suffix(text[start:]) if letters else None
+
+
+def _without_currency(text: str) -> str:
+    """'-€5' and '€-5' as '-5'; '5€' keeps its sign behind the numeral."""
+    return re.sub(rf'^([-+]?)\s*[{_CURRENCY}]\s*', r'\1', text)
+
+
+def _changes_nothing(rest: str) -> bool:
+    """Whether what follows a numeral are words, units, a percent or degree sign, and no part of an expression."""
+    seen: list[str] = []  # the words so far
+    for token in _TOKEN.finditer(rest):
+        kind, text, after = token.lastgroup, token[0].strip(), rest[token.end() :]
+        is_attached = token.start() == 0 and not token[0][:1].isspace()
+        if kind == 'stop':  # the end of the sentence; '5!' is a factorial
+            return not (text == '!' and is_attached)
+        if kind == 'pause':
+            return _is_remark(after) and (text != ':' or bool(seen))
+        if kind == 'word':
+            if not seen and not _may_follow(text, is_attached):
+                return False
+            if words.ends_value(text) and (seen or not words.connects(text)):
+                return True
+            seen.append(text)
+        elif kind == 'number':
+            return len(seen) > 1 and not words.connects(seen[-1])
+        elif kind == 'power' and not (seen and words.is_unit(seen[-1])):  # cm^2
+            return False
+        elif kind == 'other' and text:
+            joins = (text in '/*·.' or (text == '-' and not seen)) and _names_unit(after)  # '5 km/h', '5-inch'
+            if not joins:
+                return text == '(' and bool(seen)  # '5 dollars (about)'
+    return True
+
+
+def _may_follow(text: str, is_attached: bool) -> bool:
+    """Whether the first letters behind a numeral are a unit or a word, not variables or a function."""
+    first, *others = re.split(r"['’-]", text)
+    if words.is_unit(first):
+        return True
+    if len(first) < (3 if is_attached else 2):
+        return False
+    return words.is_word(first) and all(words.is_word(part) or len(part) < 2 for part in others)
+
+
+def _is_remark(rest: str) -> bool:
+    """Whether a comma is followed by a remark in words, not by more values."""
+    if not rest.strip():
+        return True
+    first = re.match(r'\s*([A-Za-z]+)\s*(=|-?[0-9$])?', rest)
+    if first is None or not words.is_word(first[1]):
+        return False
+    return not (first[2] and (words.connects(first[1]) or len(first[1]) == 1))  # ', and 3', ', x = 3'
+
+
+def _names_unit(rest: str) -> bool:
+    letters = re.match(r'\s*([A-Za-z]+)', rest)
+    return letters is not None and (words.is_unit(letters[1]) or words.is_word(letters[1]))
+
+
+def _read_match(match: re.Match[str]) -> Numeral | None:
+    """None for a division by zero and for a number of too many digits."""
+    sign, whole, over, under, numerator, denominator, decimal, *exponents = match.groups()
+    exponent = next((e for e in exponents if e), '0')
+    if len(match[0]) + (abs(int(exponent)) if len(exponent) < 6 else MOST_DIGITS) > MOST_DIGITS:
+        return None
+    try:
+        if whole:
+            value = int(whole) + Fraction(int(over), int(under))
+        elif numerator:
+            value = _decimal(numerator) / _decimal(denominator)
+        else:
+            value = _decimal(decimal) * Fraction(10) ** int(exponent)
+    except ZeroDivisionError:
+        return None
+    return Numeral(-value if sign == '-' else value, bool(whole or numerator))
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(',', ''))
