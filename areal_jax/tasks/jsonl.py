@@ -24,8 +24,21 @@ from areal_jax.text.tokenizer import Tokenizer, chat_messages
 
 _QUESTION = ('question', 'problem')  # names of the prompt; the first that a line has counts
 _GOLD = ('answer', 'solution')  # the same for the gold
-_DECODER = json.JSONDecoder(parse_float=decimal.Decimal)  # every digit of a gold counts
 _SPELLED_OUT = 30  # digits of a decimal in a file that are written without an exponent
+
+
+class WrittenNumber(float):
+    """A number of a file with a point or an exponent, of which every digit counts."""
+
+    text: str
+
+    def __new__(cls, text: str) -> WrittenNumber:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+
+_DECODER = json.JSONDecoder(parse_float=WrittenNumber)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +120,12 @@ def _spell(gold: object) -> object:
     """The text of a number as the file writes it, with all its digits; anything else unchanged."""
     if type(gold) is int:
         return str(gold)
-    if not isinstance(gold, decimal.Decimal):
+    if not isinstance(gold, WrittenNumber):
         return gold
-    if gold.adjusted() < MOST_DIGITS and gold == gold.to_integral_value():
-        return str(int(gold))
-    return f'{gold:f}' if abs(gold.adjusted()) < _SPELLED_OUT else str(gold)
+    number = decimal.Decimal(gold.text)
+    if number.adjusted() < MOST_DIGITS and number == number.to_integral_value():
+        return str(int(number))
+    return f'{number:f}' if abs(number.adjusted()) < _SPELLED_OUT else gold.text
 
 
 def _final_part(solution: str, place: str) -> str:
