@@ -51,9 +51,13 @@ class TokenBytes:
         """The text of consecutive tokens, of which the first one begins it."""
         return self.read(b''.join(self.spell_all(tokens)))
 
+    def text_of(self, token: int) -> str:
+        """The text of a token behind others, for who lists tokens."""
+        return self.read(self.behind(token) or b'')
+
     def name(self, tokens: Iterable[int]) -> dict[str, int]:
         """The tokens by their texts, as far as they have one."""
-        return {text: token for token in tokens if (text := self.decode([token]))}
+        return {text: token for token in tokens if (text := self.text_of(token))}
 
     def read(self, content: bytes) -> str:
         """The characters in these bytes."""

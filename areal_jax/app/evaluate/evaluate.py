@@ -22,7 +22,7 @@ from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_backends, build_engines, describe_caches, place_of
 from areal_jax.app.parts.extras import require_extras
-from areal_jax.app.parts.part_settings import build_sampling
+from areal_jax.app.parts.part_settings import build_sampling, find_ends
 from areal_jax.app.parts.sizes import require_room_to_evaluate
 from areal_jax.app.parts.task_builder import build_task, build_verifier, try_scorer_sandbox
 from areal_jax.app.parts.workflow_builder import load_workflow
@@ -277,7 +277,7 @@ class _Evaluation:
     # The results.
 
     def _results(self) -> Results:
-        seconds, config = self.tally.seconds, self.config
+        seconds, config, tokenizer = self.tally.seconds, self.config, self._model.tokenizer
         return {
             'model': {
                 'source': config.model.source,
@@ -291,6 +291,7 @@ class _Evaluation:
             **self.tally.scores(self._seed),
             'seed': self._seed,
             'temperature': config.rollout.temperature,
+            'ends': tokenizer.token_bytes.name(find_ends(config, tokenizer)),
             'seconds': seconds,
             'tokens_per_second': self.tally.generated_tokens / seconds if seconds else None,
             'config_file': self._source,

@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import numpy as np
-
 from areal_jax import lanes
 from areal_jax.agents.agent_workflow import Agent, AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue
@@ -107,7 +105,7 @@ def load_programs(
         _build_host(config),
         GatewaySettings(
             config.rollout.context_tokens, settings.programs, settings.required, chat_format.render,
-            lambda token: tokenizer.decode(np.array([token], np.int32)),
+            lambda token: '' if token in tokenizer.end_ids else tokenizer.token_bytes.text_of(token),
             BodyBound.of(config.rollout.context_tokens, tokenizer.vocabulary()), reads=tokenizer.reads,
         ),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
 from areal_jax.tasks.registry import make_task
 from areal_jax.tasks.task import TaskError
+from areal_jax.text.file_tokenizers import HfTokenizer
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.app.small import SmallRun, small_config
 from tests.tasks import hf_directory
@@ -29,6 +30,15 @@ from tests.tasks import hf_directory
 def test_eos_ends_an_answer_where_it_is_not_ignored(ignore, stops):
     config = TrackedConfig(small_config(rollout__ignore_eos=ignore))
     assert build_sampling(config, CharacterTokenizer('ab=')).stop_tokens == stops
+
+
+def test_every_end_of_the_files_ends_an_answer(tmp_path):
+    hf_directory.write(tmp_path)
+    (tmp_path / 'config.json').write_text('{"eos_token_id": 260}')
+    (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [259, 258]}')
+    for ignore, stops in ((False, (259, 258, 260)), (True, ())):
+        config = TrackedConfig(small_config(rollout__ignore_eos=ignore))
+        assert build_sampling(config, HfTokenizer(tmp_path)).stop_tokens == stops
 
 
 def test_a_hugging_face_directory_becomes_a_sharded_learner(tmp_path):

@@ -79,5 +79,5 @@ class Texts:
         return AnswerText(decoder, sampling.stop_strings, sampling.keep_stop)
 
     def token_text(self, token: int) -> str:
-        """The text of a token behind others."""
-        return self._tokenizer.decode(np.asarray([token], np.int32))
+        """The text of a token behind others; none of one that ends an answer."""
+        return '' if token in self.end_ids else self.token_bytes.text_of(token)

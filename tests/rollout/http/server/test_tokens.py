@@ -39,7 +39,7 @@ TEMPLATE = '{{ bos_token }}{{ messages[0].content }}'
 def llama2(tmp_path_factory):
     fields = {'bos_token': '<s>', 'chat_template': TEMPLATE}
     directory = vocabularies.write(tmp_path_factory.mktemp('llama2'), vocabularies.llama2(), **fields)
-    (directory / 'generation_config.json').write_text('{"eos_token_id": [2, 0]}')
+    (directory / 'generation_config.json').write_text('{"eos_token_id": [2, 5]}')
     with Llama2Server(tokenizer=HfTokenizer(directory)) as server:
         yield server
 
@@ -70,6 +70,26 @@ def test_prompts_have_it_too(llama2):
     sampling = {'max_new_tokens': 1}
     _, reply = ask(llama2, '/generate', {'text': 'a', 'sampling_params': sampling})
     assert reply['meta_info']['prompt_tokens'] == 2
+
+
+def test_each_end_of_the_files_ends_an_answer(llama2):
+    def answer(**more):
+        body = {'prompt': [271], 'max_tokens': 12, 'return_token_ids': True, 'ignore_eos': False} | more
+        [choice] = ask(llama2, '/v1/completions', body)[1]['choices']
+        return choice['token_ids'], choice['finish_reason']
+
+    found = [answer(prompt=[271] * length) for length in range(1, 9)]
+    assert {reason for _, reason in found} == {'stop'}
+    assert {ids[-1] for ids, _ in found} == {2, 5}
+    assert not any({2, 5} & set(ids[:-1]) for ids, _ in found)
+    ids, reason = answer(ignore_eos=True)
+    assert (len(ids), reason) == (12, 'length')
+    assert {2, 5} & set(ids)
+
+
+def test_the_texts_of_tokens_are_those_behind_others(llama2):
+    reply = ask(llama2, '/tokenize', {'prompt': 'a', 'return_token_strs': True})[1]
+    assert reply['token_strs'] == ['<s>', ' a']
 
 
 def test_lists_have_lists(server):
