@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -24,11 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.simulate.plan_question import read_answers
-    from areal_jax.app.simulate.plan_search import find_plan
+    from areal_jax.app.simulate.plan_search import MOST_SIMULATIONS, find_plan
     from areal_jax.app.simulate.plan_text import as_json, render
     from areal_jax.simulation.planner.plan_setting import MOST_ETA
     from areal_jax.simulation.planner.question import make_setting, parse_cluster
     from areal_jax.simulation.shapes import find_shape
+    from areal_jax.telemetry.bar import Bar
 
     silence_libraries()
     devices, chip = parse_cluster(options.cluster)
@@ -38,15 +41,22 @@ def _plan(options: argparse.Namespace) -> int:
     )
     most_eta = MOST_ETA if options.max_eta is None else options.max_eta
     setting = make_setting(devices, chip, shape, answers, options.max_age, most_eta, options.age_price)
-    planned = find_plan(
-        setting,
-        seed=options.seed,
-        prompts=f'constant({options.prompt_tokens})',
-        is_full=options.full,
-        note=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    print(json.dumps(as_json(planned), indent=1) if options.json else render(planned))
-    return ExitCode.FINISHED
+    bar, told = Bar(sys.stderr), itertools.count()
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        bar.count(next(told), MOST_SIMULATIONS, 'simulations at most')
+
+    bar.begin('simulating plans')
+    try:
+        planned = find_plan(
+            setting, seed=options.seed, prompts=f'constant({options.prompt_tokens})', is_full=options.full, note=note
+        )
+    finally:
+        bar.end()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(json.dumps(as_json(planned), indent=1) if options.json else render(planned, width))
+    return ExitCode.STOPPED if planned.is_stopped else ExitCode.FINISHED
 
 
 def _count(text: str) -> int:
@@ -104,7 +114,7 @@ COMMAND = Command(
             '--answers=8192 --max_age=2 --json',
         ),
     ),
-    exits=EXITS,
+    exits={**EXITS, ExitCode.STOPPED: 'stopped by Ctrl-C: the best plan so far was printed, where there was one'},
     notes='Plans are searched for in simulations of the controller on a part of the devices, which take minutes.',
 )
 

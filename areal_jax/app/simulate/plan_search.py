@@ -39,6 +39,7 @@ class Planned:
     tried: Mapping[Plan, Outcome]  # all that was simulated for it, on a part of the devices
     trades: Sequence[Trade]  # on the same part; tokens a second of all devices
     full: Outcome | None = None  # simulated once at full size
+    is_stopped: bool = False  # the search was, with this as the best so far
 
     @property
     def simulations(self) -> int:
@@ -48,7 +49,14 @@ class Planned:
 def find_plan(
     setting: Setting, *, seed: int, prompts: str, is_full: bool, note: Note, most: int = MOST_SIMULATIONS
 ) -> Planned:
-    """Raises ConfigError for a plan that cannot be: no memory, too many engines."""
+    """Returns the best plan; where a KeyboardInterrupt ends the search, the best of what was simulated until then.
+
+    Args:
+      note: is told the plan of closed forms, in the first second, and then each plan that was simulated.
+
+    Raises ConfigError for a plan that cannot be (no memory, too many engines), and KeyboardInterrupt before the first
+    simulation has ended.
+    """
     divisor = choose_divisor(setting)
     small = setting.shrink(divisor)
 
@@ -61,16 +69,24 @@ def find_plan(
             f'{divisor * outcome.tokens_s:,.0f} tokens a second, mean age {outcome.age_mean:.1f}'
         )
 
-    search = Search(small, simulate, most, tell)
-    best = search.run(choose_start(small))
-    in_turns, why_not = _simulate_in_turns(small, simulate)
+    start = choose_start(small)
+    note(_tell_start(small, start, divisor))
+    search, is_stopped = Search(small, simulate, most, tell), False
+    try:
+        best = search.run(start)
+        in_turns, why_not = _simulate_in_turns(small, simulate)
+    except KeyboardInterrupt:
+        if not search.tried:
+            raise
+        best, is_stopped = search.best, True
+        in_turns, why_not = None, 'synchronous training was not simulated: the search was stopped'
     plan = refine(setting, small, best, search.tried[best])
     if plan.engines > MOST_ENGINES:
         raise ConfigError(f'the plan has {plan.engines} engines, and cluster.engines takes {MOST_ENGINES}: plan a part')
     outcome = _enlarge(search.tried[best], divisor)
     if divisor > 1:
         note(f'at full size: {plan.engines} engines, learner on {plan.training}')
-    full = simulate_plan(setting, plan, seed=seed, prompts=prompts) if is_full else None
+    full = simulate_plan(setting, plan, seed=seed, prompts=prompts) if is_full and not is_stopped else None
     shown = full or outcome
     in_turns = in_turns and _enlarge(in_turns, divisor)
     load = make_load(setting, _layout(setting, plan), plan, shown.tokens_s)
@@ -82,8 +98,18 @@ def find_plan(
         dataclasses.replace(one, outcome=_enlarge(one.outcome, divisor)) for one in list_trades(search.tried, best)
     ]
     return Planned(
-        setting, divisor, plan, outcome, interval, in_turns, load, advice, fields, search.tried, trades, full
+        setting, divisor, plan, outcome, interval, in_turns, load, advice, fields, search.tried, trades, full,
+        is_stopped,
     )  # fmt: skip
+
+
+def _tell_start(setting: Setting, plan: Plan, divisor: int) -> str:
+    tokens_s = divisor * setting.answers.tokens / predict(setting, plan).period_s
+    part = f' (1/{divisor} of the devices)' if divisor > 1 else ''
+    return (
+        f'by closed forms: {plan.engines} engines, learner on {plan.training}, eta {plan.eta}, {plan.slots} slots'
+        f'{part}: about {tokens_s:,.0f} tokens a second; simulations refine it, and Ctrl-C prints the best so far'
+    )
 
 
 def choose_divisor(setting: Setting) -> int:

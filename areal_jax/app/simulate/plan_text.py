@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from areal_jax.app.simulate.plan_search import Planned, energy_of
 from areal_jax.app.simulate.planning import WINDOW
@@ -11,10 +11,11 @@ from areal_jax.simulation.planner.advice import count_devices, count_running_gro
 from areal_jax.simulation.planner.plan_setting import Outcome
 
 MOST_TRADES = 3  # that the text has
+_STOPPED = 'stopped before the search had ended: this is the best plan so far, and another one may be limited otherwise'
 
 
-def render(planned: Planned) -> str:
-    """Sentences and lines for a terminal."""
+def render(planned: Planned, width: int = 0) -> str:
+    """Returns sentences and the fields of the config: one a line, or in lines of a terminal of so many characters."""
     setting, plan, shown = planned.setting, planned.plan, planned.full or planned.outcome
     answers = setting.answers
     used = count_devices(setting, plan)
@@ -45,8 +46,9 @@ def render(planned: Planned) -> str:
         '',
         f'{planned.simulations} simulations of {shown.updates} updates {where}, after a warm-up; real engines and '
         'learners reach less than the published shares of their peaks, by 1.5 to 2.5 in AReaL\'s published runs',
+        *([_STOPPED] if planned.is_stopped else []),
         '',
-        *list_lines(planned.fields),
+        *(_fill_lines(list_lines(planned.fields), width) if width else list_lines(planned.fields)),
     ]  # fmt: skip
     return '\n'.join(lines)
 
@@ -54,6 +56,16 @@ def render(planned: Planned) -> str:
 def list_lines(fields: Mapping[str, object]) -> list[str]:
     """'--config.rollout.slots=256', as a shell reads them."""
     return [f'--config.{name}={_quote(value)}' for name, value in fields.items()]
+
+
+def _fill_lines(words: Sequence[str], width: int) -> list[str]:
+    """The words behind a command, as a shell reads them, in few lines."""
+    lines = ['areal-train --config=FILE --workdir=DIR']
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 > width:
+            lines.append(' ')
+        lines[-1] += f' {word}'
+    return [*(f'{line} \\' for line in lines[:-1]), lines[-1]]
 
 
 def as_json(planned: Planned) -> dict[str, object]:
@@ -86,6 +98,7 @@ def as_json(planned: Planned) -> dict[str, object]:
         'sentences': [planned.advice.binds, planned.advice.breaks_next, planned.advice.asynchrony],
         'divisor': planned.divisor,
         'simulations': planned.simulations,
+        'stopped': planned.is_stopped,
         'full': planned.full is not None,
         'fields': dict(planned.fields),
     }

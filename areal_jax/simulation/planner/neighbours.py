@@ -51,8 +51,7 @@ class Search:
             if moved.eta == best.eta:
                 break
             best = self._climb(moved)
-        best = max(self.tried, key=self._value)
-        return self._spare_devices(self._lower_to_least_eta(best))
+        return self._spare_devices(self._lower_to_least_eta(self.best))
 
     def ask(self, plan: Plan) -> Outcome | None:
         """Its outcome, None where the simulations are used up."""
@@ -63,6 +62,11 @@ class Search:
             if self._note:
                 self._note(plan, self.tried[plan])
         return self.tried[plan]
+
+    @property
+    def best(self) -> Plan:
+        """Of the plans that were simulated."""
+        return max(self.tried, key=self._value)
 
     def keeps_age(self, plan: Plan) -> bool:
         bound = self.setting.max_age
@@ -105,12 +109,12 @@ class Search:
             if found in self.tried or self.ask(found) is None:
                 break
             plan = found
-        return max(self.tried, key=self._value)
+        return self.best
 
     def _climb(self, best: Plan) -> Plan:
         """To a split that has no better neighbour, in steps that become smaller."""
         if self.ask(best) is None:
-            return max(self.tried, key=self._value)
+            return self.best
         step = max(1, self.setting.devices // self.setting.engine_devices // _STEPS)
         while step:
             around = [self._split(best, best.engines + sign * step) for sign in (1, -1)]

@@ -8,7 +8,7 @@ import pytest
 from areal_jax import main_plan
 from areal_jax.app.simulate.plan_question import read_answers
 from areal_jax.app.simulate.plan_search import choose_divisor, find_plan, plan_in_turns
-from areal_jax.app.simulate.plan_text import list_lines
+from areal_jax.app.simulate.plan_text import list_lines, render
 from areal_jax.app.simulate.planning import build_config, count_measured, list_fields, simulate_plan
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
@@ -122,6 +122,48 @@ def test_a_large_cluster_is_searched_in_part_and_simulated_once_in_full(monkeypa
     assert planned.full.tokens_s == pytest.approx(planned.outcome.tokens_s, rel=0.1)
     assert engines in planned.fields['cluster.engines']
     assert planned.advice.trains_in_turns == ('shared' in engines)
+
+
+def by_closed_forms(setting, plan, **_):
+    """In place of a simulation."""
+    found = predict(setting, plan)
+    shares = found.generation_s / found.period_s, found.train_s / found.period_s
+    return Outcome(found.period_s, setting.answers.tokens / found.period_s, *shares, found.age_mean, 2.0, 5)
+
+
+@pytest.mark.parametrize('after', [1, 3])
+def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, after):
+    """The plan of closed forms is told before anything is simulated."""
+    told, made = [], []
+
+    def simulate(setting, plan, **_):
+        assert told
+        if len(made) == after:
+            raise KeyboardInterrupt
+        made.append(plan)
+        return by_closed_forms(setting, plan)
+
+    monkeypatch.setattr('areal_jax.app.simulate.plan_search.simulate_plan', simulate)
+    setting = make(devices=8, answers=64, group_size=16, lengths='lognormal(2000, 0.75)')
+    planned = find_plan(setting, seed=1, prompts='constant(512)', is_full=True, note=told.append)
+    assert planned.is_stopped
+    assert planned.plan in made
+    assert set(planned.tried) == set(made)
+    assert told[0].startswith('by closed forms: ')
+    assert len(told) == 1 + after
+    assert 'stopped before the search had ended' in render(planned)
+    assert shlex.split(render(planned, 80).partition('areal-train')[2].replace('\\\n', ' '))[2:] == [
+        word for line in list_lines(planned.fields) for word in shlex.split(line)
+    ]
+
+
+def test_ctrl_c_before_the_first_simulation_has_ended_gives_no_plan(monkeypatch):
+    def simulate(setting, plan, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('areal_jax.app.simulate.plan_search.simulate_plan', simulate)
+    with pytest.raises(KeyboardInterrupt):
+        find_plan(make(), seed=1, prompts='constant(32)', is_full=False, note=lambda line: None)
 
 
 def test_lines_are_words_of_a_shell():
