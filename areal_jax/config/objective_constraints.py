@@ -20,6 +20,7 @@ _OF_TOKENS = tuple(name for name, kind in SURROGATES.items() if kind.of_tokens)
 _OF_SEQUENCES = ('sequence', 'geometric', 'geometric_token')  # ratios that are one number for an answer
 _GROUP_BASELINES = tuple(name for name, kind in ADVANTAGES.items() if kind.centres_groups)
 _MEANINGFUL = tuple(name for name, kind in ADVANTAGES.items() if kind.is_meant)
+_READ_LOG = tuple(name for name, kind in SURROGATES.items() if kind.reads_log)
 _IDLE_AT_ONE = tuple(name for name, kind in SURROGATES.items() if kind.idle_at_one)
 _LONG_ANSWER = 1000  # tokens: the product of so many ratios is 0 or at its bound
 
@@ -97,12 +98,12 @@ def find_objective_warnings(c: Config) -> Iterator[str]:
             'subtracts the mean over tokens as well, which is not 0 where answers differ in length; use '
             "loss.advantage='reward', or loss.whiten='none'"
         )
-    product = 'ratio' if ours.has('ratio', 'sequence') else 'correction_level'
+    product = 'ratio' if ours.has('ratio', 'sequence') and not ours.has('surrogate', *_READ_LOG) else 'correction_level'
     if ours.has(product, 'sequence') and c.rollout.max_new_tokens > _LONG_ANSWER:
-        other = '' if ours.has('surrogate', 'oapl') else f"loss.{product}='geometric', or "
         yield (
             f'{ours.show(product)} with rollout.max_new_tokens={c.rollout.max_new_tokens}: the sum of more than a '
-            f'thousand log-ratios soon lies beyond its bounds of -20 and 20; use {other}shorter answers'
+            f"thousand log-ratios soon lies beyond its bounds of -20 and 20; use loss.{product}='geometric', or "
+            'shorter answers'
         )
 
 
@@ -221,6 +222,12 @@ def _advantage_problems(ours: _Combination) -> Iterator[str]:
         yield (
             f'{ours.show("whiten")} with {ours.show("advantage")}, whose scale and centre carry meaning; use '
             "loss.whiten='none', or loss.advantage='group'"
+        )
+    if ours.has('truncated_value', 'last') and ours.config.loss.truncated_answers == 'masked':
+        yield (
+            f"{ours.show('truncated_value')} with loss.truncated_answers='masked': answers that reach their limit "
+            "train nothing, so that no value behind them is read; use loss.truncated_answers='trained', or "
+            "loss.truncated_value='zero'"
         )
     if not (overlong := ours.get('overlong_tokens')):
         return

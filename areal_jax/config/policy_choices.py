@@ -24,6 +24,7 @@ class SurrogateKind:
 
     reads: tuple[str, ...] = ()  # fields of PolicyChoices
     reads_ratio: bool = True
+    reads_log: bool = False  # it reads the log of the ratio, which has no bound
     idle_at_one: bool = False  # at a ratio of 1 it does what it would do without one
     of_tokens: bool = False  # it is defined for ratios of single tokens alone
 
@@ -37,8 +38,8 @@ SURROGATES: Mapping[str, SurrogateKind] = {
     'is_pg': SurrogateKind(),
     'sapo': SurrogateKind(reads=('sapo_positive', 'sapo_negative'), idle_at_one=True),
     'topr': SurrogateKind(),
-    'quadratic': SurrogateKind(reads=('quadratic_weight',), idle_at_one=True),
-    'oapl': SurrogateKind(reads=('oapl_beta',)),
+    'quadratic': SurrogateKind(reads=('quadratic_weight',), reads_log=True, idle_at_one=True),
+    'oapl': SurrogateKind(reads=('oapl_beta',), reads_log=True),
     'delight': SurrogateKind(reads=('delight_gate', 'delight_temperature'), reads_ratio=False),
 }
 
@@ -188,7 +189,9 @@ class PolicyChoices:
     discount: float = _number(1.0, SHARE_ABOVE_ZERO, 'gae: of the reward one token later', 'gamma')
     gae_lambda: float = _number(1.0, SHARE, 'gae: 0 = the next value alone, 1 = the whole return', 'lam gae_lam lambd')
     truncated_value: str = _axis(
-        'zero', ('zero', 'last'), "gae: after an answer that ended at its limit; last = its last state's"
+        'zero',
+        ('zero', 'last'),
+        'gae: behind an answer that ended at its limit; last = of the state behind its last token',
     )
     value_clip: float = _number(
         0.5,
@@ -213,7 +216,11 @@ class PolicyChoices:
     )
     truncated_answers: str = _setting(
         'trained',
-        Choice('trained', ('trained', 'masked'), 'answers that ended at their limit; masked: count, and train nothing'),
+        Choice(
+            'trained',
+            ('trained', 'masked'),
+            'answers that ended at their limit; masked: train nothing, and do not count',
+        ),
         'mask_truncated_completions overlong_filtering mask_no_eos_with_zero',
     )
     reward_bias: float = _setting(
@@ -234,7 +241,9 @@ class PolicyChoices:
         'overlong_buffer_len overlong_buffer soft_punish_cache overlong_len',
     )
     overlong_penalty: float = _setting(
-        1.0, Real(1.0, POSITIVE, 'of an answer of rollout.max_new_tokens'), 'overlong_penalty_factor'
+        1.0,
+        Real(1.0, POSITIVE, 'of an answer of rollout.max_new_tokens, before loss.reward_scale'),
+        'overlong_penalty_factor',
     )
     entropy_coefficient: float = _number(
         0.0,

@@ -155,6 +155,11 @@ REFUSED = [
         "loss.overlong_tokens=4 with loss.advantage='max_rl' (of loss.objective='maxrl')",
         'use loss.overlong_tokens=0',
     ),
+    (
+        {'loss.objective': 'ppo_critic', 'loss.truncated_value': 'last', 'loss.truncated_answers': 'masked'},
+        "loss.truncated_value='last' with loss.truncated_answers='masked'",
+        "use loss.truncated_answers='trained', or loss.truncated_value='zero'",
+    ),
     ({'loss.overlong_tokens': 17}, 'loss.overlong_tokens=17 is more than rollout.max_new_tokens=16', 'lower it'),
     (
         {'loss.correction': 'mask', 'loss.correction_low': 6.0},
@@ -247,8 +252,8 @@ WARNED = [
         "loss.whiten='batch' after loss.advantage='group' (of loss.objective='decoupled_ppo'): groups are centred",
     ),
     (
-        OAPL | {'rollout.max_new_tokens': 1001},
-        "loss.ratio='sequence' (of loss.objective='oapl') with rollout.max_new_tokens=1001: the sum of",
+        {'loss.objective': 'topr', 'rollout.max_new_tokens': 1001},
+        "loss.ratio='sequence' (of loss.objective='topr') with rollout.max_new_tokens=1001: the sum of",
     ),
     (
         {'loss.correction_level': 'sequence', 'rollout.max_new_tokens': 2000},
@@ -277,7 +282,7 @@ def test_what_does_less_than_it_says_is_warned_of(fields, begins):
         {'loss.kl_estimator': 'k1'},  # no divergence is asked for
         {'loss.kl_coefficient': 0.1, 'loss.kl_in': 'reward', 'loss.advantage': 'reward', 'loss.kl_estimator': 'k1'},
         {'loss.whiten': 'batch', 'loss.advantage': 'reward'},
-        OAPL | {'rollout.max_new_tokens': 1000},
+        OAPL | {'rollout.max_new_tokens': 2000},  # it takes no exp of the sum
     ],
     ids=' '.join,
 )  # fmt: skip

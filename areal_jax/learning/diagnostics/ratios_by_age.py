@@ -14,7 +14,7 @@ import numpy as np
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.policy_loss import token_terms
 from areal_jax.learning.objective.policy_objective import PolicyObjective
-from areal_jax.learning.objective.ratios import clamp
+from areal_jax.learning.objective.ratios import kl_term
 from areal_jax.learning.objective.sums import find_starts, sequence_sums
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
@@ -86,12 +86,11 @@ def _measure(
     proximal = np.where(mask, _proximal(choices, policy, behavior, recomputed, version - batch.policy_versions), 0.0)
     over_sequence = functools.partial(_sum_rows, loss_mask=mask, sequence_starts=find_starts(batch.trajectory_ids))
     terms = token_terms(choices, policy, proximal, behavior, advantages, over_sequence, prepared)
-    divergence = lambda x: np.expm1(clamped := clamp(x)) - clamped
     found = {
         'tokens': np.ones_like(policy), 'weight': terms.weight, 'weight_sq': terms.weight**2,
         'clipped': terms.above | terms.below, 'above': terms.above, 'below': terms.below, 'closed': terms.closed,
-        'kl': divergence(policy - behavior), 'stale': divergence(proximal - behavior),
-        'moved': divergence(policy - proximal),
+        'kl': kl_term(policy - behavior), 'stale': kl_term(proximal - behavior),
+        'moved': kl_term(policy - proximal),
     }  # fmt: skip
     return {name: np.broadcast_to(values, mask.shape)[mask].astype(np.float64) for name, values in found.items()}
 

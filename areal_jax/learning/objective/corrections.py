@@ -6,7 +6,7 @@ Weights multiply after the surrogate, so that any of them goes with any of those
 from __future__ import annotations
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.ratios import SumSequence, clamp, level_log_ratio, namespace
+from areal_jax.learning.objective.ratios import SumSequence, bounded_exp, level_log_ratio, namespace
 from areal_jax.learning.objective.sums import Array
 
 
@@ -21,7 +21,7 @@ def behavior_weight(choices: PolicyChoices, log_ratio: Array, over_sequence: Sum
     xp = namespace(log_ratio)
     if choices.correction == 'none':
         return xp.ones_like(log_ratio)
-    weight = xp.exp(level_log_ratio(log_ratio, choices.correction_level, over_sequence))
+    weight = bounded_exp(level_log_ratio(log_ratio, choices.correction_level, over_sequence))
     if choices.correction == 'truncate':
         cap = choices.behavior_weight_cap
         return weight if cap is None else xp.where(weight > cap, cap, weight)
@@ -36,7 +36,7 @@ def is_vetoed(choices: PolicyChoices, log_ratio: Array, over_sequence: SumSequen
     xp = namespace(log_ratio)
     if choices.veto is None:
         return xp.zeros_like(log_ratio, dtype=bool)
-    below = (clamp(log_ratio) < xp.log(xp.asarray(choices.veto, log_ratio.dtype))).astype(log_ratio.dtype)
+    below = (log_ratio < xp.log(xp.asarray(choices.veto, log_ratio.dtype))).astype(log_ratio.dtype)
     return over_sequence(below) > 0
 
 
@@ -46,5 +46,5 @@ def shifts_too_far(choices: PolicyChoices, policy: Array, denominator: Array, ad
     The total-variation mask of DPPO, arXiv 2602.04879: A > 0 is kept while π_θ - π <= δ, others while it is >= -δ.
     """
     xp = namespace(policy)
-    shift = xp.exp(clamp(policy)) - xp.exp(clamp(denominator))
+    shift = bounded_exp(policy) - bounded_exp(denominator)
     return xp.where(advantages > 0, shift > choices.gate_threshold, shift < -choices.gate_threshold)

@@ -19,7 +19,7 @@ from areal_jax.learning.objective.objective import (
     Metrics,
     Objective,
 )
-from areal_jax.learning.objective.ratios import clamp
+from areal_jax.learning.objective.ratios import bounded_exp, kl_term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SampledDistillation(Objective):
     A and w are constant. With y drawn from π_behav the expected gradient at a state is that of the divergence there:
     Σ_y π_θ(y) (log π_θ(y) - log π_teacher(y)) ∇ log π_θ(y). States keep the weight with which they were visited.
     Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, section 3, with the reverse
-    divergence: no gradient goes through the sampling of states. Rewards are not read; log-ratios are clamped to ±20.
+    divergence: no gradient goes through the sampling of states. Rewards are not read; log w is clamped to ±20.
 
     Raises ConfigError for a value that its field may not hold.
     """
@@ -50,16 +50,16 @@ class SampledDistillation(Objective):
             jnp.where(mask, x, 0.0) for x in (tokens.policy_logprobs, tokens.behavior_logprobs, tokens.read(TEACHER))
         )
         now = jax.lax.stop_gradient(policy)
-        moved, advantage = clamp(now - behavior), clamp(teacher - now)
-        ratio = jnp.exp(moved)
+        moved, advantage = now - behavior, teacher - now
+        ratio = bounded_exp(moved)
         weight = ratio if self.behavior_weight_cap is None else jnp.minimum(ratio, self.behavior_weight_cap)
         metrics = {
             'token_count': tokens.count(),
             'weight_sum': tokens.total(weight),
             'weight_sq_sum': tokens.total(weight**2),
             'weight_max': jnp.max(jnp.where(mask, weight, 0.0), initial=0.0),
-            'kl_sum': tokens.total(jnp.expm1(moved) - moved),
-            'teacher_kl_sum': tokens.total(weight * (jnp.expm1(advantage) - advantage)),
+            'kl_sum': tokens.total(kl_term(moved)),
+            'teacher_kl_sum': tokens.total(weight * kl_term(advantage)),
         }
         return tokens.mean(-weight * advantage * policy), jax.lax.stop_gradient(metrics)
 
@@ -109,10 +109,10 @@ class VocabularyDistillation(Objective):
 
     def loss(self, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
         reverse, forward = tokens.statistic(REVERSE_KL), tokens.statistic(FORWARD_KL)
-        moved = clamp(jnp.where(tokens.loss_mask, tokens.policy_logprobs - tokens.behavior_logprobs, 0.0))
+        moved = jnp.where(tokens.loss_mask, tokens.policy_logprobs - tokens.behavior_logprobs, 0.0)
         metrics = {
             'token_count': tokens.count(),
-            'kl_sum': tokens.total(jnp.expm1(moved) - moved),
+            'kl_sum': tokens.total(kl_term(moved)),
             'teacher_kl_sum': tokens.total(reverse),
             'teacher_forward_kl_sum': tokens.total(forward),
         }

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.config.declarations import choices
-from areal_jax.learning.objective.ratios import clamp, namespace
+from areal_jax.learning.objective.ratios import bounded_exp, kl_term
 from areal_jax.learning.objective.sums import Array, masked_sum
 
 KL_ESTIMATORS = choices('loss.kl_estimator')
@@ -35,8 +35,9 @@ def kl_penalty(
     That of k1 is zero in expectation, so k1 is no penalty: use it to measure only. These three assume tokens sampled
     from π_θ, and are not corrected for tokens of older policies. In 'unbiased' a gradient flows through q too, so that
     it is q ℓ: over tokens of π_behav its expectation is the gradient of KL(π_θ ‖ π_ref) at the state, as that of k2 is
-    over tokens of π_θ (Tang and Munos, arXiv 2506.09477; DeepSeek-V3.2, arXiv 2512.02556). ℓ and log q are clamped to
-    ±20; beyond, the value is constant and the gradient zero.
+    over tokens of π_θ (Tang and Munos, arXiv 2506.09477; DeepSeek-V3.2, arXiv 2512.02556). -ℓ and log q are
+    clamped to ±20 where exp is taken of them, and there alone: beyond, k1 and k2 go on, k3 goes on by its term ℓ, and
+    the gradient of 'unbiased' stays q ℓ.
 
     Args:
       policy_logprobs: float [...], log π_θ; the only differentiated input.
@@ -63,7 +64,9 @@ def kl_penalty(
     if estimator == 'unbiased':
         assert behavior_logprobs is not None, 'its factor is π_θ / π_behav'
         behavior = jnp.where(loss_mask, jax.lax.stop_gradient(behavior_logprobs), 0.0)
-        token_kl = token_kl * jnp.exp(clamp(policy - behavior))
+        weight = jax.lax.stop_gradient(bounded_exp(policy - behavior))
+        slope = weight * jax.lax.stop_gradient(policy - reference)  # as a product: terms of the size of e^-ℓ cancel
+        token_kl = jax.lax.stop_gradient(weight * token_kl) + slope * (policy - jax.lax.stop_gradient(policy))
     penalty = masked_sum(token_kl, loss_mask, token_weights) / denominator
     return penalty, {'reference_kl_sum': jax.lax.stop_gradient(masked_sum(token_kl, loss_mask))}
 
@@ -77,9 +80,8 @@ def estimate_kl(log_ratio: Array, estimator: str) -> Array:
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f'loss.kl_estimator={estimator!r} is unknown; use one of {", ".join(KL_ESTIMATORS)}')
-    log_ratio = clamp(log_ratio)
     if estimator == 'k1':
         return log_ratio
     if estimator == 'k2':
         return 0.5 * log_ratio**2
-    return namespace(log_ratio).expm1(-log_ratio) + log_ratio
+    return kl_term(-log_ratio)

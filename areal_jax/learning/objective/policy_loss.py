@@ -6,7 +6,8 @@ m is the loss mask, u and N the aggregation (aggregation.py), M the gate, w the 
 surrogate (surrogates.py), Â the advantage. Decoupled PPO, equation 5 of "AReaL: A Large-Scale Asynchronous
 Reinforcement Learning System for Language Reasoning", arXiv 2505.24298, after Hilton et al., arXiv 2110.00641, has
 f = min(r, clip(r, 1-ε, 1+ε)) by the sign of Â with r = π_θ / π_prox, w = π_prox / π_behav, M = 1 and e = 0.
-Log-ratios are clamped to ±20; beyond, a ratio is constant and its gradient zero. Losses are minimised.
+The log of a ratio is clamped to ±20 before exp; beyond, the ratio is constant and its gradient zero. A surrogate that
+reads a log-ratio itself gets it unclamped. Losses are minimised.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.corrections import behavior_weight, is_vetoed, shifts_too_far
 from areal_jax.learning.objective.objective import LossTokens, Metrics
-from areal_jax.learning.objective.ratios import SumSequence, clamp, namespace, policy_log_ratio
+from areal_jax.learning.objective.ratios import SumSequence, kl_term, namespace, policy_ratio
 from areal_jax.learning.objective.sums import Array, fixed, masked_sum
 from areal_jax.learning.objective.surrogates import SURROGATES, SurrogateInputs
 
@@ -50,7 +51,7 @@ def token_terms(
     """
     xp, policy_now = namespace(policy), fixed(policy)
     denominator = behavior if choices.ratio_denominator == 'behavior' else proximal
-    log_ratio = policy_log_ratio(choices.ratio, policy, denominator, over_sequence)
+    ratio = policy_ratio(choices.ratio, policy, denominator, over_sequence)
     behind = policy_now if choices.ratio == 'none' else proximal  # compared with behavior
     weight = behavior_weight(choices, behind - behavior, over_sequence)
     closed = is_vetoed(choices, behind - behavior, over_sequence)
@@ -61,7 +62,7 @@ def token_terms(
     elif choices.gate == 'second_moment':
         closed = closed | (prepared['gate'] == 0)
     factor, above, below, extra = SURROGATES[choices.surrogate](
-        choices, SurrogateInputs(log_ratio, policy, advantages, prepared)
+        choices, SurrogateInputs(ratio.value, ratio.log, policy, advantages, prepared)
     )
     loss = -weight * factor * advantages
     if not (isinstance(extra, float) and extra == 0.0):
@@ -101,14 +102,14 @@ def _ratio_metrics(log_full_ratio: jax.Array, terms: Terms, loss_mask: jax.Array
     'kl_sum' adds k - 1 - log k with k = π_θ/π_behav, an unbiased estimate of KL(behavior ‖ policy), because the tokens
     were sampled from the behavior policy.
     """
-    log_full_ratio, weight = clamp(log_full_ratio), terms.weight
+    weight = terms.weight
     return {
         'token_count': masked_sum(jnp.ones_like(weight), loss_mask),
         'clip_count': masked_sum(terms.above | terms.below, loss_mask),
         'weight_sum': masked_sum(weight, loss_mask),
         'weight_sq_sum': masked_sum(weight**2, loss_mask),
         'weight_max': jnp.max(jnp.where(loss_mask, weight, 0.0), initial=0.0),
-        'kl_sum': masked_sum(jnp.expm1(log_full_ratio) - log_full_ratio, loss_mask),
+        'kl_sum': masked_sum(kl_term(log_full_ratio), loss_mask),
     }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = Any  # of numpy or jax
+_CHUNK = 32  # numbers that are added one after the other: float32 sums of 131,072 tokens are off by 4e-6 of 19
 
 
 def fixed(x: Array) -> Array:
@@ -25,15 +26,31 @@ def masked_sum(values: jax.Array, loss_mask: jax.Array, token_weights: jax.Array
 def sequence_sums(values: Array, loss_mask: Array, sequence_starts: Array) -> Array:
     """[R, N]: at each loss token Σ m x over the loss tokens of its answer, of which a row holds all or none.
 
+    Sums and gradients are made in chunks of chunks, counted from the start of an answer, so that they are as exact for
+    100,000 tokens as for 100, and do not depend on the place in the row.
+
     Args:
       sequence_starts: int [R, N], the place in the row of the first loss token of the same answer.
     """
     if isinstance(values, np.ndarray):
         return _host_sums(np.where(loss_mask, values, 0.0), sequence_starts)
-    masked = jnp.where(loss_mask, values, 0.0)
-    add = lambda row, starts: jnp.zeros_like(row).at[starts].add(row)
-    sums = jax.vmap(add)(masked, sequence_starts)
-    return jnp.take_along_axis(sums, sequence_starts, axis=1)
+    sums, add = jnp.where(loss_mask, values, 0.0), jax.vmap(lambda row, at: jnp.zeros_like(row).at[at].add(row))
+    levels = _chunk_starts(sequence_starts)
+    for starts in levels:
+        sums = add(sums, starts)
+    for starts in reversed(levels):
+        sums = jnp.take_along_axis(sums, starts, axis=1)
+    return sums
+
+
+def _chunk_starts(sequence_starts: jax.Array) -> list[jax.Array]:
+    """int [R, N] each: where the chunk of a token begins, from small chunks to whole answers."""
+    places = jnp.arange(sequence_starts.shape[-1])
+    levels, size = [], _CHUNK
+    while size < sequence_starts.shape[-1]:
+        levels.append(places - (places - sequence_starts) % size)
+        size *= _CHUNK
+    return [*levels, sequence_starts]
 
 
 def _host_sums(masked: np.ndarray, sequence_starts: np.ndarray) -> np.ndarray:

@@ -22,7 +22,8 @@ from areal_jax.learning.objective.sums import Array, fixed
 class SurrogateInputs(NamedTuple):
     """Of each token, [..., N]."""
 
-    log_ratio: Array  # clamped, differentiable
+    ratio: Array  # q, whose log is bounded, differentiable
+    log_ratio: Array  # not bounded, differentiable
     policy: Array  # log π_θ, differentiable
     advantages: Array
     prepared: Mapping[str, Array]  # see policy_objective.prepare
@@ -45,8 +46,7 @@ def clip(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
 
     g = q, and 0 where A > 0 and q > 1+ε_high, or A < 0 and q < 1-ε.
     """
-    xp = namespace(x.log_ratio)
-    ratio, (low, high) = xp.exp(x.log_ratio), _edges(choices)
+    xp, ratio, (low, high) = namespace(x.ratio), x.ratio, _edges(choices)
     above = (x.advantages > 0) & (ratio > high)
     below = (x.advantages < 0) & (ratio < low)
     return Surrogate(xp.where(above, high, xp.where(below, low, ratio)), above, below)
@@ -54,7 +54,7 @@ def clip(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
 
 def dual_clip(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
     """`clip`, and q at most c = loss.dual_clip where A < 0 (Ye et al., arXiv 1912.09729, equation 3); g = 0 above."""
-    xp = namespace(x.log_ratio)
+    xp = namespace(x.ratio)
     clipped = clip(choices, x)
     over = (x.advantages < 0) & (clipped.factor > choices.dual_clip)
     return clipped._replace(factor=xp.where(over, choices.dual_clip, clipped.factor), above=clipped.above | over)
@@ -65,8 +65,7 @@ def cispo(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
 
     MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
     """
-    xp = namespace(x.log_ratio)
-    ratio, (low, high) = xp.exp(fixed(x.log_ratio)), _edges(choices)
+    xp, ratio, (low, high) = namespace(x.ratio), fixed(x.ratio), _edges(choices)
     above, below = ratio > high, ratio < low
     return Surrogate(xp.where(above, high, xp.where(below, low, ratio)) * x.policy, above, below)
 
@@ -78,20 +77,19 @@ def reinforce(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
 
 def importance_weighted(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
     """f = q, g = q: importance-weighted policy gradient, unbounded."""
-    return _unclipped(x, namespace(x.log_ratio).exp(x.log_ratio))
+    return _unclipped(x, x.ratio)
 
 
 def sapo(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
     """f = (4/τ) σ(τ(q - 1)), τ by the sign of A; g = 4 q σ(1 - σ). SAPO, arXiv 2511.20347, equations 5 and 6."""
-    xp = namespace(x.log_ratio)
+    xp = namespace(x.ratio)
     tau = xp.where(x.advantages > 0, choices.sapo_positive, choices.sapo_negative)
-    return _unclipped(x, 4.0 / tau * _sigmoid(tau * (xp.exp(x.log_ratio) - 1.0)))
+    return _unclipped(x, 4.0 / tau * _sigmoid(tau * (x.ratio - 1.0)))
 
 
 def topr(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
     """f = log π_θ where A > 0, else sg(min(q, 1)) log π_θ with q of the answer. TOPR, arXiv 2503.14286, section 3."""
-    xp = namespace(x.log_ratio)
-    ratio = xp.exp(fixed(x.log_ratio))
+    xp, ratio = namespace(x.ratio), fixed(x.ratio)
     above = (x.advantages <= 0) & (ratio > 1.0)
     weight = xp.where((x.advantages > 0) | above, 1.0, ratio)
     return Surrogate(weight * x.policy, above, xp.zeros_like(above))
@@ -152,4 +150,4 @@ def _unclipped(x: SurrogateInputs, factor: Array) -> Surrogate:
 
 
 def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + np.exp(-x)) if isinstance(x, np.ndarray) else jax.nn.sigmoid(x)
+    return np.exp(-np.logaddexp(0.0, -x)) if isinstance(x, np.ndarray) else jax.nn.sigmoid(x)

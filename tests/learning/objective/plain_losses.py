@@ -4,9 +4,10 @@ Nothing of the program is called, so that both can be compared. The loss of toke
 
   u_t M_t c_t l(q_t, A_i) + u_t (b K_t - h H_t)
 
-with u the aggregation (its denominator included), M a gate in {0, 1}, c a constant weight, l a surrogate of a ratio q
-whose logarithm is clamped to +-20, K the divergence from the reference and H the entropy. Beside each number stands its
-size: the same sum with absolute values, of which a float32 result may be a small share off.
+with u the aggregation (its denominator included), M a gate in {0, 1}, c a constant weight, l a surrogate of a ratio q,
+K the divergence from the reference and H the entropy. Logarithms of ratios are clamped to +-20 where exp is taken of
+them, and nowhere else. Beside each number stands its size: the same sum with absolute values, of which a float32 result
+may be a small share off.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def spread(choices, tokens: Tokens, answer: list[Place], t: Place) -> dict[Place
     """d log q_t / d log-prob, by token: a geometric mean reaches the whole answer, its token form the own token."""
     if choices.ratio == 'geometric_token':
         return {t: 1.0}
-    if choices.ratio == 'none' or abs(log_ratio(choices, tokens, answer, t)) > LIMIT:
+    reads_log = choices.surrogate in ('quadratic', 'oapl')
+    if choices.ratio == 'none' or (not reads_log and abs(log_ratio(choices, tokens, answer, t)) > LIMIT):
         return {}
     if choices.ratio == 'token':
         return {t: 1.0}
@@ -174,7 +176,7 @@ def open_tokens(choices, tokens: Tokens) -> np.ndarray:
     found = np.ones(tokens.mask.shape)
     for answer in tokens.answers().values():
         for t in answer:
-            if choices.veto is not None and min(exp(behind(choices, tokens, s)) for s in answer) < choices.veto:
+            if choices.veto is not None and min(behind(choices, tokens, s) for s in answer) < math.log(choices.veto):
                 found[t] = 0
             if choices.gate == 'probability_shift':
                 found[t] *= stays_near(choices, tokens, t)
@@ -205,8 +207,8 @@ def second_moment(tokens: Tokens, threshold: float) -> np.ndarray:
 def surrogate(choices, tokens: Tokens, answer: list[Place], t: Place) -> Slopes:
     """l(q, A) and its slopes."""
     a, logprob = float(tokens.advantages[t]), float(tokens.policy[t])
-    log_q = min(LIMIT, max(-LIMIT, log_ratio(choices, tokens, answer, t)))
-    q, name = math.exp(log_q), choices.surrogate
+    log_q = log_ratio(choices, tokens, answer, t)
+    q, name = exp(log_q), choices.surrogate
     high = choices.clip_epsilon if choices.clip_epsilon_high is None else choices.clip_epsilon_high
     inside = min(max(q, 1 - choices.clip_epsilon), 1 + high)
     if name in ('clip', 'dual_clip'):
@@ -256,20 +258,17 @@ def divergence(choices, tokens: Tokens, t: Place) -> tuple[float, float, float, 
     """(estimate, slope, and their sizes) of KL(theta || reference), times its coefficient."""
     if not choices.kl_coefficient:
         return 0.0, 0.0, 0.0, 0.0
-    raw = tokens.policy[t] - tokens.reference[t]
-    x = min(LIMIT, max(-LIMIT, raw))
+    x = tokens.policy[t] - tokens.reference[t]
+    k = exp(-x)
+    through = k if abs(x) <= LIMIT else 0.0
     value, slope, size, slope_size = {
         'k1': (x, 1.0, abs(x), 1.0),
         'k2': (x * x / 2, x, x * x / 2, abs(x)),
-        'k3': (math.exp(-x) - 1 + x, 1 - math.exp(-x), math.exp(-x) + 1 + abs(x), 1 + math.exp(-x)),
+        'k3': (k - 1 + x, 1 - through, k + 1 + abs(x), 1 + through),
     }[choices.kl_estimator.replace('unbiased', 'k3')]
-    if abs(raw) > LIMIT:
-        slope = 0.0
     if choices.kl_estimator == 'unbiased':
-        moved = tokens.policy[t] - tokens.behavior[t]
-        q, through = exp(moved), float(abs(moved) <= LIMIT)
-        slope, slope_size = q * (slope + through * value), q * (slope_size + through * size)
-        value, size = q * value, q * size
+        q = exp(tokens.policy[t] - tokens.behavior[t])
+        value, size, slope, slope_size = q * value, q * size, q * x, q * abs(x)
     return tuple(choices.kl_coefficient * x for x in (value, slope, size, slope_size))
 
 

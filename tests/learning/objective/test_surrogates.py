@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.config.policy_choices import SURROGATES as KINDS
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.ratios import bounded_exp
 from areal_jax.learning.objective.surrogates import SURROGATES, Surrogate, SurrogateInputs
 
 _POLICY = np.array([-0.2, -1.5, -0.7, -3.0])
@@ -18,7 +19,8 @@ _LOG_RATIO = np.array([1.2, -1.1, 1.9, 0.3])
 
 def compute(name: str, log_ratio: np.ndarray, **numbers: float) -> Surrogate:
     prepared = {'gate': np.ones(4), 'uniform': np.full(4, 0.5)}
-    return SURROGATES[name](PolicyChoices(**numbers), SurrogateInputs(log_ratio, _POLICY, _ADVANTAGES, prepared))
+    inputs = SurrogateInputs(bounded_exp(log_ratio), log_ratio, _POLICY, _ADVANTAGES, prepared)
+    return SURROGATES[name](PolicyChoices(**numbers), inputs)
 
 
 def depends(one: Surrogate, other: Surrogate) -> bool:
@@ -28,6 +30,11 @@ def depends(one: Surrogate, other: Surrogate) -> bool:
 @pytest.mark.parametrize('name', KINDS)
 def test_a_kind_says_whether_its_rule_reads_the_ratio(name):
     assert depends(compute(name, _LOG_RATIO), compute(name, 0.5 * _LOG_RATIO)) == KINDS[name].reads_ratio
+
+
+@pytest.mark.parametrize('name', KINDS)
+def test_a_kind_says_whether_its_rule_goes_on_where_a_ratio_is_constant(name):
+    assert depends(compute(name, 25 + _LOG_RATIO), compute(name, 30 + _LOG_RATIO)) == KINDS[name].reads_log
 
 
 @pytest.mark.parametrize('name', KINDS)
