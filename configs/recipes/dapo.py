@@ -2,8 +2,8 @@
 
     areal-train --config=recipes/dapo:tiny --workdir=runs/dapo
 
-arXiv 2503.14476, section 4.1: rewards of 1 and -1, 16,384 tokens and 4,096 more in which the penalty grows, 16 steps an
-update.
+arXiv 2503.14476, section 4.1: rewards of 1 and -1, 16,384 tokens and 4,096 more in which the penalty grows to 1, 16
+steps an update.
 """
 
 import pathlib
@@ -22,6 +22,7 @@ def get_config(size: str = '') -> config_dict.ConfigDict:
     config.loss.overlong_tokens = 4096 if not size else 2
     config.loss.reward_bias = 0.5
     config.loss.reward_scale = 2.0
+    config.loss.overlong_penalty = 1.0 / config.loss.get_ref('reward_scale')  # the scale multiplies it too
     if size:
         config.run.steps = 50  # later, or at 1e-3 sooner, the policy settles on one answer and no group has a signal
         config.optimizer.learning_rate = 3e-4

@@ -5,23 +5,26 @@ from __future__ import annotations
 import pathlib
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from areal_jax.app.command_line import CommandLineError, load_config
+from areal_jax.app.parts.part_settings import build_choices
 from areal_jax.app.training import build_run
-from areal_jax.config import validate
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import OBJECTIVES, find_objective
+from areal_jax.learning.objective.rewards import shape_rewards
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE, read_metrics
+from tests.learning.examples import group
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / 'configs' / 'recipes').glob('[!_]*.py'))}
 OF_THEIR_OWN = {'dpo', 'reward_model', 'distillation'}  # trained by run/test_preference.py
 REWARDED = [name for name in RECIPES if name not in OF_THEIR_OWN]
 AT_EVERY_CHANGE = {'grpo', 'dapo', 'oapl', 'icepop', 'ppo_critic', 'dg'}  # their programs differ most; others are slow
-# OAPL and VCPO sum the log-ratios of an answer by definition, and the full size has long ones
-WARNED = {'oapl', 'vcpo'}
+WARNED = {'vcpo'}  # its weight is the product over an answer, and the full size has long ones
 SEEDS = (1, 2, 3)
 WINDOW = 15  # updates, at either end
 
@@ -56,6 +59,28 @@ def test_there_is_a_recipe_for_every_kind_of_choice():
     assert named >= {'decoupled_ppo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo', 'reinforce_pp', 'm2po'}
     assert named >= {'oapl', 'dg', 'sapo', 'tis', 'icepop', 'vcpo', 'dpo', 'distillation'}
     assert named >= {'ppo_critic', 'reward_model'}
+
+
+@pytest.mark.parametrize('size', ['', ':tiny'])
+@pytest.mark.parametrize('name', REWARDED)
+def test_rewards_are_shaped_as_the_paper_has_them(name, size):
+    config = load_config(f'{RECIPES[name]}{size}')
+    longest, buffer = {'': (20480, 4096), ':tiny': (config.rollout.max_new_tokens, 2)}[size]
+    lengths = [1, longest - buffer, longest - buffer // 2, longest - buffer // 4, longest]
+    penalties = [0.0, 0.0, 0.5, 1 - (buffer // 4) / buffer, 1.0]  # DAPO, equation 13: between 0 and -1
+    wrong, right, is_long = {'dapo': (-1, 1, 1), 'areal_math': (-5, 5, 0)}.get(name, (0, 1, 0))
+    choices = build_choices(TrackedConfig(config))
+    for reward, shaped in ((0.0, wrong), (1.0, right)):
+        answers = group([1], [[2] * n for n in lengths], [reward] * 5)
+        expected = [shaped - is_long * penalty for penalty in penalties]
+        np.testing.assert_allclose(shape_rewards(answers, choices), expected, atol=1e-12)
+
+
+def test_the_penalty_of_dapo_is_one_at_any_scale_of_the_reward():
+    config = load_config(str(RECIPES['dapo']))
+    config.loss.reward_scale = 10.0
+    answers = group([1], [[2], [2] * 20480], [1.0, 1.0])
+    np.testing.assert_allclose(shape_rewards(answers, build_choices(TrackedConfig(config))), [5.0, 4.0])
 
 
 def test_an_unknown_size_is_refused():
