@@ -326,23 +326,23 @@ MUTATIONS = [
     Mutation(
         'take a geometric ratio over the tokens that a correction keeps',
         'areal_jax.learning.objective.policy_loss:token_terms',
-        'log_ratio = policy_log_ratio(choices.ratio, policy, denominator, over_sequence)',
+        'ratio = policy_ratio(choices.ratio, policy, denominator, over_sequence)',
         'shown = xp.where(abs(proximal - behavior) < 0.4, policy, denominator)\n'
-        '    log_ratio = policy_log_ratio(choices.ratio, shown, denominator, over_sequence)',
+        '    ratio = policy_ratio(choices.ratio, shown, denominator, over_sequence)',
         'tests/learning/objective/test_anchors.py',
     ),
     Mutation(
         'differentiate nothing in the token form of GSPO',
-        'areal_jax.learning.objective.ratios:policy_log_ratio',
-        'return whole + (policy - fixed(policy))',
-        'return whole',
+        'areal_jax.learning.objective.ratios:policy_ratio',
+        'own = policy - fixed(policy)',
+        'own = 0.0',
         'tests/learning/objective/test_identities.py',
     ),
     Mutation(
         'differentiate the weight of CISPO',
         'areal_jax.learning.objective.surrogates:cispo',
-        'xp.exp(fixed(x.log_ratio))',
-        'xp.exp(x.log_ratio)',
+        'fixed(x.ratio)',
+        'x.ratio',
         'tests/learning/objective/test_identities.py',
     ),
     Mutation(
@@ -355,9 +355,59 @@ MUTATIONS = [
     Mutation(
         'whiten without the mean over tokens',
         'areal_jax.learning.objective.advantages:whiten',
-        '(a - mean) / np.sqrt(variance + WHITEN_FLOOR)',
-        'a / np.sqrt(variance + WHITEN_FLOOR)',
+        '(values - mean) / np.sqrt(variance + WHITEN_FLOOR)',
+        'values / np.sqrt(variance + WHITEN_FLOOR)',
         'tests/learning/objective/test_anchors.py',
+    ),
+    Mutation(
+        'whiten over tokens that train nothing',
+        'areal_jax.learning.objective.packed_advantages:packed_advantages',
+        '_sum_rows(batches, [np.ones(b.loss_mask.shape) for b in batches], sum(sizes))',
+        'np.concatenate([[float(sum(len(s.tokens) for s in t.segments if s.policy_version >= 0)) '
+        'for t in g.trajectories] for g in groups])',
+        'tests/learning/objective/test_whitening.py',
+    ),
+    Mutation(
+        'clamp what OAPL squares',
+        'areal_jax.learning.objective.surrogates:oapl',
+        'choices.oapl_beta * x.log_ratio',
+        'choices.oapl_beta * namespace(x.log_ratio).clip(x.log_ratio, -20.0, 20.0)',
+        'tests/learning/objective/test_far_ratios.py',
+    ),
+    Mutation(
+        'clamp the linear term of a divergence',
+        'areal_jax.learning.objective.ratios:kl_term',
+        'namespace(log_ratio).expm1(clamp(log_ratio)) - log_ratio',
+        'namespace(log_ratio).expm1(clamp(log_ratio)) - clamp(log_ratio)',
+        'tests/learning/objective/test_far_ratios.py',
+    ),
+    Mutation(
+        'add the log-ratios of a long answer one after the other',
+        'areal_jax.learning.objective.sums:_chunk_starts',
+        'levels, size = [], _CHUNK',
+        'levels, size = [], _CHUNK**9',
+        'tests/learning/objective/test_far_ratios.py',
+    ),
+    Mutation(
+        'count masked answers at their limit',
+        'areal_jax.learning.packing.examples:make_examples',
+        "if len(form.targets) and not (masks_truncated and trajectory.finish_reason == 'length'):",
+        'if len(form.targets):',
+        'tests/learning/objective/test_aggregation.py',
+    ),
+    Mutation(
+        'go on behind a limit with the value before its last token',
+        'areal_jax.learning.passes:Passes.end_values',
+        'with_next_token(rows[number])',
+        'rows[number]',
+        'tests/learning/test_critic.py',
+    ),
+    Mutation(
+        'scale the penalty of DAPO with its rewards',
+        'configs/recipes/dapo.py',
+        "1.0 / config.loss.get_ref('reward_scale')",
+        '1.0',
+        'tests/app/test_recipes.py -k shaped',
     ),
     Mutation(
         'divide the regression of OAPL by tokens',
@@ -408,8 +458,8 @@ MUTATIONS = [
     Mutation(
         'keep the factor of an unbiased divergence constant',
         'areal_jax.learning.objective.penalties:kl_penalty',
-        'token_kl * jnp.exp(clamp(policy - behavior))',
-        'token_kl * jnp.exp(clamp(jax.lax.stop_gradient(policy) - behavior))',
+        'slope = weight * jax.lax.stop_gradient(policy - reference)',
+        'slope = weight * jax.lax.stop_gradient(1.0 - jnp.exp(reference - policy))',
         'tests/learning/objective/test_policy_loss.py',
     ),
     Mutation(

@@ -90,7 +90,7 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
-        self._price = UpdatePrice(self.packing, settings.epochs, settings.filters)
+        self._price = UpdatePrice(self.packing, settings.epochs, settings.filters, settings.objective.masks_truncated)
         params = params if critic is None else {**params, trees.CRITIC: critic}
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
@@ -181,9 +181,9 @@ class SpmdLearner:
             truncation.require_full_softmax(groups)
         kept = self._price.kept(groups)
         oldest = None if settings.oldest_age is None else version - settings.oldest_age
-        scale = (
-            denominator_scale(groups, kept, settings.objective.aggregation) if settings.denominator == 'all' else 1.0
-        )
+        read, scale = self._price.read(kept), 1.0
+        if settings.denominator == 'all':
+            scale = denominator_scale(self._price.read(groups), read, settings.objective.aggregation)
         batches, report = self._layout.pack(
             kept,
             self._advantages(groups, kept),
@@ -200,7 +200,7 @@ class SpmdLearner:
         with preferred():
             trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
         metrics = measure(Update(groups, kept, trained.batches, report, version, oldest, trained), settings)
-        work = work_metrics(self._decoder.config, self._decoder.lora, kept, self.packing, settings.epochs)
+        work = work_metrics(self._decoder.config, self._decoder.lora, read, self.packing, settings.epochs)
         ratio: Metrics = {}
         if self._ratio:
             update_s = time.perf_counter() - began_s

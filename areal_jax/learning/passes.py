@@ -17,6 +17,7 @@ from areal_jax.columns import of_models
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.learner_state import LearnerState, describe_cast
 from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES
+from areal_jax.learning.packing.examples import with_next_token
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -24,7 +25,7 @@ from areal_jax.learning.train_step import EXPERT_LOADS, SEEN_ROUTES, Scalars, tr
 from areal_jax.learning.weights.trained_leaves import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
-from areal_jax.types import PackedBatch, Tree
+from areal_jax.types import PackedBatch, TrajectoryGroup, Tree
 
 
 class StepRoutes(NamedTuple):
@@ -128,6 +129,21 @@ class Passes:
     def values(self, state: LearnerState, batch: PackedBatch, version: int) -> tuple[np.ndarray, np.ndarray]:
         """(log-probs, values of the critic) of the trained weights, float32 [M, R, N] each, from one pass."""
         return self._pair('values', self.working(state), state.frozen, batch, version)
+
+    def end_values(self, state: LearnerState, groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:
+        """float32 [rows of the groups]: the value of the state behind each row that ended at its limit, else 0.
+
+        That state is no input of the other passes, which read no row to its last token: a pass over those rows alone.
+        """
+        rows = [row for group in groups for row in group.trajectories]
+        cut = [number for number, row in enumerate(rows) if row.finish_reason == 'length']
+        found = np.zeros(len(rows), np.float32)
+        if cut:
+            longer = [TrajectoryGroup(0, (with_next_token(rows[number]),)) for number in cut]
+            (batch,), _ = self._layout.pack(longer, [np.zeros(1, np.float32)] * len(cut), n_minibatches=1)
+            _, values = self.values(state, batch, version)
+            found[np.array(cut)[batch.trajectory_ids[batch.loss_mask]]] = values[batch.loss_mask]
+        return found
 
     def held_out(self, state: LearnerState, batch: PackedBatch) -> dict[str, np.ndarray]:
         """What Objective.measure_held_out reads of a batch that is not trained on, float32 [M, R, N] each."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, Objective
+from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES, Objective
 from areal_jax.learning.objective.own_objective import require_prepared, require_token_advantages
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
@@ -92,11 +92,14 @@ def _replace_advantages(
     if not objective.replaces_advantages:
         return batches, known
     passed: list[dict[str, np.ndarray]] = []
+    ends = passes.end_values(state, groups, version) if END_VALUES in objective.reads else None
     for batch, own in zip(batches, known, strict=True):
         of_batch = {REFERENCE: own.reference, VALUES: own.values, POLICY: own.policy}
         found = {name: values for name, values in of_batch.items() if values is not None}
         if COLLISION in objective.reads:
             found[POLICY], found[COLLISION] = passes.collisions(state, batch, version)
+        if ends is not None:
+            found[END_VALUES] = np.where(batch.loss_mask, ends[np.where(batch.loss_mask, batch.trajectory_ids, 0)], 0.0)
         passed.append(found)
     replaced = require_token_advantages(objective, groups, batches, passed)
     return (

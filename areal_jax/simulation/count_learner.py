@@ -48,9 +48,10 @@ class CountLearner:
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         """The metrics of an update in which every optimizer step is applied."""
         kept = self._price.kept(groups)
+        read = self._price.read(kept)
         everything, left = _count_ages(groups, version), _count_ages(kept, version)
-        trained = {age: tokens for age, tokens in left.items() if self._is_trained(age)}
-        masked = {age: tokens for age, tokens in left.items() if age not in trained}
+        trained = {age: tokens for age, tokens in _count_ages(read, version).items() if self._is_trained(age)}
+        masked = {age: tokens - trained.get(age, 0) for age, tokens in left.items()}
         filtered = {age: tokens - left[age] for age, tokens in everything.items()}
         total = sum(trained.values())
         metrics: dict[str, Any] = {
@@ -67,7 +68,7 @@ class CountLearner:
             names.READ_TOKENS: float(self._price.tokens(groups)),
         }
         if total:
-            versions = [count for row in _rows(kept) if (count := self._count_versions(row, version))]
+            versions = [count for row in _rows(read) if (count := self._count_versions(row, version))]
             metrics |= {
                 names.TOKEN_AGE_MEAN: sum(age * tokens for age, tokens in trained.items()) / total,
                 names.TOKEN_AGE_MAX: float(max(trained)),

@@ -9,15 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.critic import VALUE_HEAD, CriticError, make_value_head, scale_gradient, score_states
 from areal_jax.learning.learner import SpmdLearner
+from areal_jax.learning.objective.objective import END_VALUES, VALUES
+from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
+from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora
 from areal_jax.sharding.mesh import make_mesh
-from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
+from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
+from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory
 
 _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
@@ -154,3 +159,64 @@ def test_adapters_narrow_dtypes_and_a_reference_go_with_it():
 def test_settings_and_objective_agree_on_a_critic():
     with pytest.raises(ValueError, match='trains_values'):
         dataclasses.replace(make_learner()._settings, critic=None)
+
+
+# Answers that ended at their limit.
+
+
+def halves() -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
+    """Rollouts that went on, and the same ones cut at their limit, some before and some behind tokens of a tool."""
+    whole, cut = [], []
+    for draw, behind in enumerate(((), (NOT_GENERATED,))):
+        rows = [
+            trajectory(
+                [1, 2 + draw],
+                [segment([3, 4 + sample], 1), *(segment([9], version) for version in behind), segment([5, 6], 2)],
+                sample=sample, draw=draw,
+            )
+            for sample in range(2)
+        ]  # fmt: skip
+        whole.append(TrajectoryGroup(draw, tuple(rows)))
+        ends = lambda row: dataclasses.replace(row, segments=row.segments[:-1], finish_reason='length')
+        cut.append(TrajectoryGroup(draw, tuple(map(ends, rows))))
+    return whole, cut
+
+
+def values_of(learner: SpmdLearner, groups: list[TrajectoryGroup]) -> tuple[PackedBatch, np.ndarray]:
+    zeros = [np.zeros(len(group.trajectories)) for group in groups]
+    (batch,), _ = pack(groups, zeros, mode='ordinary', fill='first_fit', n_minibatches=1, **_ROWS)
+    return batch, learner.parts[0].passes.values(learner.state, batch, 2)[1]
+
+
+def advantages_of(learner: SpmdLearner, groups: list[TrajectoryGroup]) -> list[np.ndarray]:
+    """Per row those of its tokens, with lambda = 0 and no discount."""
+    batch, values = values_of(learner, groups)
+    ends = learner.parts[0].passes.end_values(learner.state, groups, 2)
+    known = {VALUES: values, END_VALUES: ends[np.maximum(batch.trajectory_ids, 0)]}
+    objective = PolicyObjective(PolicyChoices(advantage='gae', gae_lambda=0.0, truncated_value='last'))
+    ((found, _),) = objective.token_advantages(groups, [batch], [known])
+    return [found[batch.trajectory_ids == row] for row in range(batch.trajectory_ids.max() + 1)]
+
+
+@pytest.mark.parametrize(
+    'form',
+    [{}, pytest.param({'mesh': {'fsdp': 2}, 'packing': 'ordinary', 'accumulate': 'scan'}, marks=pytest.mark.slow)],
+)
+def test_behind_a_limit_is_the_value_that_the_rollout_has_where_it_goes_on(form):
+    learner = make_learner(truncated_value='last', **form)
+    compiled = learner.warm_up()
+    whole, cut = halves()
+    batch, values = values_of(learner, whole)
+    next_values = [
+        values[batch.trajectory_ids == row][2] for row in range(4)
+    ]  # before the first token behind the limit
+    assert np.unique(next_values).size == 4
+    behind = lambda groups: learner.parts[0].passes.end_values(learner.state, groups, 2)
+    np.testing.assert_allclose(behind(cut), next_values, atol=1e-6)
+    np.testing.assert_array_equal(behind(whole), 0)
+    # an advantage with lambda = 0 reads the next value alone, so that tokens do not feel that the rollout was cut
+    for short, long in zip(advantages_of(learner, cut), advantages_of(learner, whole), strict=True):
+        np.testing.assert_allclose(short, long[:2], atol=1e-6)
+        assert abs(short[-1]) > 1e-3  # the value before the last token would make it 0
+    learner.update([*whole, *cut], 2)
+    assert len(learner.programs.compiled) == compiled

@@ -235,6 +235,7 @@ def describe_hardware(cluster: Cluster | None, engine: int, devices: int) -> str
 def read_update(config: TrackedConfig) -> tuple[UpdatePrice, UpdateShape]:
     """How the simulated learner counts: no learner of a run is needed to know."""
     learner, staleness = config.learner, config.staleness
-    price = UpdatePrice(learner.packing, learner.epochs, learner.filter_equal_rewards)
+    masks_truncated = config.loss.truncated_answers == 'masked'
+    price = UpdatePrice(learner.packing, learner.epochs, learner.filter_equal_rewards, masks_truncated)
     masks = staleness.over_age == 'mask' and staleness.max_token_age is not None
     return price, UpdateShape(learner.n_minibatches * learner.epochs, staleness.max_token_age if masks else None)

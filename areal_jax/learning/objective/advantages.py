@@ -142,35 +142,33 @@ def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Pas
 
 
 def make_estimator(choices: PolicyChoices) -> Estimator:
-    """The advantages of all groups of an update.
+    """The advantages of all groups of an update, before loss.whiten, which packed_advantages.py does over loss tokens.
 
     An own function is loaded here, once. Raises UserError for one that cannot be loaded.
     """
     if is_own(choices.advantage):
         function = load_function(choices.advantage, _FIELD)
-        estimate: Estimator = lambda groups, passed: own_advantages(groups, function, choices, passed)
-    else:
-        estimate = lambda groups, passed: [
-            group_advantages(group, choices, known)
-            for group, known in zip(groups, _of_each(groups, passed), strict=True)
-        ]
-    if choices.whiten == 'none':
-        return estimate
-    return lambda groups, passed: whiten(groups, estimate(groups, passed))
+        return lambda groups, passed: own_advantages(groups, function, choices, passed)
+    return lambda groups, passed: [
+        group_advantages(group, choices, known) for group, known in zip(groups, _of_each(groups, passed), strict=True)
+    ]
 
 
-def whiten(groups: Sequence[TrajectoryGroup], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """(A - mean) / sqrt(var + 1e-8) over the generated tokens of all groups, the variance with ddof 1.
+def whiten(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """(A - mean) / sqrt(var + 1e-8) over tokens, the variance with ddof 1; 0 for fewer than two tokens.
 
     REINFORCE++, arXiv 2501.03262, section 3.2. A token-weighted mean of centred groups is not 0: it is subtracted.
+
+    Args:
+      values: float64 [k].
+      tokens: float64 [k], how many tokens have each of them.
     """
-    tokens = concatenate([count_generated_of_rows(group) for group in groups], np.float64)
-    values, total = concatenate(list(advantages), np.float64), tokens.sum()
+    total = tokens.sum()
     if total < 2:
-        return [np.zeros_like(a) for a in advantages]
+        return np.zeros_like(values)
     mean = (tokens * values).sum() / total
     variance = (tokens * (values - mean) ** 2).sum() / (total - 1)
-    return [((a - mean) / np.sqrt(variance + WHITEN_FLOOR)).astype(np.float32) for a in advantages]
+    return (values - mean) / np.sqrt(variance + WHITEN_FLOOR)
 
 
 def own_advantages(

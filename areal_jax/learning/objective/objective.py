@@ -28,6 +28,8 @@ TEACHER = 'teacher'  # log-probs of loss.teacher; not together with REFERENCE
 POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
 COLLISION = 'collision'  # log Σ π² and log-probs of the weights before the update, for `token_advantages`
 VALUES = 'values'  # of the critic, of the weights before the update; brings POLICY, for `token_advantages`
+# with VALUES: of the state behind the last token of a row that ended at its limit, else 0; for `token_advantages`
+END_VALUES = 'end_values'
 # of each token over the vocabulary, differentiable: see LossTokens.statistic
 REVERSE_KL = 'reverse_kl'  # KL(π_θ ‖ π_teacher); the teacher's pass is a part of each step
 FORWARD_KL = 'forward_kl'  # KL(π_teacher ‖ π_θ)
@@ -35,7 +37,7 @@ CLAMPED_ENTROPY = 'clamped_entropy'  # without the share `entropy_clamp` of the 
 DIVERGENCES = frozenset({REVERSE_KL, FORWARD_KL})
 STATISTICS = DIVERGENCES | {CLAMPED_ENTROPY}
 FROM_TEACHER = DIVERGENCES | {TEACHER}
-INPUTS = STATISTICS | {PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION, VALUES}
+INPUTS = STATISTICS | {PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION, VALUES, END_VALUES}
 RETURNS = 'returns'  # what the critic's values are compared with, of `token_advantages`
 
 
@@ -109,9 +111,11 @@ class Objective(abc.ABC):
     length_constant: int = 1  # of aggregation 'constant'
     entropy_clamp: float = 0.0  # share of the vocabulary, its least likely tokens, that CLAMPED_ENTROPY leaves out
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
-    replaces_advantages: bool = False  # `token_advantages` makes them, after passes before the first step
+    replaces_advantages: bool = False  # `token_advantages` makes them, of packed tokens before the first step
     keeps_groups: bool = False  # all answers of a group lie in one row
-    masks_truncated: bool = False  # answers that ended at their limit count in the denominator and train nothing
+    masks_truncated: bool = (
+        False  # answers that ended at their limit train nothing, and do not count in the denominator
+    )
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
     scores_answers: ClassVar[bool] = False  # it trains `tokens.values` without reading VALUES
     source: str = ''  # FILE.py:FUNCTION of an own one, which errors name; set where it is loaded
@@ -135,8 +139,9 @@ class Objective(abc.ABC):
 
         Args:
           groups: those that are trained; trajectory ids of the batches number their answers.
-          passed: per minibatch what `reads` names of REFERENCE, COLLISION and VALUES, of which the last two bring
-            POLICY; float32 [M, R, N].
+          batches: with `advantages` at their tokens.
+          passed: per minibatch what `reads` names of REFERENCE, COLLISION, VALUES and END_VALUES, of which COLLISION
+            and VALUES bring POLICY; float32 [M, R, N], END_VALUES the same at all tokens of a row.
         """
         return [TokenAdvantages(batch.advantages) for batch in batches]
 

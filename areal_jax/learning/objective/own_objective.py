@@ -13,6 +13,7 @@ from areal_jax.config.objectives import FIELD
 from areal_jax.errors import UserError
 from areal_jax.learning.objective.aggregation import Counts, count_denominator
 from areal_jax.learning.objective.objective import (
+    END_VALUES,
     INPUTS,
     REFERENCE,
     TEACHER,
@@ -47,6 +48,8 @@ def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
         )
     if {REFERENCE, TEACHER} <= objective.reads:
         raise UserError(f'{FIELD}={spec}: its `reads` has reference and teacher, of which an update computes one')
+    if END_VALUES in objective.reads and VALUES not in objective.reads:
+        raise UserError(f'{FIELD}={spec}: its `reads` has {END_VALUES!r} without {VALUES!r}, whose critic gives both')
     if VALUES in objective.reads and not objective.replaces_advantages:
         raise UserError(
             f'{FIELD}={spec}: its `reads` has {VALUES!r}, of which `token_advantages` makes advantages and returns: '

@@ -1,6 +1,7 @@
-"""Advantages that need a pass before the first step: of a critic, or with an optimal baseline or a KL in the reward.
+"""Advantages of packed loss tokens: those that need a pass before the first step, and all that are whitened.
 
-They are made of packed loss tokens, of which `trajectory_ids` tells the answer. numpy only; advantages.py has the
+A critic, an optimal baseline and a KL in the reward need a pass. Whitening reads the loss tokens of all minibatches of
+the update, each once, and no others. `trajectory_ids` tells the answer of a token. numpy only; advantages.py has the
 estimators.
 """
 
@@ -11,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.advantages import WHITEN_FLOOR, Estimator, Passed
+from areal_jax.learning.objective.advantages import Estimator, Passed, whiten
 from areal_jax.learning.objective.gae import generalized_advantages
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES, TokenAdvantages
+from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES, TokenAdvantages
 from areal_jax.learning.objective.penalties import estimate_kl
 from areal_jax.learning.objective.rewards import shape_rewards, sum_rows, to_rows
 from areal_jax.learning.objective.sums import find_starts, sequence_sums
@@ -34,7 +35,8 @@ def packed_advantages(
     With the advantage 'gae' returns are A + V before whitening. With kl_in='reward' an answer has the reward R - β Σ kₜ
     before its group is compared; with the advantages 'reward' and 'gae' the token t has the reward -β kₜ, so that for
     'reward' its advantage is the return without discount, R - β Σ kₛ over s >= t (REINFORCE++, arXiv 2501.03262). k
-    estimates KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens.
+    estimates KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens. Where no pass is needed,
+    `estimate` has made the advantages of the batches, which are whitened alone.
     """
     divergences = [_divergences(choices, *of) for of in zip(batches, known, strict=True)]
     if choices.advantage == 'gae':
@@ -42,8 +44,15 @@ def packed_advantages(
     if is_kl_in_reward(choices) and choices.advantage == 'reward':
         advantages = _returns(choices, groups, batches, divergences)
     else:
-        values = estimate(groups, _measure_answers(choices, groups, batches, known, divergences))
-        advantages = _spread(batches, concatenate(values, np.float64))
+        sizes = [len(group.trajectories) for group in groups]
+        if is_kl_in_reward(choices) or choices.advantage == 'optimal_baseline':
+            estimated = estimate(groups, _measure_answers(choices, sizes, groups, batches, known, divergences))
+            values = concatenate(estimated, np.float64)
+        else:
+            values = _of_rows(batches, sum(sizes))
+        if choices.whiten == 'batch':
+            values = whiten(values, _sum_rows(batches, [np.ones(b.loss_mask.shape) for b in batches], sum(sizes)))
+        advantages = _spread(batches, values)
     return [TokenAdvantages(_trained(b, a)) for b, a in zip(batches, advantages, strict=True)]
 
 
@@ -63,13 +72,17 @@ def squared_norms(logprobs: np.ndarray, collisions: np.ndarray) -> np.ndarray:
 
 def _measure_answers(
     choices: PolicyChoices,
+    sizes: Sequence[int],
     groups: Sequence[TrajectoryGroup],
     batches: Sequence[PackedBatch],
     known: Sequence[Known],
     divergences: Sequence[np.ndarray],
 ) -> list[Passed]:
-    """By group what `estimate` reads, from sums over the loss tokens of each answer, in all of its rows."""
-    sizes = [len(group.trajectories) for group in groups]
+    """By group what `estimate` reads: sums over the loss tokens of each answer, in all of its rows.
+
+    Args:
+      sizes: rows of each group.
+    """
     of_rows = lambda arrays: np.split(_sum_rows(batches, arrays, sum(sizes)), np.cumsum(sizes))[:-1]
     by_group = lambda arrays: [sum_rows(*of) for of in zip(groups, of_rows(arrays), strict=True)]
     zeros = [np.zeros(batch.loss_mask.shape) for batch in batches]
@@ -113,15 +126,13 @@ def _of_critic(
 ) -> list[TokenAdvantages]:
     """From the values of the critic; the reward of an answer comes with the last trained token of each row."""
     rewards = _spread_rewards(choices, groups, batches)
-    cut = [trajectory.finish_reason == 'length' for group in groups for trajectory in group.trajectories]
-    goes_on = _spread(batches, np.array(cut, np.float64) * (choices.truncated_value == 'last'))
     values = [_trained(batch, of[VALUES]).astype(np.float64) for batch, of in zip(batches, known, strict=True)]
     advantages = [
         generalized_advantages(
-            v, -choices.kl_coefficient * k, r, last * v, b.loss_mask, b.trajectory_ids,
+            v, -choices.kl_coefficient * k, r, of.get(END_VALUES, np.zeros_like(v)), b.loss_mask, b.trajectory_ids,
             discount=choices.discount, decay=choices.gae_lambda,
         )
-        for b, v, k, r, last in zip(batches, values, divergences, rewards, goes_on, strict=True)
+        for b, v, k, r, of in zip(batches, values, divergences, rewards, known, strict=True)
     ]  # fmt: skip
     returns = [_trained(b, a + v) for b, a, v in zip(batches, advantages, values, strict=True)]
     if choices.whiten == 'batch':
@@ -141,6 +152,14 @@ def _sum_rows(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], rows
         batch.trajectory_ids[batch.loss_mask], values[batch.loss_mask].astype(np.float64), minlength=rows
     )
     return sum((add(*of) for of in zip(batches, arrays, strict=True)), np.zeros(rows))
+
+
+def _of_rows(batches: Sequence[PackedBatch], rows: int) -> np.ndarray:
+    """float64 [rows of the update]: the advantage of the loss tokens of each, 0 where it has none."""
+    found = np.zeros(rows)
+    for batch in batches:
+        found[batch.trajectory_ids[batch.loss_mask]] = batch.advantages[batch.loss_mask]
+    return found
 
 
 def _spread(batches: Sequence[PackedBatch], values: np.ndarray) -> list[np.ndarray]:
@@ -166,9 +185,12 @@ def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
 
 
 def _whiten(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """(A - mean) / sqrt(var + 1e-8) over the loss tokens, the variance with ddof 1, as advantages.whiten."""
-    trained = concatenate([v[b.loss_mask] for b, v in zip(batches, values, strict=True)], np.float64)
-    if len(trained) < 2:
-        return [np.zeros_like(v) for v in values]
-    deviation = np.sqrt(trained.var(ddof=1) + WHITEN_FLOOR)
-    return [(v - trained.mean()) / deviation for v in values]
+    """Values of loss tokens [M, R, N] each, 0 elsewhere."""
+    masks = [batch.loss_mask for batch in batches]
+    trained = concatenate([v[mask] for v, mask in zip(values, masks, strict=True)], np.float64)
+    whitened, found = whiten(trained, np.ones(len(trained))), [np.zeros(mask.shape) for mask in masks]
+    first = 0
+    for array, mask in zip(found, masks, strict=True):
+        array[mask] = whitened[first : first + mask.sum()]
+        first += mask.sum()
+    return found

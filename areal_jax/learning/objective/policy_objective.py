@@ -15,6 +15,7 @@ from areal_jax.learning.objective.advantages import CONTRASTS, Estimator, make_e
 from areal_jax.learning.objective.objective import (
     CLAMPED_ENTROPY,
     COLLISION,
+    END_VALUES,
     POLICY,
     PROXIMAL,
     REFERENCE,
@@ -124,6 +125,7 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
         POLICY: 'gate' in prepares,
         CLAMPED_ENTROPY: bool(choices.entropy_coefficient and choices.entropy_clamp),
         VALUES: choices.advantage == 'gae',
+        END_VALUES: choices.advantage == 'gae' and choices.truncated_value == 'last',
     }
     alone = choices.whiten == 'none' and not choices.overlong_tokens and not is_kl_in_reward(choices)
     return {
@@ -134,6 +136,8 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
         'length_constant': choices.length_constant,
         'masks_truncated': choices.truncated_answers == 'masked',
         'contrasts': alone and (choices.advantage in CONTRASTS or is_own(choices.advantage)),
-        'replaces_advantages': choices.advantage in ('optimal_baseline', 'gae') or is_kl_in_reward(choices),
+        'replaces_advantages': choices.whiten != 'none'
+        or choices.advantage in ('optimal_baseline', 'gae')
+        or is_kl_in_reward(choices),
         'estimate': make_estimator(choices),
     }

@@ -5,13 +5,14 @@ A trajectory whose last loss token is token t needs t places in a row: that toke
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from areal_jax.columns import Column
 from areal_jax.learning.packing.rows import BatchError, Example, NextTokenForm
-from areal_jax.types import LARGEST_LOGPROB, Trajectory, TrajectoryGroup
+from areal_jax.types import LARGEST_LOGPROB, NOT_GENERATED, Segment, Trajectory, TrajectoryGroup
 
 
 def make_examples(
@@ -23,20 +24,29 @@ def make_examples(
     masks_truncated: bool = False,
     inputs: Sequence[Column] = (),
 ) -> list[list[Example]]:
-    """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others."""
+    """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others.
+
+    With `masks_truncated` those that ended at their limit are left out.
+    """
     examples_of, next_id = [], 0
     for group, values in zip(groups, advantages, strict=True):
         examples = []
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
             _require_sound(trajectory, float(advantage), vocab_size)
             form = next_token_form(trajectory, columns, inputs)
-            if len(form.targets):
+            if len(form.targets) and not (masks_truncated and trajectory.finish_reason == 'length'):
                 _require_fit(trajectory, form, capacity)
-                trained = not (masks_truncated and trajectory.finish_reason == 'length')
-                examples.append(Example(form, len(trajectory.prompt.tokens), float(advantage), next_id, trained))
+                examples.append(Example(form, len(trajectory.prompt.tokens), float(advantage), next_id))
             next_id += 1
         examples_of.append(examples)
     return examples_of
+
+
+def with_next_token(trajectory: Trajectory) -> Trajectory:
+    """The row with one more token, the only one in the loss, so that the state behind the row predicts it."""
+    read = (dataclasses.replace(segment, policy_version=NOT_GENERATED) for segment in trajectory.segments)
+    following = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), 0)
+    return dataclasses.replace(trajectory, segments=(*read, following))
 
 
 def _require_sound(trajectory: Trajectory, advantage: float, vocab_size: int | None) -> None:

@@ -39,7 +39,7 @@ def pack(
     n_minibatches: int,
     oldest_version: int | None = None,
     round_microbatches: bool = False,  # add empty ones up to a power of two
-    masks_truncated: bool = False,  # leave answers that ended at their limit out of `loss_mask` too
+    masks_truncated: bool = False,  # leave answers that ended at their limit out
     keeps_groups: bool = False,  # put all answers of a group into one row
     data_shards: int = 1,
     cost: CostCoefficients = _TOKENS_ONLY,

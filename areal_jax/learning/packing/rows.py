@@ -43,7 +43,6 @@ class Example:
     prompt_tokens: int
     advantage: float
     trajectory_id: int
-    trained: bool = True  # else its tokens count in the denominator and are not in the loss
 
     @property
     def prompt(self) -> np.ndarray:
@@ -173,8 +172,7 @@ class _RowWriter:
         self._loss_token = place.stop
         self._row.sources[place] = sources
         self._row.targets[place] = form.targets
-        is_young = self._oldest_version is None or form.policy_versions >= self._oldest_version
-        self._row.loss_mask[place] = is_young if example.trained else False
+        self._row.loss_mask[place] = self._oldest_version is None or form.policy_versions >= self._oldest_version
         self._row.behavior_logprobs[place] = form.behavior_logprobs
         self._row.advantages[place] = example.advantage
         self._row.policy_versions[place] = form.policy_versions

@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.objective.advantages import ESTIMATORS, make_estimator, own_advantages
+from areal_jax.learning.objective.advantages import ESTIMATORS, own_advantages
 from areal_jax.learning.objective.rewards import has_signal
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, segment, trajectory
@@ -138,13 +138,6 @@ _ONE_ROW = ((1.0, 2), (0.0, 4), (0.5, 4))
 def test_an_overlong_penalty_counts_the_tokens_of_all_rows():
     choices = {'overlong_tokens': 2, 'overlong_penalty': 1.0, 'longest_answer': 4}  # begins above 2 tokens, whole at 4
     assert group_advantages(_forked(), 'reward', **choices).tolist() == [1, -1, -1, -0.5, -0.5, -0.5]
-
-
-def test_whitening_weighs_an_episode_with_the_tokens_of_its_rows():
-    (found,) = make_estimator(PolicyChoices(advantage='reward', whiten='batch'))([_forked()], None)
-    each_token = np.repeat([1.0, 0.0, 0.0, 0.5, 0.5, 0.5], [2, 1, 3, 1, 1, 2])
-    expected = (np.array([1, 0, 0, 0.5, 0.5, 0.5]) - each_token.mean()) / np.sqrt(each_token.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_an_own_estimator_gets_one_reward_an_episode():

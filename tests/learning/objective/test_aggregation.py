@@ -1,4 +1,4 @@
-"""What a minibatch is divided by where equal rewards leave groups out."""
+"""What a minibatch is divided by where equal rewards leave groups out, or answers at their limit are masked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.aggregation import denominator_scale
+from areal_jax.learning.objective.aggregation import denominator_scale, token_weights
+from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
 from tests.learning.test_learner import PARAMS, make_learner
 
+AGGREGATIONS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'prompt_mean', 'token_sum')
 _KEPT = group([1, 2], [[3], [4, 5, 6]], [0.0, 1.0])
 _EQUAL = [group([1, 2], [[3, 4], [5, 6]], [1.0, 1.0], draw=draw) for draw in (1, 2, 3)]  # 4 tokens each
 
@@ -88,3 +91,46 @@ def test_masked_tokens_stay_in_the_denominator():
     kept, _ = _change(make_learner(**settings), [mixed, _EQUAL[0]])
     whole, _ = _change(make_learner(denominator='all', **settings), [mixed, _EQUAL[0]])
     _assert_close(kept, whole, scale=2.0)
+
+
+def _cut(groups, *, gone: bool):
+    """Every third answer ended at its limit; or is not there."""
+    found = []
+    for g in groups:
+        rows = [dataclasses.replace(t, finish_reason='stop' if t.sample % 3 else 'length') for t in g.trajectories]
+        found.append(dataclasses.replace(g, trajectories=tuple(t for t in rows if not gone or t.sample % 3)))
+    return found
+
+
+@pytest.mark.parametrize('aggregation', AGGREGATIONS)
+@pytest.mark.parametrize('mode', ['ordinary', 'shared_prompt'])
+def test_masked_answers_at_their_limit_weigh_as_much_as_answers_that_are_not_there(aggregation, mode):
+    def weighed(groups, **masks):
+        shapes = {'row_tokens': 64, 'row_loss_tokens': 48, 'rows_per_microbatch': 2, 'n_minibatches': 1}
+        ones = [np.ones(len(g.trajectories), np.float32) for g in groups]
+        ((batch,), _) = pack(groups, ones, mode=mode, fill='first_fit', **shapes, **masks)
+        prompts = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])
+        weights, denominator = token_weights(batch, aggregation, 3, prompts)
+        mask = batch.loss_mask
+        found = zip(batch.targets[mask], batch.behavior_logprobs[mask], weights[mask] / denominator, strict=True)
+        return sorted((int(t), float(b), float(w)) for t, b, w in found)
+
+    groups = random_groups(3, 5)
+    masked = weighed(_cut(groups, gone=False), masks_truncated=True)
+    assert masked == weighed(_cut(groups, gone=True))
+    assert masked != weighed(_cut(groups, gone=False))
+
+
+def test_masked_answers_are_not_read_and_count_in_no_denominator():
+    groups = random_groups(3, 5)
+    cut, gone = _cut(groups, gone=False), _cut(groups, gone=True)
+    for packing in ('ordinary', 'shared_prompt'):
+        masking, plain = (UpdatePrice(packing, 2, False, masks) for masks in (True, False))
+        assert masking.tokens(cut) == plain.tokens(gone) < plain.tokens(cut)
+    read = UpdatePrice('ordinary', 1, False, True).read
+    only_cut = dataclasses.replace(cut[0], trajectories=cut[0].trajectories[:1])
+    assert read([only_cut]) == []
+    for aggregation in AGGREGATIONS:
+        assert denominator_scale(read(cut), read(cut[:2]), aggregation) == denominator_scale(
+            gone, gone[:2], aggregation
+        )

@@ -11,7 +11,14 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REFERENCE, RETURNS, VALUES, LossTokens
+from areal_jax.learning.objective.objective import (
+    CLAMPED_ENTROPY,
+    END_VALUES,
+    REFERENCE,
+    RETURNS,
+    VALUES,
+    LossTokens,
+)
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.packing.packing import empty_batch
 from tests.learning.examples import group
@@ -119,7 +126,15 @@ _LINE_ARRAYS = {name: np.asarray(x, np.int32 if name == 'versions' else np.float
 
 def shaped_advantages(**choices):
     groups = [group([1], [[2], [2] * 3, [2] * 6, [2]], [1.0, 0.0, 0.25, 0.75]), group([1], [[2]] * 2, [0.0, 1.0])]
-    return np.concatenate(PolicyObjective(PolicyChoices(**choices)).advantages(groups))
+    objective, rows = PolicyObjective(PolicyChoices(**choices)), [0, *[1] * 3, *[2] * 6, 3, 4, 5]
+    batch = empty_batch(1, 1, 20, len(rows))
+    batch.trajectory_ids[0], batch.loss_mask[0] = rows, True
+    batch.advantages[0] = np.concatenate(objective.advantages(groups))[rows]
+    return (
+        objective.token_advantages(groups, [batch], [{}])[0].advantages
+        if objective.replaces_advantages
+        else batch.advantages
+    )
 
 
 def of_critic(**choices):
@@ -131,7 +146,8 @@ def of_critic(**choices):
     groups = [group([1], [[2, 3, 4], [5, 6]], [1.0, 0.3]), group([1], [[7]], [0.7])]
     first = dataclasses.replace(groups[0].trajectories[0], finish_reason='length')
     groups[0] = dataclasses.replace(groups[0], trajectories=(first, groups[0].trajectories[1]))
-    ((advantages, returns),) = objective.token_advantages(groups, [batch], [{VALUES: before[None]}])
+    behind = {END_VALUES: np.where(_IDS == 0, np.float32(0.7), 0)[None]} if END_VALUES in objective.reads else {}
+    ((advantages, returns),) = objective.token_advantages(groups, [batch], [{VALUES: before[None]} | behind])
     known = {VALUES: jnp.asarray(before), RETURNS: jnp.asarray(returns[0]), 'proximal': jnp.zeros((1, 6))}
     zeros, mask = jnp.zeros((1, 6)), jnp.ones((1, 6), bool)
     tokens = make_tokens(zeros, zeros, advantages[0], mask, 6.0, token_weights=jnp.ones((1, 6)), known=known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from areal_jax.config.objectives import BASE, OBJECTIVES
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.advantages import Passed, group_advantages, optimal_baseline
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE
+from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES
 from areal_jax.learning.objective.packed_advantages import squared_norms
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.packing.packing import empty_batch
@@ -107,6 +109,20 @@ def test_the_return_of_a_token_has_the_divergence_from_it_on(whiten):
     expected = returns if whiten == 'none' else (returns - returns.mean()) / returns.std(ddof=1)
     np.testing.assert_allclose(found[0, 0][two_answers().loss_mask[0, 0]], expected, rtol=1e-5)
     np.testing.assert_array_equal(found[0, 0][[1, 5]], 0.0)
+
+
+@pytest.mark.parametrize(('choices', 'behind'), [({}, 0.0), ({'truncated_value': 'last'}, 2.0)])
+def test_an_answer_at_its_limit_ends_there_or_goes_on_with_the_value_behind_it(choices, behind):
+    objective, batch = objective_of(advantage='gae', **choices), two_answers()
+    whole = group([1], [[2, 3, 4], [5, 6]], [1.0, 0.25])
+    cut = tuple(dataclasses.replace(t, finish_reason='length') for t in whole.trajectories)
+    known = {VALUES: np.random.default_rng(0).normal(size=(1, 1, 6)).astype(np.float32)}
+    if END_VALUES in objective.reads:
+        known[END_VALUES] = np.full((1, 1, 6), 2.0, np.float32)
+    groups = [dataclasses.replace(whole, trajectories=cut)]
+    ((_, returns),) = objective.token_advantages(groups, [batch], [known])
+    expected = np.array([1.0, 0, 1.0, 0.25, 0.25, 0]) + behind * batch.loss_mask[0, 0]
+    np.testing.assert_allclose(returns[0, 0], expected, atol=1e-6)
 
 
 _DECODER = tiny_decoder(n_layers=1)
