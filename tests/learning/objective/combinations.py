@@ -11,7 +11,7 @@ from areal_jax.types import PackedBatch
 from tests.learning.objective.plain_losses import Tokens
 
 ROWS, PLACES = 2, 24
-_SCALES = (0.05, 0.4, 3.0, 20.0)  # largest |log-ratio| of a token
+_SCALES = (0.05, 0.4, 3.0, 20.0, 600.0)  # largest |log-ratio| of a token
 _TOKEN_SUMS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'prompt_mean', 'token_sum')
 _SEQUENCE_SUMS = ('sequence_mean', 'sequence_sum')
 _WHOLE = ('sequence', 'geometric', 'geometric_token')
@@ -47,6 +47,8 @@ def draw_choices(rng: np.random.Generator, scale: float) -> PolicyChoices:
 def _draw_corrections(pick, rng, ratio: str, surrogate: str, scale: float) -> dict[str, object]:
     found: dict[str, object] = {'ratio_denominator': pick('proximal', 'proximal', 'behavior')}
     found['proximal'] = pick('recompute', 'recompute', 'loglinear', 'behavior')
+    if scale > 100 and found['proximal'] == 'loglinear':
+        found['proximal'] = 'recompute'  # a point between log-probs of -1000 is rounded by 6e-5
     weighs = surrogate != 'topr' and found['ratio_denominator'] == 'proximal' and found['proximal'] != 'behavior'
     if ratio == 'none' or weighs:
         whole = ratio in ('sequence', 'geometric', 'geometric_token')
@@ -57,7 +59,7 @@ def _draw_corrections(pick, rng, ratio: str, surrogate: str, scale: float) -> di
             'correction_low': pick(0.0, rng.uniform(0.3, 0.9)), 'correction_high': rng.uniform(1.1, 5.0),
         }  # fmt: skip
     if found['proximal'] != 'behavior':
-        found['veto'] = pick(None, None, np.exp(-scale * rng.uniform(0.3, 1.0)))
+        found['veto'] = pick(None, None, np.exp(-min(scale, 60.0) * rng.uniform(0.3, 1.0)))
     gates = ('none', 'none', 'second_moment', *(('probability_shift',) if ratio == 'token' else ()))
     found['gate'] = gate = pick(*gates)
     found['gate_threshold'] = scale**2 * rng.uniform(0.01, 0.3) if gate == 'second_moment' else rng.uniform(0.01, 0.3)

@@ -230,7 +230,9 @@ def surrogate(choices, tokens: Tokens, answer: list[Place], t: Place) -> Slopes:
     if name == 'quadratic':
         tau = choices.quadratic_weight
         size = abs(a * logprob) + tau / 2 * log_q**2
-        return Slopes(-a * logprob + tau / 2 * log_q**2, own=-a, through=tau * log_q, size=size)
+        # a point between two log-probs is rounded as they are
+        log_size = abs(log_q) + (abs(logprob) if choices.proximal == 'loglinear' else 0.0)
+        return Slopes(-a * logprob + tau / 2 * log_q**2, -a, tau * log_q, size, tau * log_size)
     if name == 'oapl':
         beta = choices.oapl_beta
         residual, whole = beta * log_q - a, abs(beta * log_q) + abs(a)

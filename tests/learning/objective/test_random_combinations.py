@@ -1,4 +1,4 @@
-"""300 random combinations, ragged, with masked and empty answers: values and gradients of the papers' formulas."""
+"""300 random combinations, ragged, masked, near and far: values and gradients of the formulas of papers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.learning.objective.plain_losses import Plain, Tokens, differentiate
 
 CASES = 300
 _SHARE = 1e-5  # of the sum of absolute terms
+_TINY = 1e-30  # what float32 does not hold
 
 
 def computed(choices, tokens: Tokens) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
@@ -48,7 +49,7 @@ def assert_plain(found: tuple, plain: Plain) -> None:
     value, gradient, entropy_gradient, _ = found
     assert abs(value - plain.value) <= _SHARE * plain.size
     distance = np.abs(gradient - plain.gradient)
-    assert (distance <= _SHARE * plain.gradient_size).all(), (distance / plain.gradient_size).max()
+    assert (distance <= _SHARE * plain.gradient_size + _TINY).all(), (distance / plain.gradient_size).max()
     np.testing.assert_allclose(entropy_gradient, plain.entropy_gradient, rtol=_SHARE)
 
 
