@@ -202,7 +202,7 @@ class PolicyChoices:
     whiten: str = _axis(
         'none',
         ('none', 'batch'),
-        'advantages to mean 0 and deviation 1 over the tokens',
+        'advantages to mean 0 and deviation 1 over the loss tokens',
         'whiten_advantages normalize_advantages adv_normalization advantage_normalization normalize_advantage',
     )
     aggregation: str = _axis(
