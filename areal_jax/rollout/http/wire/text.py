@@ -14,8 +14,8 @@ from areal_jax.types import concatenate
 class AnswerText:
     """Turns the tokens of one answer into the text that they add.
 
-    Text that may be the beginning of a stop string is held back until it is clear that it is not one. The work is in
-    proportion to the new tokens, not to the answer.
+    Text that may be the beginning of a stop string, or is one, is held back until it is clear that the answer goes on
+    behind it. The work is in proportion to the new tokens, not to the answer.
 
     Args:
       decoder: of this answer, from its beginning.
@@ -38,15 +38,16 @@ class AnswerText:
         before = self._held + self._decoder.extend(tokens[:-1])
         given = before + self._decoder.extend(tokens[-1:], is_last=True)
         if isinstance(finish.matched, str):
-            begin = given.find(finish.matched, max(0, len(before) - len(finish.matched) + 1))
+            # it ends behind what came before, or with it where the end comes alone
+            begin = given.find(finish.matched, max(0, len(before) - len(finish.matched) + min(1, len(tokens))))
             kept = len(finish.matched) if self._keep_stop else 0
             given = given if begin < 0 else given[: begin + kept]
         self._held = ''
         return given
 
     def _suspicious(self) -> int:
-        """Characters at the end of the held text that a stop string may begin with."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        """Characters at the end of the held text that a stop string may begin with, or is."""
+        longest = max(map(len, self._stops), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length

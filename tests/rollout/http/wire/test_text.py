@@ -72,6 +72,13 @@ def test_a_stop_string_is_cut_and_its_beginning_is_never_given():
     assert ''.join(in_pieces(found, [3], end, stop_strings=['END'], keep_stop=True)) == 'one END'
 
 
+def test_the_end_may_come_alone():
+    for ends in ([7], [3, 7, 7], [6, 7]):
+        given = in_pieces(tokens('one END'), ends, Finish('stop', 'END'), stop_strings=['END', 'E', 'x'])
+        assert ''.join(given) == 'one '
+    assert ''.join(in_pieces(tokens('one END'), [7], LENGTH, stop_strings=['END'])) == 'one END'
+
+
 def test_a_false_beginning_is_given_once_it_is_clear():
     assert in_pieces(tokens('xENx'), [1, 2, 3], LENGTH, stop_strings=['END']) == ['x', '', '', 'ENx']
     assert in_pieces(tokens('EEN'), [1, 2], LENGTH, stop_strings=['END']) == ['', 'E', 'EN']
