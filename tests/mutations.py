@@ -37,6 +37,62 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        'answers: the minus sign of Unicode is none',
+        'areal_jax/tasks/answers/spelling.py',
+        "'−‐‑‒–﹣'",
+        "'‐‑‒–﹣'",
+        'tests/tasks/answers/test_number_reader.py',
+    ),
+    Mutation(
+        'answers: two million is two',
+        'areal_jax.tasks.answers.number_reader:_read_with_suffix',
+        'return numeral if scale is None',
+        'return numeral if True',
+        'tests/tasks/answers/test_page.py',
+    ),
+    Mutation(
+        'answers: operators behind a number change nothing',
+        'areal_jax.tasks.answers.number_reader:_changes_nothing',
+        "return text == '(' and not is_attached and (bool(seen) or _is_said_in_brackets(after))",
+        'return True',
+        'tests/tasks/answers/test_reader_cases.py',
+    ),
+    Mutation(
+        'answers: decimals of expressions stay as they are',
+        'areal_jax.tasks.answers.expressions:_with_fractions',
+        'return expression.xreplace(exact) if exact else expression',
+        'return expression',
+        'tests/tasks/answers/test_reader_cases.py',
+    ),
+    Mutation(
+        'answers: small constants are equal',
+        'areal_jax.tasks.answers.expressions:are_equal',
+        'return equal and not _differ_as_constants(gold[0], answer[0])',
+        'return equal',
+        'tests/tasks/answers/test_reader_cases.py',
+    ),
+    Mutation(
+        'answers: a gold need not be parsed as a whole',
+        'areal_jax.tasks.answers.mathematics:find_gold_fault',
+        "return 'cannot be parsed by math-verify'",
+        "return ''",
+        'tests/tasks/answers/test_reader_cases.py',
+    ),
+    Mutation(
+        'answers: numbers of a file are floats',
+        'areal_jax/tasks/jsonl.py',
+        'read_objects(path, _DECODER.decode)',
+        'read_objects(path)',
+        'tests/tasks/answers/test_reader_cases.py',
+    ),
+    Mutation(
+        'answers: thoughts are answers',
+        'areal_jax.tasks.answers.extraction:without_thoughts',
+        'return rest if rest.strip() else thoughts',
+        'return text',
+        'tests/tasks/answers/test_extraction.py',
+    ),
+    Mutation(
         'fields: routes that control a server count nothing',
         'areal_jax.rollout.http.server.control:_read',
         'request.app[BRIDGE].counts.note_ignored(fields.ignored)',

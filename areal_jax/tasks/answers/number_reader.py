@@ -210,7 +210,7 @@ def _changes_nothing(rest: str) -> bool:
         elif kind == 'other' and text:
             joins = (text in '/*·.' or (text == '-' and not seen)) and _names_unit(after)  # '5 km/h', '5-inch'
             if not joins:
-                return text == '(' and bool(seen)  # '5 dollars (about)'
+                return text == '(' and not is_attached and (bool(seen) or _is_said_in_brackets(after))
     return True
 
 
@@ -222,6 +222,12 @@ def _may_follow(text: str, is_attached: bool) -> bool:
     if len(first) < (3 if is_attached else 2):
         return False
     return words.is_word(first) and all(words.is_word(part) or len(part) < 2 for part in others)
+
+
+def _is_said_in_brackets(rest: str) -> bool:
+    """Whether what an open bracket holds is words: '5 (five)', and not '5 (mod 7)'."""
+    inside = re.match(r'([A-Za-z ,-]+)\)', rest)
+    return inside is not None and all(words.is_word(run) for run in re.findall('[A-Za-z]+', inside[1]))
 
 
 def _is_remark(rest: str) -> bool:

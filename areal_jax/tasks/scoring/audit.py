@@ -28,7 +28,7 @@ class Audit:
 
     Args:
       fraction: share of the answers.
-      compare: the second comparison, which must be independent of the scorer.
+      compare: the second comparison, in this process.
     """
 
     def __init__(self, workdir: pathlib.Path, fraction: float, compare: Comparison):
