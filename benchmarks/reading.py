@@ -37,7 +37,7 @@ BARS = {'load': Bar(1.3, False), 'verdict': Bar(1.1, False)}
 MARKS = (r'The result is \boxed{%s}.', '#### %s', 'The answer is $%s$.', 'So it is %s')
 TEXT_KINDS = ('integer', 'number', 'exact', 'normalised')
 _LINES = 5  # of a worked solution
-_PROBED = 4  # golds of a form, from which it is judged whether a side loads it
+_PROBED = 25  # golds of a form, from which it is judged whether a side loads it
 _SCORED = 300  # golds of mathematics
 _REPEATED = 20  # verdicts by text, which take microseconds
 
@@ -91,12 +91,6 @@ def answer(asked):
         both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
-    def load(path, kind):
-        try:
-            return jsonl.read_problems(pathlib.Path(path), kind)
-        except TaskError:
-            return None
-
     def verdict(kind, gold, text):
         try:
             return float(score_answer(jsonl.KINDS[kind].score, {'answer': gold}, text, 'stop'))
@@ -104,10 +98,21 @@ def answer(asked):
             return -1.0
 
     if task['do'] == 'probe':
-        found = [path for path in task['paths'] if load(path, 'math') is not None]
+        found, path = dict(task['golds']), pathlib.Path(task['path'])
+        while True:
+            lines = [(name, gold) for name, golds in found.items() for gold in golds]
+            path.write_text(
+                ''.join(json.dumps({'question': str(k), 'answer': gold}) + '\n' for k, (_, gold) in enumerate(lines))
+            )
+            try:
+                jsonl.read_problems(path, 'math')
+                break
+            except TaskError as error:
+                del found[lines[int(str(error).removeprefix(f'{path}:').partition(':')[0]) - 1][0]]
+        found = list(found)
     elif task['do'] == 'load':
         start_s = used()
-        problems = load(task['path'], task['kind'])
+        problems = jsonl.read_problems(pathlib.Path(task['path']), task['kind'])
         found = {'cpu_s': used() - start_s, 'golds': len(problems)}
     else:
         pairs = [(gold, text) for gold, text in task['pairs']]
@@ -126,12 +131,10 @@ def list_forms(before: pathlib.Path, here: pathlib.Path, directory: pathlib.Path
     """The forms of golds that both sides load."""
     from tests.tasks.answers.drawn_golds import FORMS
 
-    paths = {}
-    for k, name in enumerate(FORMS):
-        paths[path := str(directory / f'form{k}.jsonl')] = name
-        write_lines(pathlib.Path(path), draw_golds(_PROBED, [name], rng))
-    loaded = [set(ask_side(tree, {'do': 'probe', 'paths': list(paths)})) for tree in (here, before)]
-    return [name for path, name in paths.items() if all(path in side for side in loaded)]
+    golds = {name: draw_golds(_PROBED, [name], rng) for name in FORMS}
+    task = {'do': 'probe', 'golds': golds, 'path': str(directory / 'forms.jsonl')}
+    loaded = [set(ask_side(tree, task)) for tree in (here, before)]
+    return [name for name in FORMS if all(name in side for side in loaded)]
 
 
 def compare(what: str, bar: str, sides: Mapping[str, Callable[[], Any]], turns: int) -> Row:

@@ -90,6 +90,8 @@ def parse_prose(text: str) -> list[Any]:
 
 def are_equal(gold: list[Any], answer: list[Any]) -> bool:
     """Whether two parsed answers are equal as mathematics. Raises what sympy raises while it compares."""
+    if _is_sum_and_value(gold[0], answer[0]) or _is_sum_and_value(answer[0], gold[0]):
+        return False
     equal = bool(_package().verify(gold, answer, timeout_seconds=None, raise_on_error=True))
     return equal and not _differ_as_constants(gold[0], answer[0])
 
@@ -107,6 +109,15 @@ def is_too_large(parsed: list[Any]) -> bool:
         return True
     most = sympy.Float(f'1e{MOST_DIGITS}')
     return size.is_Float and size != 0 and not 1 / most < size < most
+
+
+def _is_sum_and_value(equation: Any, value: Any) -> bool:
+    """Whether one is an equation as x + y = 5, of which math-verify would compare the right side with the other."""
+    import sympy
+
+    if not isinstance(equation, sympy.Eq) or not isinstance(value, sympy.Expr):
+        return False
+    return isinstance(equation.lhs, sympy.Add) and bool(equation.lhs.free_symbols)
 
 
 def _clean(text: str) -> str:

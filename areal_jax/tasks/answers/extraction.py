@@ -29,7 +29,7 @@ _WHOLE = (  # marks around a whole text; what is inside has none of the same mar
     re.compile(r'\\\(((?:[^\\]|\\[^)])+)\\\)', re.DOTALL),
     re.compile(r'\\\[((?:[^\\]|\\[^\]])+)\\\]', re.DOTALL),
 )
-_GROUP = re.compile(rf'(?:\\(?:{FONT})\s*)?\{{')
+_GROUP = re.compile(rf'(?:\\(?:{FONT}|textcolor\s*\{{[^{{}}]*\}})\s*)?\{{')
 _BRACE = re.compile(r'\\.|[{}]', re.DOTALL)
 _MARKS = '*_`$\\{'  # how a mark begins
 _MOST_LAYERS = 8  # of marks that are removed: bounds the time

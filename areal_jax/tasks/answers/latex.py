@@ -73,8 +73,8 @@ def normalise(text: str) -> str:
 
 def compare(gold: Form, answer: Form) -> bool | None:
     """Whether they are equal; None where algebra must tell."""
-    if gold.variable and answer.variable and gold.variable != answer.variable:
-        return None
+    if gold.variable and answer.variable and gold.variable.lower() != answer.variable.lower():
+        return False if gold.kind == answer.kind == 'number' else None
     if gold.kind == answer.kind == 'words':
         return gold.text.casefold() == answer.text.casefold()
     if gold.text == answer.text:

@@ -30,7 +30,7 @@ _VULGAR = re.compile('(-?)([¼-¾⅐-⅞↉])')
 _THIN_GROUP = re.compile(rf'(?<=[0-9])[{_THIN}](?=[0-9]{{3}}(?![0-9]))')
 
 _LOOK = re.compile(
-    r'\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|rm|bf|it|tt|sf)(?![A-Za-z])|\\!|\\[()\[\]]'
+    r'\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|rm|bf|it|tt|sf)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\!|\\[()\[\]]'
 )
 _GROUP_MARK = re.compile(r'(?<=[0-9,])(?:\{,\}\s?|\\text\{,\}|\\[,;:> ]|~)(?=[0-9]{3}(?![0-9]))')
 _BLANK = re.compile(r'\\[,;:> ]|~|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}')
