@@ -8,7 +8,7 @@ from areal_jax.tasks import jsonl
 from areal_jax.tasks.answers import mathematics
 from tests.tasks.answers.notations import CARRIERS, NOTATIONS, draw_other, draw_value
 
-DRAWS = 60
+DRAWS = 40
 
 
 def kinds_of(value) -> list[str]:
