@@ -48,7 +48,7 @@ class Results(Scores):
     task: str
     seed: int
     temperature: float  # of the samples
-    ends: dict[str, int]  # ids of the tokens that end an answer, by their texts
+    ends: dict[str, str]  # texts of the tokens that end an answer, by their ids
     seconds: float  # of evaluating, after compilation, until the last problem
     tokens_per_second: float | None
     config_file: str

@@ -337,7 +337,7 @@ class Setting(TypedDict):
     schedule: str
     clock: str
     objective: str  # method and combination; '' of a run of an earlier version
-    ends: Mapping[str, int]  # ids of the tokens that end an answer, by their texts; empty: none, or not known yet
+    ends: Mapping[str, str]  # texts of the tokens that end an answer, by their ids; empty: none, or not known yet
     simulation: str  # chips, model and lengths of a simulation; '' = a real run
 
 

@@ -75,9 +75,9 @@ class RunFacts:
     planned_steps: int | None  # run.steps
     simulation: str = ''  # what was simulated, in words; '' = a real run
     objective: str = ''  # method and combination, see config.objectives.describe_method
-    ends: Mapping[str, int] = dataclasses.field(
+    ends: Mapping[str, str] = dataclasses.field(
         default_factory=dict
-    )  # ids of the tokens that end an answer, by their texts; empty: none does, or it is not known
+    )  # texts of the tokens that end an answer, by their ids; empty: none does, or it is not known
     warnings: Sequence[str] = ()  # of that combination, and of a missing sandbox
     sandbox: SandboxRecord | None = None  # in which the scorer runs code; None: no sandbox is asked for
     finished: bool = True

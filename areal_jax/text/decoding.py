@@ -55,9 +55,9 @@ class TokenBytes:
         """The text of a token behind others, for who lists tokens."""
         return self.read(self.behind(token) or b'')
 
-    def name(self, tokens: Iterable[int]) -> dict[str, int]:
-        """The tokens by their texts, as far as they have one."""
-        return {text: token for token in tokens if (text := self.text_of(token))}
+    def name(self, tokens: Iterable[int]) -> dict[str, str]:
+        """The texts of tokens, as far as they have one, by their ids: JSON-able."""
+        return {str(token): text for token in tokens if (text := self.text_of(token))}
 
     def read(self, content: bytes) -> str:
         """The characters in these bytes."""

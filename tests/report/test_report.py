@@ -243,14 +243,14 @@ def test_the_objective_and_its_warnings_are_told(tmp_path: pathlib.Path):
     write_logs(tmp_path)
     found = write_report(
         tmp_path,
-        two_facts(objective='dg (a paper): surrogate delight', warnings=('One.',), ends={'</s>': 2, '<|eot|>': 7}),
+        two_facts(objective='dg (a paper): surrogate delight', warnings=('One.',), ends={'2': '</s>', '7': '<|eot|>'}),
         plots=False,
     )
     assert found['objective'] == 'dg (a paper): surrogate delight'
     assert cast(list[str], found['warnings'])[-1] == 'One.'
     page = (tmp_path / 'report.md').read_text()
     assert 'It optimizes dg (a paper): surrogate delight.' in page
-    assert found['ends'] == {'</s>': 2, '<|eot|>': 7}
+    assert found['ends'] == {'2': '</s>', '7': '<|eot|>'}
     assert 'An answer ends with `</s>` (token 2) or `<|eot|>` (token 7).' in page
     assert '- One.\n' in page
 

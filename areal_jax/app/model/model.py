@@ -10,8 +10,14 @@ import pathlib
 from collections.abc import Callable
 
 from areal_jax.app.model.earlier_run import EarlierRun
-from areal_jax.app.model.given_template import read_given_template
-from areal_jax.app.model.text_model import character_tokenizer, describe_text_model, gguf_file, random_shape
+from areal_jax.app.model.text_model import (
+    character_tokenizer,
+    describe_text_model,
+    gguf_file,
+    gguf_tokenizer,
+    hf_tokenizer,
+    random_shape,
+)
 from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.config import TrackedConfig
 from areal_jax.files import Announce, announce_nothing
@@ -22,7 +28,6 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
 from areal_jax.sharding.rules import param_shardings
-from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 from areal_jax.text.tokenizer import Tokenizer
 
 
@@ -49,7 +54,7 @@ def build_model(config: TrackedConfig, announce: Announce = announce_nothing) ->
     if config.model.source == 'gguf':
         file = gguf_file(config)
         model_config, params, fields = load_gguf(file, announce)
-        tokenizer: Tokenizer = GgufTokenizer(fields, str(file), read_given_template(config))
+        tokenizer: Tokenizer = gguf_tokenizer(config, fields, file)
         model = Model(Decoder(model_config), params, tokenizer, file)
     elif config.model.source == 'hf':
         model = _load_hf_model(config, pathlib.Path(config.model.path), announce)
@@ -69,8 +74,7 @@ def _load_hf_model(config: TrackedConfig, directory: pathlib.Path, announce: Ann
     decoder = Decoder(read_hf_config(directory))
     shardings = cut_params(config, decoder.config)(decoder.abstract())
     params = load_hf_weights(directory, decoder.config, shardings=shardings, announce=announce)
-    tokenizer = HfTokenizer(directory, read_given_template(config))
-    return Model(decoder, params, tokenizer, directory, companions=directory)
+    return Model(decoder, params, hf_tokenizer(config, directory), directory, companions=directory)
 
 
 def _load_run_model(config: TrackedConfig, announce: Announce) -> Model:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import TypedDict
 
 from ml_collections import config_dict
 
@@ -16,6 +15,7 @@ from areal_jax.app.model.run_config import find_checkpoint, read_run_config
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
+from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.models.families import FAMILIES
@@ -39,30 +39,30 @@ def describe_text_model(config: TrackedConfig) -> TextModel:
 
     Raises TokenizerError where the two do not fit, and ConfigError for a chat template that cannot be read.
     """
-    template, choices = read_given_template(config), _read_choices(config)
-    config = find_origin(config)
+    own, config = config, find_origin(config)
     if config.model.source == 'gguf':
         file = gguf_file(config)
         shape, fields = describe_gguf(file)
-        return TextModel(shape, GgufTokenizer(fields, str(file), template, **choices))
+        return TextModel(shape, gguf_tokenizer(own, fields, file))
     if config.model.source == 'hf':
         directory = pathlib.Path(config.model.path)
-        return TextModel(read_hf_config(directory), HfTokenizer(directory, template, **choices), directory)
-    if template is not None:
+        return TextModel(read_hf_config(directory), hf_tokenizer(own, directory), directory)
+    if (template := read_given_template(own)) is not None:
         raise ConfigError(f"{template.place} is of no use with model.source='random', which drew this model: remove it")
     tokenizer = character_tokenizer(config)
     return TextModel(random_shape(config, tokenizer.vocab_size), tokenizer)
 
 
-class _Choices(TypedDict):
-    """What the config says of a tokenizer from files."""
+def gguf_tokenizer(config: TrackedConfig, fields: JsonObject, file: pathlib.Path) -> GgufTokenizer:
+    """Of the fields of a file, as the config of a run wants it; raises as `describe_text_model` does."""
+    template, all_ends = read_given_template(config), config.model.ends == 'all'
+    return GgufTokenizer(fields, str(file), template, all_ends=all_ends, day=config.model.template_date)
 
-    all_ends: bool
-    day: str
 
-
-def _read_choices(config: TrackedConfig) -> _Choices:
-    return {'all_ends': config.model.ends == 'all', 'day': config.model.template_date}
+def hf_tokenizer(config: TrackedConfig, directory: pathlib.Path) -> HfTokenizer:
+    """The same of a Hugging Face directory."""
+    template, all_ends = read_given_template(config), config.model.ends == 'all'
+    return HfTokenizer(directory, template, all_ends=all_ends, day=config.model.template_date)
 
 
 def read_shape(config: TrackedConfig) -> ModelConfig:

@@ -192,7 +192,7 @@ def _staleness_bound(report: Report) -> str:
 
 def _which_config(report: Report) -> str:
     sentences = [f'It optimizes {report["objective"]}.'] if report['objective'] else []
-    ends = ' or '.join(f'`{text}` (token {token})' for text, token in report['ends'].items())
+    ends = ' or '.join(f'`{text}` (token {token})' for token, text in report['ends'].items())
     sentences += [f'An answer ends with {ends}.'] if ends else []
     sentences += [describe_sandbox(report['sandbox'])] if report['sandbox'] else []
     sentences += [describe_prolongation(prolongation) for prolongation in report['prolonged']]

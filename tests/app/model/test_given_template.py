@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from areal_jax.app.model.given_template import read_given_template
+from areal_jax.app.model.model import build_model
 from areal_jax.app.model.run_config import read_run_config
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.run.start_records import restore_config
@@ -14,6 +16,8 @@ from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import hf_config
+from areal_jax.models.decoder import Decoder
+from areal_jax.publication.export import export_hf
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 from areal_jax.text.tokenizer import chat_messages
 from tests.publication.tiny import CONFIG
@@ -62,13 +66,26 @@ def test_a_run_from_another_run_has_its_template_unless_it_names_one(directory, 
     assert prompt(configure('run', second, tmp_path / 'other.jinja')) == [256, 258]
 
 
-def test_all_ends_of_the_files_count_unless_the_config_or_an_earlier_version_says_otherwise(directory, tmp_path):
+def test_all_ends_of_the_files_count_unless_the_config_or_an_earlier_version_says_otherwise(tmp_path):
+    wide = dataclasses.replace(CONFIG, vocab_size=261)
+    directory = tmp_path / 'whole'
+    export_hf(directory, Decoder(wide).init(0), wide, dtype='float32')
+    hf_directory.write(directory, chat_template='{{ strftime_now("on") if strftime_now is defined else "1" }}')
     (directory / 'generation_config.json').write_text(json.dumps({'eos_token_id': [258]}))
-    ends = lambda config: describe_text_model(TrackedConfig(config)).tokenizer.end_ids
+
+    def ends(config):
+        """Of the model with its weights and without."""
+        tracked = TrackedConfig(config)
+        found = {build(tracked).tokenizer.end_ids for build in (describe_text_model, build_model)}
+        assert len(found) == 1
+        return found.pop()
+
     found = configure('hf', directory)
     assert ends(found) == (259, 258)
-    found.model.ends = 'eos'
+    found.model.ends, found.model.template_date = 'eos', 'off'
     assert ends(found) == (259,)
+    for build in (describe_text_model, build_model):
+        assert build(TrackedConfig(found)).tokenizer.encode_chat(chat_messages('x')).tolist() == [ord('1') - ord('!')]
     saved = configure('hf', directory).to_dict()
     for field in ('ends', 'template_date'):
         del saved['model'][field]
