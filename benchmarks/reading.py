@@ -45,7 +45,7 @@ _REPEATED = 20  # verdicts by text, which take microseconds
 def draw_solutions(n: int, rng: random.Random) -> list[str]:
     """Worked solutions as long as those of GSM8K."""
     line = lambda: f'She has {rng.randrange(99)} + {rng.randrange(99)} = <<1+1={rng.randrange(99)}>> apples a day.'
-    return ['\n'.join(line() for _ in range(_LINES)) + f'\n#### {rng.randrange(-999, 10**5)}' for _ in range(n)]
+    return ['\n'.join(line() for _ in range(_LINES)) + f'\n#### {int(10 ** rng.uniform(0, 4))}' for _ in range(n)]
 
 
 def draw_golds(n: int, names: Sequence[str], rng: random.Random) -> list[str]:

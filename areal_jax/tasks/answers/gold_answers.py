@@ -18,7 +18,7 @@ from areal_jax.tasks.answers import latex, mathematics
 from areal_jax.workers.batch_process import Finished, count_processes, run_processes
 from areal_jax.workers.descendants import die_with_parent
 
-_SECONDS = 10  # for one gold; the kernel then ends the process, whatever it computes
+_SECONDS = 10  # of CPU time for one gold; the kernel then ends the process, whatever it computes
 _NUMERAL = re.compile(r'(?<![A-Za-z_^.0-9])(?<![_^]\{)(?<!\^\{-)([0-9]+)(\.[0-9]+)?')
 PER_PROCESS = 100  # golds that are worth another process, which imports for about a second
 
@@ -55,7 +55,7 @@ def _find_fault(golds: Sequence[str], process: Finished) -> Fault | None:
             return Fault(gold, reason)
     if process.exit_code == 0:
         return None
-    late = process.exit_code == -signal.SIGALRM
+    late = process.exit_code == -signal.SIGPROF
     reason = f'takes more than {_SECONDS} s to parse' if late else f'ends the parser (exit code {process.exit_code})'
     return Fault(golds[min(len(process.lines), len(golds) - 1)], reason)
 
@@ -65,7 +65,8 @@ def main() -> None:
     die_with_parent()
     mathematics.warm_up()
     for line in sys.stdin:
-        signal.alarm(_SECONDS)  # without a handler: the kernel ends the process, in the middle of C code too
+        # Without a handler: the kernel ends the process, in the middle of C code too.
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS)
         print(json.dumps(mathematics.find_gold_fault(json.loads(line))), flush=True)
 
 

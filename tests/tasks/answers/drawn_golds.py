@@ -202,7 +202,7 @@ FORMS: dict[str, Form] = {
     'hexadecimal': hexadecimal,
     'ratio': ratio,
     'factorial': number('{}!', 3, 20),
-    'binomial': pair(r'\binom{{40}}{{{1}}} + x^{{{0}}}'),
+    'binomial': numbers(r'\binom{{40}}{{{}}} + x^{{{}}}', 2, 2, 9),
     'logarithm': logarithm,
     'exponential': number('e^{{{}}}', 2, 30),
     'sine': number(r'\sin {}x', 2, 40),

@@ -40,7 +40,7 @@ from tests.tasks.answers.test_reader_cases import judge
 TEXT_KINDS = ('integer', 'number', 'exact', 'normalised')
 GOLD_CARRIERS = (r'so \boxed{%s}', '#### %s', 'The answer is %s.', '**Answer:** %s', '<answer>%s</answer>')
 OTHERS = 3  # golds of the same form with which a gold is compared
-_SECONDS = 20  # for one comparison
+_SECONDS = 20  # of CPU time for one comparison
 Fault = dict[str, Any]
 
 
@@ -153,13 +153,13 @@ def check_tasks(options: argparse.Namespace) -> Iterator[tuple[str, Fault | None
 
 
 def _score(kind: str, gold: str, text: str) -> float | str:
-    signal.alarm(_SECONDS)  # without a handler: nothing else ends C code
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # without a handler: nothing else ends C code
     try:
         return float(score_answer(jsonl.KINDS[kind].score, {'answer': gold}, text, 'stop'))
     except ScoringError as error:
         return str(error)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Fault | None]]]] = {
