@@ -2,7 +2,7 @@
 
 It runs when a file is loaded. `python -m areal_jax.tasks.answers.gold_answers` reads one JSON text a line and writes
 for each what is wrong with it, or "". The parser takes about 20 ms, so numbers and words are not sent, and of golds
-that differ in their numerals alone only the first is, where these are not 0 or 1, nor stand behind ^, _ or a command.
+that differ in their numerals alone only the first is, where these are no divisor 0, nor stand behind ^, _ or a command.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def find_fault(golds: Sequence[str]) -> Fault | None:
 
 
 def _shape(numeral: re.Match[str]) -> str:
-    whole = numeral[1].lstrip('0')
-    return (whole if whole in ('', '1') else '2') + ('.2' if numeral[2] else '')
+    """'2' for a numeral, '0' for one by which a gold may divide."""
+    before = numeral.string[: numeral.start()].rstrip()[-1:]
+    is_divisor = before and before in '/:{' and not numeral[0].strip('.0')
+    return ('0' if is_divisor else '2') + ('.2' if numeral[2] else '')
 
 
 def _find_fault(golds: Sequence[str], process: Finished) -> Fault | None:

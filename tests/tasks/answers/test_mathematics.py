@@ -102,8 +102,8 @@ def test_golds_of_one_shape_are_parsed_once(monkeypatch):
     parsed = [Finished(0, 6 * ['""'])]
     monkeypatch.setattr(golds, 'run_processes', lambda module, parts: asked.extend(parts) or parsed)
     plain = ['7', '1,000', 'two', r'\frac{5}{2}x', r'\frac{33}{4}x', r'\frac{3.5}{4}y', '3y']
-    golds.find_fault([*plain, '0y', '2^{33}y', '2^{5}y'])
-    assert asked == [[r'"\\frac{5}{2}x"', r'"\\frac{3.5}{4}y"', '"3y"', '"0y"', '"2^{33}y"', '"2^{5}y"']]
+    golds.find_fault([*plain, '0y', r'\frac{y}{0}', '2^{33}y', '2^{5}y'])
+    assert asked == [[r'"\\frac{5}{2}x"', r'"\\frac{3.5}{4}y"', '"3y"', r'"\\frac{y}{0}"', '"2^{33}y"', '"2^{5}y"']]
 
 
 def test_a_gold_that_is_never_parsed_ends_its_process_and_is_named(monkeypatch, tmp_path):
