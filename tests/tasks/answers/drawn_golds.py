@@ -72,6 +72,11 @@ def scientific(random: random.Random) -> Drawn:
     return rf'{digits / 100:.2f} \times 10^{{{exponent}}}', Fraction(digits, 100) * Fraction(10) ** exponent
 
 
+def power(random: random.Random) -> Drawn:
+    base, exponent = random.randrange(2, 12), random.randrange(2, 12)
+    return f'{base}^{{{exponent}}}', base**exponent
+
+
 def surd(template: str) -> Form:
     def draw(random: random.Random) -> Drawn:
         factor, root = random.randrange(2, 20), random.choice(SQUARE_FREE)
@@ -169,7 +174,7 @@ FORMS: dict[str, Form] = {
     'units in mathrm': number(r'{}\,\mathrm{{km/h}}', 1),
     'words': number(r'{} \text{{ square units}}', 1),
     'currency': number(r'\${}.50', 1),
-    'power': numbers('{}^{{{}}}', 2, 2, 12),
+    'power': power,
     'periodic decimal': periodic,
     'root': surd(r'{}\sqrt{{{}}}'),
     'root over two': surd(r'\frac{{{}\sqrt{{{}}}}}{{101}}'),
