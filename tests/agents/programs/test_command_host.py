@@ -25,7 +25,9 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.close(1), os.close(2)
-        open(os.environ['FILE'], 'w').write(f'{os.getpid()} {child.pid}\\\\n'.replace('\\\\n', chr(10)))
+        with open(os.environ['FILE'] + '.new', 'w') as file:
+            file.write(f'{os.getpid()} {child.pid}' + chr(10))
+        os.rename(file.name, os.environ['FILE'])  # whole when it is there, for then the program ends
         time.sleep(100)
     os._exit(0)
 while not os.path.exists(os.environ['FILE']): time.sleep(0.002)
