@@ -120,6 +120,7 @@ setup(
             'areal-config=areal_jax.main_config:run',
             'areal-sweep=areal_jax.main_sweep:run',
             'areal-runs=areal_jax.main_runs:run',
+            'areal-rollouts=areal_jax.main_rollouts:run',
             'areal-score=areal_jax.main_score:run',
             'areal-simulate=areal_jax.main_simulate:run',
         ]

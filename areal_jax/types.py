@@ -19,6 +19,8 @@ from areal_jax.labels import SCORED
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
+# what an update knew of the generated tokens of a trajectory, by name [A] each; empty where it was not trained
+TokenArrays = Mapping[str, np.ndarray]
 Weights = Tree  # on any device; only learning/, publication/ and the backend of an engine look inside
 FinishReason = Literal['stop', 'length']  # of an answer that is verified and trained
 # labels of an episode without a reward: its program or tool failed, or it took longer than rollout.episode_deadline_s

@@ -19,6 +19,7 @@ from areal_jax.config.fields import (
     ChoiceOrOwn,
     Field,
     Flag,
+    GroupCount,
     Hosts,
     Integer,
     Lengths,
@@ -99,9 +100,7 @@ SECTIONS: Mapping[str, Section] = {
             ('integer', 'number', 'exact', 'normalised', 'math'),
             'jsonl: what is compared, see docs/answers.md',
         ),
-        audit_fraction=Real(
-            0.01, SHARE, 'math: share of the answers that are compared a second time, see docs/answers.md'
-        ),
+        audit_fraction=Real(0.01, SHARE, 'math: share of answers that are compared a second time, see docs/answers.md'),
         held_out_fraction=Real(0.25, SHARE, 'share of the problems kept for evaluation'),
         over_length=Choice('refuse', ('refuse', 'drop'), 'problems that fit no slot (sft: no row); drops are counted'),
         symbols=Integer(2, COUNT, 'token_reversal: size of the alphabet'),
@@ -361,6 +360,9 @@ SECTIONS: Mapping[str, Section] = {
         progress=Flag(True, 'a line per update on the terminal'),
         tensorboard=Flag(True, 'event files in WORKDIR/tensorboard'),
         plots=Flag(True, 'PNG plots and report.html when the run ends'),
+        rollouts=GroupCount(
+            '4', "groups of an update whose answers are kept, 'all', or '0' = off; see docs/rollouts.md"
+        ),
         hook=Path('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
         tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
         project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),

@@ -199,6 +199,18 @@ class Options(Field):
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupCount(Text):
+    """How many groups: a whole number as a text, or 'all'."""
+
+    def require_allowed(self, path: str, value: Value) -> None:
+        if value != 'all' and not (isinstance(value, str) and value.isascii() and value.isdigit()):
+            raise ConfigError(f'{path}={value!r} must {self.rule()}')
+
+    def rule(self) -> str:
+        return "be a whole number as a text, as '4', or 'all'"
+
+
+@dataclasses.dataclass(frozen=True)
 class Lengths(Field):
     """Positive whole numbers in ascending order."""
 

@@ -94,6 +94,8 @@ OTHER_NAMES: Mapping[str, str] = {
     'evaluation.samples': 'val_n eval_n eval_num_samples pass_at_k',
     'evaluation.every': 'eval_steps test_freq eval_every eval_freq eval_interval',
     'telemetry.tensorboard': 'report_to use_tensorboard',
+    'telemetry.rollouts': 'log_completions num_completions_to_print rollout_data_dir dump_rollouts save_rollouts '
+    'log_rollouts dump_to_file',
     'telemetry.tracker': 'use_wandb wandb logger log_with',
     'telemetry.profile_steps': 'profile profiler',
     'telemetry.energy': 'energy_monitor log_energy power carbon codecarbon',

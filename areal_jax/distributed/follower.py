@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from areal_jax.publication.part_writer import PartWriter
 
 COMMANDS = frozenset(
-    {'warm_up', 'price', 'update', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
+    {'warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
 )
 _RELAY_S = 60.0  # within which processes that pass commands on find each other
 _COPIES = 4  # published and not yet written: publication is never further behind

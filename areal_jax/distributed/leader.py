@@ -18,7 +18,7 @@ import numpy as np
 from areal_jax.distributed.messages import Command
 from areal_jax.distributed.peers import OnLost, Peers
 from areal_jax.distributed.remote_learner import RemotePartWriter, RemoteWriter, require_done
-from areal_jax.types import TrajectoryGroup, Tree
+from areal_jax.types import TokenArrays, TrajectoryGroup, Tree
 
 if TYPE_CHECKING:
     from areal_jax.learning.diagnostics.data_metrics import Metrics
@@ -46,6 +46,10 @@ class CommandLeader:
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
         return self.everywhere(self._learner.update, groups, version)
+
+    def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
+        """Of this process's learner alone: every process has what the steps of all gave."""
+        return self._learner.read_tokens(draws)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         return self.everywhere(self._learner.evaluate, groups)

@@ -31,7 +31,7 @@ from areal_jax.distributed.peers import CommandError, Peers
 from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.versions import remove_old_versions
-from areal_jax.types import PublishedWeights, TrajectoryGroup, Tree
+from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,9 @@ class RemoteLearner:
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         return self._call('update', list(groups), version)
+
+    def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
+        return self._call('read_tokens', [int(draw) for draw in draws])
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         return self._call('evaluate', list(groups))

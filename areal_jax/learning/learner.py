@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from areal_jax.learning.critic import choose_trained, require_critic
 from areal_jax.learning.diagnostics.data_metrics import Metrics, require_published
 from areal_jax.learning.diagnostics.flops import work_metrics
+from areal_jax.learning.diagnostics.trained_tokens import read_tokens
 from areal_jax.learning.learner_state import describe_cast, place_state
 from areal_jax.learning.measurement import Update, measure
 from areal_jax.learning.objective import truncation
@@ -43,7 +44,7 @@ from areal_jax.native.kept_blocks import free_kept_blocks
 from areal_jax.native.preference import preferred
 from areal_jax.sharding.placement import gather
 from areal_jax.telemetry.metrics import merge
-from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, Tree
+from areal_jax.types import Prompt, Segment, TokenArrays, Trajectory, TrajectoryGroup, Tree
 
 
 class SpmdLearner:
@@ -117,6 +118,7 @@ class SpmdLearner:
             raise
         self._version: int | None = None  # of the weights, once it was told
         self._copy: Tree = None  # what the last `publish` returned; None once the weights have changed
+        self._update: Update | None = None  # the last one, until `publish`
 
     def warm_up(self) -> int:
         """Compiles, and does not run, every program of updates and publications; returns how many there are."""
@@ -186,7 +188,7 @@ class SpmdLearner:
             scale = denominator_scale(self._price.read(groups), read, settings.objective.aggregation)
         batches, report = self._layout.pack(
             kept,
-            self._advantages(groups, kept),
+            _select_advantages(settings, groups, kept),
             n_minibatches=settings.n_minibatches,
             oldest_version=oldest,
             round_microbatches=settings.accumulate == 'scan',
@@ -199,7 +201,8 @@ class SpmdLearner:
             self._ratio.require(version, self.state)
         with preferred():
             trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
-        metrics = measure(Update(groups, kept, trained.batches, report, version, oldest, trained), settings)
+        self._update = Update(groups, kept, trained.batches, report, version, oldest, trained)
+        metrics = measure(self._update, settings)
         work = work_metrics(self._decoder.config, self._decoder.lora, read, self.packing, settings.epochs)
         ratio: Metrics = {}
         if self._ratio:
@@ -207,6 +210,11 @@ class SpmdLearner:
             ratio = self._ratio.measure(kept, trained.batches, trained, self.state, version, update_s)
         self._version = version + 1
         return merge(measured=metrics, work=work, ratio=ratio)
+
+    def read_tokens(self, draws: Sequence[int]) -> list[list[TokenArrays]]:
+        """Of the groups with these draws: what the last update knew of their tokens, before `publish`; see there."""
+        assert self._update is not None, 'no update was made, or it is published'
+        return read_tokens(self._update, self._settings, draws)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """What the objective measures on data that is not trained on, at the temperature of training; changes nothing.
@@ -256,7 +264,7 @@ class SpmdLearner:
         """
         if self._copy is not None and self._version == version:  # it was published, and nothing was trained since
             return self._copy
-        self._version = version
+        self._version, self._update = version, None
         if self._ratio:
             self._ratio.keep(version, self.state)
         if self._host_copies:
@@ -340,11 +348,14 @@ class SpmdLearner:
         declared = [one for part in self.parts for one in part.declared_programs(exports=exports)]
         return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
 
-    def _advantages(self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
-        """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
-        trained = {id(group) for group in kept}
-        estimated = zip(groups, require_advantages(self._settings.objective, groups), strict=True)
-        return [advantages for group, advantages in estimated if id(group) in trained]
+
+def _select_advantages(
+    settings: LearnerSettings, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]
+) -> list[np.ndarray]:
+    """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
+    trained = {id(group) for group in kept}
+    estimated = zip(groups, require_advantages(settings.objective, groups), strict=True)
+    return [advantages for group, advantages in estimated if id(group) in trained]
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

@@ -12,7 +12,7 @@ from areal_jax.checkpoint.store import Follower
 from areal_jax.learning.diagnostics.data_metrics import data_metrics
 from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.telemetry import names
-from areal_jax.types import NOT_GENERATED, PublishedWeights, Trajectory, TrajectoryGroup, Weights
+from areal_jax.types import NOT_GENERATED, PublishedWeights, TokenArrays, Trajectory, TrajectoryGroup, Weights
 
 DIGEST = 'simulated'  # of the weights of every version
 
@@ -44,6 +44,9 @@ class CountLearner:
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> None:
         return None
+
+    def read_tokens(self, draws: Sequence[int]) -> list[list[TokenArrays]]:
+        return [[] for _ in draws]
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
         """The metrics of an update in which every optimizer step is applied."""

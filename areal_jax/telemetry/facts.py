@@ -111,6 +111,7 @@ class RunFacts:
     cores: int = 1
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
     tracker: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
+    rollouts: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RolloutFacts; empty without them
     energy: EnergyFacts | None = None  # None: telemetry.energy='off'
     problems: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'train', 'held_out', 'dropped': too long
     lanes_own_devices: bool = False  # engines and learner do not share a device or cores

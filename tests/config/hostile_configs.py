@@ -149,6 +149,8 @@ _SETTINGS: Mapping[str, str] = {
     'loss.objective=oapl': "with staleness.schedule='natural' and staleness.eta=4.0: its target belongs to one version",
     'staleness.schedule=every(0)': "staleness.schedule='every(0)' is not known",
     'task.max_filtered_groups=0': 'task.max_filtered_groups=0 must be at least 1',
+    'telemetry.rollouts=some': "telemetry.rollouts='some' must be a whole number as a text, as '4', or 'all'",
+    'telemetry.rollouts=-1': "telemetry.rollouts='-1' must be a whole number as a text, as '4', or 'all'",
     'telemetry.profile_steps=5,3': 'telemetry.profile_steps=(5, 3) must be positive whole numbers in ascending order',
     'telemetry.profile_steps=0,3': 'telemetry.profile_steps=(0, 3) must be positive whole numbers in ascending order',
     'telemetry.profile_steps=1,2,3': 'telemetry.profile_steps=(1, 2, 3) must be the first and the last update',

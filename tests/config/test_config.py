@@ -25,7 +25,8 @@ def test_every_config_validates(name):
 
 def test_every_declared_default_is_of_its_type_and_allowed():
     assert {type(field).__name__ for field in FIELDS.values()} == {
-        *('Integer', 'Real', 'Flag', 'Text', 'Path', 'Choice', 'ChoiceOrOwn', 'Lengths', 'Texts', 'Hosts', 'Options')
+        *('Integer', 'Real', 'Flag', 'Text', 'Path', 'Choice', 'ChoiceOrOwn', 'Lengths', 'Texts', 'Hosts', 'Options'),
+        'GroupCount',
     }
     for path, field in FIELDS.items():
         field.require_type(path, field.default)

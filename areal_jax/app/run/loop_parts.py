@@ -12,6 +12,7 @@ from areal_jax.app.parts.agent_builder import require_tools_shown
 from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.energy_builder import build_energy
 from areal_jax.app.parts.friction_builder import announce, build_frictions, build_training_workflow
+from areal_jax.app.parts.kept_rollouts import keep_rollouts
 from areal_jax.app.parts.server_parts import Servers
 from areal_jax.app.parts.task_builder import TrySandbox, build_stream, build_task, build_verifier, try_scorer_sandbox
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, load_workflow
@@ -44,6 +45,7 @@ from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, St
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.rollouts.writer import RolloutWriter
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, SamplingParams, Tree
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, try_sandbox
@@ -156,8 +158,11 @@ def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopPa
     sampling = build.build_sampling(host.config, host.model.tokenizer)
     evaluations = _build_evaluations(context, host, generation, observer, sampling)
     reallocation = _build_reallocation(site, host, generation, observer)
+    rollouts = None
+    if outside.build_task is None:  # a simulation says nothing
+        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
     controller = _build_controller(
-        context, site, host, learner, generation, metrics, observer, evaluations, sampling, reallocation
+        context, site, host, learner, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
     )
     if host.origin.snapshot:
         controller.restore(host.origin.snapshot)
@@ -279,6 +284,7 @@ def _build_controller(
     site: LoopSite,
     host: Host,
     learner: RunLearner,
+    rollouts: RolloutWriter | None,
     generation: Generation,
     metrics: MetricsWriter,
     observer: StepObserver,
@@ -294,6 +300,8 @@ def _build_controller(
     def save_checkpoint(step: int, arrays: dict[str, Tree], earlier: Mapping[int, Tree], snapshot: State) -> None:
         host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
         metrics.sync()
+        if rollouts:
+            rollouts.sync()
         whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
         arrays.clear()  # the writer lets go of each array that it has written
         context.save(step, whole, encode_run_state(snapshot), learner.followers)
@@ -313,7 +321,7 @@ def _build_controller(
             host.make_workflow, frictions, generation.pool, sampling, build.build_sampling_seed(config)
         ),
         verifier=host.verifier,
-        learner=site.trace(),
+        learner=keep_rollouts(site.trace(), learner.read_tokens, rollouts),
         channel=generation.channel,
         gate=build.build_gate(config),
         group_filter=build.build_group_filter(config),

@@ -127,6 +127,8 @@ class Run(Generic[SiteT, ProgramT]):
                 context.hook.close()  # before the report, which counts what became of the rows
             if context.feed:
                 context.feed.drain()
+            if context.rollouts:
+                context.rollouts.close()  # the report counts and shows what is written
             report = None
             if finished:
                 report, weights = self.program.report()

@@ -40,6 +40,8 @@ from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.telemetry.resources import ResourceSampler
+from areal_jax.telemetry.rollouts.group_record import Decode
+from areal_jax.telemetry.rollouts.writer import RolloutWriter
 from areal_jax.telemetry.tracking import TrackerFeed
 from areal_jax.telemetry.values import Line
 from areal_jax.types import Tree
@@ -86,6 +88,7 @@ class CommonFacts(TypedDict):
     own_code: Digests
     hook: Mapping[str, object]
     tracker: Mapping[str, object]
+    rollouts: Mapping[str, object]
 
 
 class RunContext:
@@ -126,6 +129,7 @@ class RunContext:
         self.hook: MetricsHook | None = None
         self._hook_function = build_hook_function(self.config)
         self.feed: TrackerFeed | None = None
+        self.rollouts: RolloutWriter | None = None
         self._tracker = build_tracker(self.config)
         self.parts = contextlib.ExitStack()
 
@@ -170,6 +174,15 @@ class RunContext:
             rows = read_metrics(self.workdir / FILE)
             self.feed.start([{STEP: 0, **before}, *rows] if before else rows)
         return metrics
+
+    def open_rollouts(self, step: int, decode: Decode) -> RolloutWriter | None:
+        """Opens WORKDIR/rollouts, without the updates after `step`; None where telemetry.rollouts is '0'."""
+        kept = self.config.telemetry.rollouts
+        if kept.isdigit() and int(kept) == 0:
+            return None
+        self.rollouts = self.own(RolloutWriter(self.workdir, decode, kept))
+        self.rollouts.start(step)
+        return self.rollouts
 
     def require_all_read(self) -> None:
         """To be called when every field that the run uses has been read."""
@@ -230,4 +243,5 @@ class RunContext:
             'own_code': self._own_code,
             'hook': self.hook.facts() if self.hook else {},
             'tracker': self.feed.facts() if self.feed else {},
+            'rollouts': self.rollouts.facts() if self.rollouts else {},
         }

@@ -54,6 +54,7 @@ class SftFacts:
     prolonged: Sequence[Mapping[str, int]] = ()  # {'at_update', 'from_steps', 'to_steps'}, in order
     hook: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
     tracker: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RowFacts; empty without one
+    rollouts: Mapping[str, object] = dataclasses.field(default_factory=dict)  # RolloutFacts; empty without them
 
     def save(self, workdir: pathlib.Path) -> None:
         """Write WORKDIR/facts.json, all or nothing."""

@@ -30,7 +30,7 @@ from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.text.tokenizer import Tokenizer
-from areal_jax.types import PublishedWeights, TrajectoryGroup, Tree
+from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
 
 class ModelText(Protocol):
@@ -62,6 +62,10 @@ class RunLearner(Learner, Protocol):
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that an update of these groups reads."""
+        ...
+
+    def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
+        """What the last update knew of the tokens of these draws, before `publish`; see SpmdLearner."""
         ...
 
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:

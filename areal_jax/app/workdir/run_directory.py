@@ -27,6 +27,7 @@ from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report import report
 from areal_jax.telemetry import metrics
 from areal_jax.telemetry.facts import EVALUATIONS
+from areal_jax.telemetry.rollouts.writer import DIRECTORY
 
 Values = Mapping[str, Any]  # a config as a plain dict, nested by section or flat by 'section.field'
 Report = Mapping[str, Any]  # report.json
@@ -35,7 +36,7 @@ WEIGHTS = 'weights.json'
 CHECKPOINTS = 'checkpoints'
 PROLONGATIONS = 'prolongations.json'
 # files that an attempt writes while it runs; renamed when the next attempt starts again at update 0
-_RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', PROLONGATIONS)
+_RECORDS = (EVENTS, metrics.FILE, EVALUATIONS, 'tensorboard', DIRECTORY, PROLONGATIONS)
 # where and in which form it is computed may change on the way: checkpoints are read by regions, one leaf per layer
 _MAY_CHANGE = (
     *('cluster.learner', 'cluster.strategy', 'distributed.', 'learner.layers', 'learner.remat', 'learner.attention'),

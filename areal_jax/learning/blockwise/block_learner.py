@@ -89,7 +89,7 @@ class BlockLearner(SpmdLearner):
 
     def publish(self, version: int) -> Tree:
         """See SpmdLearner.publish. Leaves that did not change are the arrays of the last publication."""
-        self._version = version
+        self._version, self._update = version, None
         whole = trees.join(self.state.params, self.state.frozen)
         leaves = {} if self._published is None else _by_path(self._published)
         for block in sorted(self._changed):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.policy_loss import token_terms
+from areal_jax.learning.objective.policy_loss import Terms, token_terms
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.objective.ratios import kl_term
 from areal_jax.learning.objective.sums import find_starts, sequence_sums
@@ -56,9 +57,10 @@ def metrics_by_age(
     sums: dict[str, np.ndarray] = {name: np.zeros(0) for name in _SUMS}
     for number, result in enumerate(results):
         batch = batches[number % len(batches)]
-        policy = np.where(batch.loss_mask, np.reshape(result.logprobs, batch.loss_mask.shape), 0.0).astype(np.float64)
+        policy = np.where(batch.loss_mask, np.reshape(result.logprobs, batch.loss_mask.shape), 0.0)
         recomputed = policy if number == 0 else known[number % len(batches)].proximal
-        terms = _measure(objective, batch, policy, recomputed, version, result.prepared)
+        compared = compare_tokens(objective, batch, policy, recomputed, version, result.prepared)
+        terms = _measure(compared, batch.loss_mask)
         groups = age_ranges(version - batch.policy_versions[batch.loss_mask])  # [trained tokens]
         ranges = max(len(sums['tokens']), int(groups.max(initial=-1)) + 1)
         for name, values in terms.items():
@@ -70,22 +72,44 @@ def metrics_by_age(
     }
 
 
-def _measure(
+class ComparedTokens(NamedTuple):
+    """Of each token of a batch, float64 [M, R, N], 0 where it is masked."""
+
+    policy: np.ndarray  # log-probs, of the weights that took the gradient
+    proximal: np.ndarray  # log-probs as the loss read them
+    behavior: np.ndarray  # log-probs
+    terms: Terms
+
+
+def compare_tokens(
     objective: PolicyObjective,
     batch: PackedBatch,
     policy: np.ndarray,
     recomputed: np.ndarray | None,
     version: int,
     prepared: Mapping[str, np.ndarray],
-) -> dict[str, np.ndarray]:
-    """float64 [trained tokens] each: what is summed by age."""
+) -> ComparedTokens:
+    """What a step made of the tokens of its batch, by the functions of the loss.
+
+    Args:
+      policy: log-probs [M, R, N] of the step.
+      recomputed: those of the weights before the update, where the objective reads them.
+      version: of the weights before the update.
+      prepared: see Objective.prepare.
+    """
     mask, choices = batch.loss_mask, objective.choices
-    behavior, advantages = (
-        np.where(mask, x, 0.0).astype(np.float64) for x in (batch.behavior_logprobs, batch.advantages)
+    policy, behavior, advantages = (
+        np.where(mask, x, 0.0).astype(np.float64) for x in (policy, batch.behavior_logprobs, batch.advantages)
     )
     proximal = np.where(mask, _proximal(choices, policy, behavior, recomputed, version - batch.policy_versions), 0.0)
     over_sequence = functools.partial(_sum_rows, loss_mask=mask, sequence_starts=find_starts(batch.trajectory_ids))
     terms = token_terms(choices, policy, proximal, behavior, advantages, over_sequence, prepared)
+    return ComparedTokens(policy, proximal, behavior, terms)
+
+
+def _measure(compared: ComparedTokens, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """float64 [trained tokens] each: what is summed by age."""
+    policy, proximal, behavior, terms = compared
     found = {
         'tokens': np.ones_like(policy), 'weight': terms.weight, 'weight_sq': terms.weight**2,
         'clipped': terms.above | terms.below, 'above': terms.above, 'below': terms.below, 'closed': terms.closed,

@@ -1,0 +1,139 @@
+"""areal-rollouts: the answers that a run keeps, as a table, in full, or two of them beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+
+from areal_jax.app.process.ending import end_command
+from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
+from areal_jax.commands.help import answer
+from areal_jax.errors import ExitCode
+
+# those of views.ORDERS, which --help does not import
+_ORDERS = tuple(s + name for name in ('update', 'reward', 'advantage', 'age', 'length') for s in ('', '-'))
+_WIDTH = 100  # where the output is no terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, read, print; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    answer(COMMAND, arguments)
+    options = _build_parser().parse_intermixed_args(arguments)
+    return end_command(lambda: _show(options), doing=f'reading {options.workdir}')
+
+
+def _show(options: argparse.Namespace) -> int:
+    from areal_jax.telemetry.rollouts import views
+
+    workdir = pathlib.Path(options.workdir)
+    records = _read(workdir)
+    groups = views.select_groups(records, options.step, options.draw)
+    if options.json:
+        print(json.dumps(groups, indent=1))
+        return ExitCode.FINISHED
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    if options.sample is not None:
+        print(_show_answer(groups, options, width))
+    elif options.diff:
+        print(views.render_contrast(*views.choose_contrast(groups), width))
+    elif options.group or options.draw is not None:
+        chosen = groups[-options.limit :] if options.limit else groups
+        print('\n\n'.join(views.render_group(group, group['answers'], width) for group in chosen))
+    else:
+        answers = views.sort_answers(groups, options.sort)
+        shown = answers[: options.limit] if options.limit else answers
+        print(views.render_table(shown, width))
+        print(f'\n{_describe(workdir, records)}\n{_describe_rest(len(answers) - len(shown))}')
+    return ExitCode.FINISHED
+
+
+def _read(workdir: pathlib.Path) -> list[dict]:
+    """Raises UserError where nothing can be shown."""
+    from areal_jax.config import CONFIG
+    from areal_jax.errors import UserError
+    from areal_jax.telemetry.rollouts.reader import EVALUATED, read_rollouts
+
+    if not workdir.is_dir():
+        raise UserError(f'there is no directory {workdir}')
+    if records := read_rollouts(workdir):
+        return records
+    if not (workdir / CONFIG).exists() and not (workdir / EVALUATED).exists():
+        raise UserError(f'{workdir} holds no run and no evaluation: name the --workdir of one')
+    raise UserError(
+        f"{workdir} keeps no answers: either no update is finished yet, or the run began with telemetry.rollouts='0', "
+        'or is of a kind or version that keeps none'
+    )
+
+
+def _show_answer(groups: list[dict], options: argparse.Namespace, width: int) -> str:
+    from areal_jax.errors import UserError
+    from areal_jax.telemetry.rollouts import views
+
+    if options.draw is None:
+        raise UserError(f'--sample={options.sample} needs --draw=N, the group that it is of')
+    (group,) = groups
+    found = [one for one in group['answers'] if options.sample in (str(one['sample']), views.name_of(one))]
+    if not found:
+        names = ', '.join(views.name_of(one) for one in group['answers'])
+        raise UserError(f'--sample={options.sample}: draw {options.draw} has the answers {names}')
+    if options.diff:
+        return '\n\n'.join(views.render_versions(group, one, width) for one in found)
+    return views.render_group(group, found, width)
+
+
+def _describe(workdir: pathlib.Path, records: list[dict]) -> str:
+    """What is kept, and whether the run goes on."""
+    from areal_jax.files import find_holder
+
+    updates = [record['update'] for record in records]
+    answers = sum(len(record['answers']) for record in records)
+    of = f'of updates {min(updates)} to {max(updates)}' if max(updates) else 'of an evaluation'
+    state = f'; in use by {holder}' if (holder := find_holder(workdir)) else ''
+    return f'{workdir}: {len(records)} groups {of}, {answers} answers{state}'
+
+
+def _describe_rest(hidden: int) -> str:
+    more = f'{hidden} more: --limit=0; ' if hidden else ''
+    return f'{more}one group in full: --draw=N; best and worst of a group: --diff; versions: --draw=N --sample=K --diff'
+
+
+def _build_parser() -> Parser:
+    parser = Parser('areal-rollouts')
+    parser.add_argument('workdir', metavar='RUN', type=local_path, help='The workdir of a run or of an evaluation.')
+    parser.add_argument('--step', type=int, help='Only of this update.')
+    parser.add_argument('--draw', type=int, help='Only this group, in full.')
+    parser.add_argument('--sample', help='Only this answer of the group, in full.')
+    parser.add_argument('--group', action='store_true', help='Groups in full, with their prompts, not a table.')
+    parser.add_argument('--diff', action='store_true', help='Best and worst of a group side by side; or by version.')
+    parser.add_argument('--sort', choices=_ORDERS, default='update', help='The largest first; -reward: the smallest.')
+    parser.add_argument('--limit', type=int, default=20, help='Lines of the table, or groups; 0 = all.')
+    parser.add_argument('--json', action='store_true', help='The groups as the files have them.')
+    return parser
+
+
+COMMAND = Command(
+    program='areal-rollouts',
+    purpose='Shows the answers that a run keeps, with rewards, advantages, ages and versions; also while it runs.',
+    usage=('RUN [--step=N] [--draw=N [--sample=K]] [--group] [--diff] [--sort=ORDER] [--limit=N] [--json]',),
+    flags=_build_parser,
+    examples=(
+        Example('the newest answers', 'areal-rollouts runs/tiny'),
+        Example('the worst ones', 'areal-rollouts runs/tiny --sort=-reward'),
+        Example('best and worst of a group of update 12', 'areal-rollouts runs/tiny --step=12 --diff'),
+    ),
+    exits=EXITS,
+)
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main())
+
+
+if __name__ == '__main__':
+    run()

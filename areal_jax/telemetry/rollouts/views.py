@@ -1,0 +1,253 @@
+"""Answers in a terminal: a table, a group with its texts, two answers beside each other, an answer by version. Pure.
+
+Texts come from a model: what is not printable is shown escaped, so that no answer moves the cursor or changes a title.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import textwrap
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
+from areal_jax.types import NOT_GENERATED
+
+_HEAD = (
+    f'{"update":>6} {"draw":>6} {"answer":>6} {"reward":>7} {"adv.":>7} {"age":>4} {"tokens":>6}  {"verdict":<14} text'
+)
+_LEAST_TEXT = 15  # characters of a text, however narrow the terminal
+
+
+class GivenAnswer(NamedTuple):
+    """An answer and the group that it is of, as the files have them."""
+
+    group: JsonObject
+    answer: JsonObject
+
+    @property
+    def advantage(self) -> float | None:
+        """The mean over its tokens; None where it was not trained."""
+        value = self.answer.get('advantage')
+        known = [x for x in value if x is not None] if isinstance(value, list) else [] if value is None else [value]
+        return statistics.fmean(known) if known else None
+
+    @property
+    def age(self) -> int | None:
+        """The largest of its tokens, in versions."""
+        return max((age for age in self.answer.get('ages', ()) if age is not None), default=None)
+
+    @property
+    def length(self) -> int:
+        """Tokens behind the prompt; characters where the tokens were cut."""
+        return len(self.answer.get('tokens', self.answer['text']))
+
+
+_LOWEST = float('-inf')
+_KEYS: Mapping[str, Callable[[GivenAnswer], float]] = {  # the largest first
+    'update': lambda one: one.group['update'],
+    'reward': lambda one: _LOWEST if one.answer['reward'] is None else one.answer['reward'],
+    'advantage': lambda one: _LOWEST if one.advantage is None else one.advantage,
+    'age': lambda one: -1 if one.age is None else one.age,
+    'length': lambda one: one.length,
+}
+ORDERS = tuple(order for name in _KEYS for order in (name, f'-{name}'))
+
+
+def select_groups(records: Sequence[JsonObject], update: int | None, draw: int | None) -> list[JsonObject]:
+    """Those of an update and of a draw, where these are given; raises UserError where none is kept."""
+    updates = [record['update'] for record in records]
+    if update is not None and update not in updates:
+        raise UserError(
+            f'--step={update}: no answers of it are kept; of updates {min(updates)} to {max(updates)} some are'
+        )
+    found = [record for record in records if update is None or record['update'] == update]
+    if draw is not None:
+        draws = [record['draw'] for record in found]
+        found = [record for record in found if record['draw'] == draw]
+        if not found:
+            raise UserError(f'--draw={draw} is not kept; of draws {min(draws)} to {max(draws)} {len(draws)} are')
+    return found
+
+
+def sort_answers(groups: Sequence[JsonObject], order: str) -> list[GivenAnswer]:
+    """All answers of the groups; '-reward' = the lowest first. Equal ones stay in the order of the files."""
+    answers = [GivenAnswer(group, answer) for group in groups for answer in group['answers']]
+    return sorted(answers, key=_KEYS[order.removeprefix('-')], reverse=not order.startswith('-'))
+
+
+def render_table(answers: Sequence[GivenAnswer], width: int) -> str:
+    """A line for each answer."""
+    return '\n'.join([_HEAD, *(_render_line(one, width) for one in answers)])
+
+
+def _render_line(one: GivenAnswer, width: int) -> str:
+    group, answer = one
+    line = (
+        f'{group["update"]:>6} {group["draw"]:>6} {name_of(answer):>6} {show_number(answer["reward"]):>7} '
+        f'{show_number(one.advantage):>7} {"-" if one.age is None else one.age:>4} {one.length:>6}  '
+        f'{verdict_of(answer):<14} '
+    )
+    return (line + cut_text(escape(answer['text']), max(_LEAST_TEXT, width - len(line)))).rstrip()
+
+
+def render_group(group: JsonObject, answers: Sequence[JsonObject], width: int) -> str:
+    """The prompt, what the verifier got of it, and the answers in full."""
+    fate = '' if group['trained'] else ', not trained' if group['update'] else ''
+    update = f'update {group["update"]}, ' if group['update'] else ''
+    lines = [f'{update}draw {group["draw"]} of {group.get("task") or "the task"}{fate}', '', 'prompt']
+    lines += _indent(group['prompt']['text'], width)
+    if group.get('problem'):
+        lines += ['', 'problem']
+        lines += [line for k, v in group['problem'].items() for line in _indent(f'{k}: {v}', width)]
+    for answer in answers:
+        lines += ['', _title(GivenAnswer(group, answer))]
+        if 'prompt' in answer:
+            lines += ['  (a prompt of its own)', *_indent(answer['prompt']['text'], width), '']
+        lines += _indent(answer['text'], width)
+    if 'cut' in group:
+        lines += ['', f'too long to keep whole: {group["cut"]} were cut']
+    return '\n'.join(lines)
+
+
+def render_versions(group: JsonObject, answer: JsonObject, width: int) -> str:
+    """The answer in the spans of its policy versions, with mean log-probs of who sampled and of who was trained."""
+    lines = [_title(GivenAnswer(group, answer))]
+    if 'versions' not in answer:
+        return '\n'.join([*lines, *_indent(answer['text'], width)])
+    start = 0
+    place = 0
+    for (count, version), age, end in zip(answer['versions'], answer['ages'], answer['ends'], strict=True):
+        says = 'not generated' if version == NOT_GENERATED else f'version {version}, age {age}'
+        means = [
+            f'{name.removesuffix("_logprobs")} {show_number(_mean(answer[name][place : place + count]))}'
+            for name in ('behavior_logprobs', 'policy_logprobs')
+            if name in answer and version != NOT_GENERATED
+        ]
+        logprobs = f'; mean log-prob: {", ".join(means)}' if means else ''
+        lines += ['', f'  {says}: {_count(count, "token")}{logprobs}', *_indent(answer['text'][start:end], width)]
+        start, place = end, place + count
+    return '\n'.join(lines)
+
+
+def choose_contrast(groups: Sequence[JsonObject]) -> tuple[JsonObject, JsonObject, JsonObject]:
+    """(group, best, worst answer) of the group whose rewards differ most, the newest of equal ones.
+
+    Raises UserError where no group has two answers.
+    """
+    pairs = [
+        (group, max(scored, key=_reward), min(reversed(scored), key=_reward))
+        for group in groups
+        if len(scored := [answer for answer in group['answers'] if answer['reward'] is not None]) > 1
+    ]
+    if not pairs:
+        raise UserError('--diff needs a group of two answers, and none is kept')
+    return max(reversed(pairs), key=lambda pair: _reward(pair[1]) - _reward(pair[2]))
+
+
+def render_contrast(group: JsonObject, first: JsonObject, second: JsonObject, width: int) -> str:
+    """Two answers beside each other; a bar stands between lines that differ."""
+    column = max(_LEAST_TEXT, (width - 3) // 2)
+    titles = [[_title(GivenAnswer(group, answer), short=True)] for answer in (first, second)]
+    left, right = (
+        [*(wrapped for line in title for wrapped in textwrap.wrap(line, column)), '', *_wrap(answer['text'], column)]
+        for title, answer in zip(titles, (first, second), strict=True)
+    )
+    pairs = itertools.zip_longest(left, right, fillvalue='')
+    lines = [f'{_pad(a, column)} {" " if a == b else "|"} {b}'.rstrip() for a, b in pairs]
+    return '\n'.join([render_group(group, [], width), '', *lines])
+
+
+def _reward(answer: JsonObject) -> float:
+    return float(answer['reward'])
+
+
+def _title(one: GivenAnswer, short: bool = False) -> str:
+    answer = one.answer
+    parts = [
+        f'answer {name_of(answer)}',
+        f'reward {show_number(answer["reward"])}',
+        f'advantage {show_number(one.advantage)}' if one.advantage is not None else '',
+        verdict_of(answer),
+        _count(one.length, 'token' if 'tokens' in answer else 'character'),
+    ]
+    clipped = sum(mark in '+-' for mark in answer.get('clip', ''))
+    masked = answer.get('loss_mask', '').count('0')
+    if not short:
+        parts += [
+            f'age {one.age}' if one.age is not None else '',
+            f'{clipped} clipped' if clipped else '',
+            f'{masked} masked' if masked else '',
+            answer.get('engine', ''),
+        ]
+    return ', '.join(part for part in parts if part)
+
+
+def _count(number: int, noun: str) -> str:
+    return f'{number} {noun}{"" if number == 1 else "s"}'
+
+
+def name_of(answer: JsonObject) -> str:
+    """'3', '3.1' for another row of its episode, 'greedy' of an evaluation."""
+    return f'{answer["sample"]}.{answer["row"]}' if answer.get('row') else str(answer['sample'])
+
+
+def verdict_of(answer: JsonObject) -> str:
+    """'ok, stop': the label of its verdict, and how it ended."""
+    return f'{answer["label"]}, {answer["finish"]}'
+
+
+def show_number(value: float | None) -> str:
+    """Three digits behind the point, '-' for none."""
+    return '-' if value is None else f'{value:.3f}'
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def escape(text: str, keep: str = '') -> str:
+    """The text without what a terminal would obey; a line break becomes \\n, where it is not in `keep`."""
+    return ''.join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
+
+
+def cut_text(text: str, most: int) -> str:
+    """The text in at most so many columns, with '...' where it goes on."""
+    if _width(text) <= most:
+        return text
+    widths = itertools.accumulate(map(_width, text))
+    return text[: sum(width <= most - 3 for width in widths)] + '...'
+
+
+def _pad(text: str, column: int) -> str:
+    return text + ' ' * (column - _width(text))
+
+
+def _wrap(text: str, column: int) -> list[str]:
+    """Lines of at most so many columns; every character of the text is there, line breaks apart."""
+    return list(_wrapped(text, column))
+
+
+def _wrapped(text: str, column: int) -> Iterator[str]:
+    for line in escape(text.replace('\t', '    '), keep='\n').split('\n'):
+        rest = line
+        while _width(rest) > column:
+            fitting = sum(width <= column for width in itertools.accumulate(map(_width, rest)))
+            space = rest.rfind(' ', 1, fitting + 1)
+            end = space if space > column // 2 else fitting
+            yield rest[:end]
+            rest = rest[end:].removeprefix(' ')
+        yield rest
+
+
+def _indent(text: str, width: int) -> list[str]:
+    return [f'  {line}'.rstrip() for line in _wrap(text, max(_LEAST_TEXT, width - 2))]

@@ -1,0 +1,175 @@
+"""Writes groups of every update into WORKDIR/rollouts, in a thread of its own and within a bound of bytes.
+
+000001.jsonl, 000002.jsonl ...     one JSON object a line, see group_record.py; each handed to the system at once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TypedDict
+
+from areal_jax import files
+from areal_jax.telemetry.json_lines import read_json_lines, require_fields, rewrite_json_lines
+from areal_jax.telemetry.rollouts.group_record import Decode, describe_group, write_record
+from areal_jax.types import TokenArrays, TrajectoryGroup
+
+DIRECTORY = 'rollouts'
+ALL = 'all'
+MOST_BYTES = 64 << 20  # of all files
+_FILES = 16  # that the bound is shared out to
+_MOST_WAITING = 8  # updates; the learner waits for the ninth
+_END_S = 20.0  # the end of the run waits so long for the thread
+
+
+class RolloutFacts(TypedDict):
+    """What one attempt wrote; for the report."""
+
+    groups: int
+    bytes: int
+    cpu_seconds: float  # of the thread
+    first_error: str
+
+
+class _Batch(TypedDict):
+    update: int
+    groups: Sequence[TrajectoryGroup]
+    tokens: Sequence[Sequence[TokenArrays]]
+
+
+class RolloutWriter:
+    """Keeps the groups with the lowest draws of each update, whether they were trained or filtered.
+
+    At the bound, files are dropped: the second one, then the next, so that the first answers stay beside the newest.
+    What cannot be written is said once, and the run goes on.
+
+    Args:
+      workdir: of the run.
+      decode: token ids to text.
+      kept: `telemetry.rollouts`, groups of an update or 'all'.
+      most_bytes: of all files.
+    """
+
+    def __init__(self, workdir: pathlib.Path, decode: Decode, kept: str, most_bytes: int = MOST_BYTES):
+        self._directory, self._decode = workdir / DIRECTORY, decode
+        self._kept = math.inf if kept == ALL else int(kept)
+        self._most_bytes, self._file_bytes = most_bytes, max(1, most_bytes // _FILES)
+        self._sizes: dict[pathlib.Path, int] = {}  # of the files, in order
+        self._file: files.LineWriter | None = None
+        self._waiting: queue.Queue[_Batch | threading.Event | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name=DIRECTORY, daemon=True)
+        self._facts: RolloutFacts = {'groups': 0, 'bytes': 0, 'cpu_seconds': 0.0, 'first_error': ''}
+
+    def start(self, update: int) -> None:
+        """Removes what was written after this update, which a resumed run makes again, and starts the thread."""
+        if update == 0:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in list_files(self._directory):
+            kept = [record for record in read_records(path) if int(record['update']) <= update]
+            rewrite_json_lines(path, kept) if kept else path.unlink()
+        self._sizes = {path: path.stat().st_size for path in list_files(self._directory)}
+        self._thread.start()
+
+    def select(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Those of an update that are kept."""
+        lowest = sorted(groups, key=lambda group: group.draw)
+        return lowest if math.isinf(self._kept) else lowest[: int(self._kept)]
+
+    def put(self, update: int, groups: Sequence[TrajectoryGroup], tokens: Sequence[Sequence[TokenArrays]]) -> None:
+        """Hands over groups of an update; waits only where several updates are not written yet."""
+        self._waiting.put({'update': update, 'groups': groups, 'tokens': tokens})
+
+    def sync(self) -> None:
+        """What was handed over is on the disk when this returns, but for a thread that hangs; from any thread."""
+        if self._thread.is_alive():
+            written = threading.Event()
+            self._waiting.put(written)
+            written.wait(_END_S)
+
+    def facts(self) -> RolloutFacts:
+        """Of what is written."""
+        return {**self._facts, 'bytes': sum(self._sizes.values())}
+
+    def close(self) -> None:
+        """Waits for what was handed over. Nothing the second time."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(_END_S)
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            try:
+                if isinstance(item, threading.Event):
+                    if self._file:
+                        self._file.sync()
+                    item.set()
+                elif not self._facts['first_error']:
+                    self._write_batch(item)
+            except Exception as error:  # nothing of the run depends on it
+                self._note_failure(error)
+                if isinstance(item, threading.Event):
+                    item.set()
+            self._facts['cpu_seconds'] = time.thread_time()
+        if self._file:
+            self._file.close()
+
+    def _write_batch(self, batch: _Batch) -> None:
+        for group, tokens in zip(batch['groups'], batch['tokens'], strict=True):
+            record = describe_group(batch['update'], group, tokens, self._decode)
+            self._write_line(write_record(record, self._file_bytes - 1))
+            self._facts['groups'] += 1
+
+    def _write_line(self, line: str) -> None:
+        size = len(line) + 1  # JSON is ASCII
+        newest = next(reversed(self._sizes), None)
+        if self._file is None or newest is None or self._sizes[newest] + size > self._file_bytes:
+            newest = self._open_next(newest)
+        while sum(self._sizes.values()) + size > self._most_bytes and len(self._sizes) > 2:
+            dropped = list(self._sizes)[1]
+            with contextlib.suppress(FileNotFoundError):
+                dropped.unlink()
+            del self._sizes[dropped]
+        assert self._file is not None
+        self._file.write(line)
+        self._sizes[newest] += size
+
+    def _open_next(self, newest: pathlib.Path | None) -> pathlib.Path:
+        if self._file:
+            self._file.close()
+        path = self._directory / f'{1 if newest is None else int(newest.stem) + 1:06}.jsonl'
+        self._file, self._sizes[path] = files.LineWriter(path), 0
+        return path
+
+    def _note_failure(self, error: Exception) -> None:
+        if not self._facts['first_error']:
+            self._facts['first_error'] = f'{type(error).__name__}: {error}'
+            print(
+                f'warning: {self._directory} gets no more answers ({error}); the run goes on',
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def list_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """In the order in which they were written."""
+    return sorted(path for path in directory.glob('*.jsonl') if path.stem.isdigit())
+
+
+def read_records(path: pathlib.Path) -> list[files.JsonObject]:
+    """The groups in a file; a last line that its writer's death has cut off is left out, no file has none.
+
+    Raises FileError for a line that is no such group.
+    """
+    records = read_json_lines(path)
+    for number, record in enumerate(records, start=1):
+        fields = {'update': int, 'draw': int, 'prompt': dict, 'answers': list}
+        require_fields(path, number, record, fields)
+    return records
