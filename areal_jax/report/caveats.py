@@ -99,8 +99,8 @@ def warn_of_equal_rewards(metrics: Metrics) -> str:
     if max(spreads) > rounding or max(means) - min(means) > rounding:
         return ''
     return (
-        f'Every reward was {means[0]:g}: the task gave no signal to learn from. Look at answers and verdicts '
-        '(task.name, task.system_prompt, rollout.max_new_tokens).'
+        f'Every reward was {means[0]:g}: the task gave no signal to learn from. Look at answers and verdicts, '
+        '`areal-rollouts RUN` (task.name, task.system_prompt, rollout.max_new_tokens).'
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from areal_jax.report.censoring import describe_censoring
 from areal_jax.report.pages import charts as figures
+from areal_jax.report.pages.answers_section import tell_answers
 from areal_jax.report.pages.headline import describe_state, lacks_evaluation, tell_headline
 from areal_jax.report.pages.metric_curves import (
     AGREEMENT,
@@ -40,6 +41,7 @@ def render_html(run: Run) -> str:
         Section('headline', 'At a glance', [Tiles(tell_headline(run.report))]),
         Section('warnings', 'Caveats', [parts.warnings or _NO_CAVEAT]),
         Section('learning', 'Learning', list(_learning(run, parts))),
+        Section('answers', 'Answers', list(tell_answers(run.workdir))),
         Section('speed', 'Speed and limit', list(_speed(run, parts))),
         *([Section('energy', 'Energy', [parts.energy, parts.energy_sources])] if parts.energy_sources else []),
         Section('slots', 'Slots', list(_slots(run))),
