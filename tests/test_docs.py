@@ -18,7 +18,15 @@ PAGES = [
     for page in (ROOT / 'README.md', *ROOT.glob('docs/**/*.md'))
     if page not in LOG and page.name != 'report.md'  # made by a run
 ]
-OF_A_RUN = ('runs/', 'tensorboard/', 'checkpoints/', 'plots/', 'export/', 'mlruns/', 'rollouts/')  # folders that a run leaves
+OF_A_RUN = (
+    'runs/',
+    'tensorboard/',
+    'checkpoints/',
+    'plots/',
+    'export/',
+    'mlruns/',
+    'rollouts/',
+)  # folders that a run leaves
 FILE = r'[\w./*-]+\.(?:py|md|sh|svg|png)|[\w.-]+(?:/[\w.-]+)*/'
 
 

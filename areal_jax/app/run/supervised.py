@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from areal_jax.app.parts.kept_rollouts import keep_rollouts
 from areal_jax.app.parts.part_settings import build_device_rates, build_mesh
 from areal_jax.app.parts.task_builder import build_demonstrations
 from areal_jax.app.run.held_out import describe_held_out, describe_update
@@ -53,8 +54,9 @@ class SftTraining:
         self._evaluate_every, self._save_every = config.sft.evaluate_every, config.checkpoint.every
         self._shows_progress = config.telemetry.progress
         self._rates = build_device_rates(config, Allocation(build_mesh(config), ()))
-        self._traced = site.trace()
         self.metrics = context.open_metrics(self.step, before={})
+        self._rollouts = context.open_rollouts(self.step, model.tokenizer.decode)
+        self._traced = keep_rollouts(site.trace(), self.learner.read_tokens, self._rollouts)
         context.require_all_read()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -182,6 +184,8 @@ class SftTraining:
             'held_out_pairs': {str(step): dict(values) for step, values in self._measured.items() if 'pairs' in values},
         }
         self.metrics.sync()  # a resumed run needs all lines up to here, also after a loss of power
+        if self._rollouts:
+            self._rollouts.sync()
         self._context.save(self.step, self.learner.save(), state, self.learner.followers)
         return self.step
 

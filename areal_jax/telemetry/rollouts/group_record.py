@@ -88,30 +88,38 @@ def _describe_prompt(tokens: np.ndarray, decode: Decode) -> JsonObject:
 def _describe_answer(
     update: int, row: Trajectory, arrays: TokenArrays, shared: np.ndarray, decode: Decode
 ) -> JsonObject:
-    start = len(row.prompt.tokens)
-    generated = row.loss_mask[start:]
-    spans = [(version, len(list(same))) for version, same in itertools.groupby(row.policy_versions[start:].tolist())]
-    text = decode(row.answer_tokens)
+    generated = row.loss_mask[len(row.prompt.tokens) :]
     own = {} if np.array_equal(row.prompt.tokens, shared) else {'prompt': _describe_prompt(row.prompt.tokens, decode)}
+    text = decode(row.answer_tokens)
     return {
         'sample': row.sample,
         'row': row.row,
-        'reward': plain(float(row.reward)),
-        'label': row.label,
+        'reward': plain(float(row.reward)) if row.engine else None,  # an answer that was given has none
+        'label': row.label if row.engine else 'given',
         'finish': row.finish_reason,
+        'advantage': _join_equal(arrays['advantages']) if arrays and row.engine else None,
+        **own,
+        'text': text,
+        'tokens': row.answer_tokens.tolist(),
+        **(_describe_sampling(update, row, text, decode) if row.engine else {}),
+        **_describe_tokens(arrays, generated),
+    }
+
+
+def _describe_sampling(update: int, row: Trajectory, text: str, decode: Decode) -> JsonObject:
+    """Who generated an answer, when, and under which versions."""
+    start = len(row.prompt.tokens)
+    generated = row.loss_mask[start:]
+    spans = [(version, len(list(same))) for version, same in itertools.groupby(row.policy_versions[start:].tolist())]
+    return {
         'engine': row.engine,
         'admitted_s': plain(row.admitted_s),
         'finished_s': plain(row.finished_s),
         'consumed_s': plain(row.consumed_s),
-        'advantage': _join_equal(arrays['advantages']) if arrays else None,
-        **own,
-        'text': text,
-        'ends': _find_ends(row.answer_tokens, [count for _, count in spans], text, decode),
-        'tokens': row.answer_tokens.tolist(),
         'versions': [[count, version] for version, count in spans],
         'ages': [None if version == NOT_GENERATED else update - 1 - version for version, _ in spans],
+        'ends': _find_ends(row.answer_tokens, [count for _, count in spans], text, decode),
         'behavior_logprobs': _align(_shorten(row.behavior_logprobs[start:][generated]), generated),
-        **_describe_tokens(arrays, generated),
     }
 
 

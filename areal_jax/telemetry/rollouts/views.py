@@ -181,6 +181,7 @@ def _title(one: GivenAnswer, short: bool = False) -> str:
             f'age {one.age}' if one.age is not None else '',
             f'{clipped} clipped' if clipped else '',
             f'{masked} masked' if masked else '',
+            f'mean policy log-prob {show_number(_mean(known))}' if (known := answer.get('policy_logprobs')) else '',
             answer.get('engine', ''),
         ]
     return ', '.join(part for part in parts if part)

@@ -12,6 +12,7 @@ from areal_jax.app.training import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_attention
+from areal_jax.telemetry.rollouts.reader import read_rollouts
 from tests.app.small import equal, to_host
 from tests.app.test_main_train import train
 
@@ -216,3 +217,18 @@ def test_the_command_ends_with_a_report_or_one_sentence(tmp_path):
     (error,) = [line for line in missing.stderr.splitlines() if line.startswith('error: ')]
     assert "task.path='none.jsonl' cannot be read (No such file or directory)" in error
     assert 'Traceback' not in missing.stderr
+
+
+def test_demonstrations_are_kept_with_their_likelihood(whole, tmp_path):
+    """The mean of the log-probs that are kept is the likelihood that the metrics have."""
+    records = read_rollouts(whole[0])
+    assert [record['update'] for record in records] == [update for update in range(1, 7) for _ in range(4)]
+    assert {answer['label'] for record in records for answer in record['answers']} == {'given'}
+    session, _ = run(tmp_path, telemetry__rollouts='all', run__steps=2)
+    lines = metrics(tmp_path)
+    for step in (1, 2):
+        kept = [a for record in read_rollouts(tmp_path) if record['update'] == step for a in record['answers']]
+        logprobs = np.concatenate([answer['policy_logprobs'] for answer in kept])
+        np.testing.assert_allclose(-logprobs.mean(), lines[step - 1]['loss/nll'], rtol=1e-5)
+        decode = session.site.model.tokenizer.decode
+        assert [answer['text'] for answer in kept] == [decode(np.array(answer['tokens'])) for answer in kept]
