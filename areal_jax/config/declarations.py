@@ -131,7 +131,7 @@ SECTIONS: Mapping[str, Section] = {
         slots=Integer(8, COUNT, 'answers that one engine decodes at once'),
         decode_steps=Integer(4, COUNT, 'tokens per slot in one dispatch; an interruption waits for one dispatch'),
         context_tokens=Integer(64, COUNT, 'most tokens of a sequence, prompt and answer'),
-        block_tokens=Integer(64, COUNT, 'positions in a block of the KV cache; a group shares whole ones of its prompt'),
+        block_tokens=Integer(64, COUNT, 'positions in a block of the KV cache; a group shares those of its prompt'),
         cache_tokens=Integer(0, COUNT_OR_OFF, 'positions of the KV cache of an engine; 0 = slots * context_tokens'),
         prefill_buckets=Lengths((64, 256), 'tokens of a packed prefill, padding included; longer prompts go in pieces'),
         attention=Choice(

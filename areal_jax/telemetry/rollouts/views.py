@@ -43,7 +43,7 @@ class GivenAnswer(NamedTuple):
     @property
     def length(self) -> int:
         """Tokens behind the prompt; characters where the tokens were cut."""
-        return len(self.answer.get('tokens', self.answer['text']))
+        return len(self.answer['tokens'] if 'tokens' in self.answer else self.answer['text'])
 
 
 _LOWEST = float('-inf')
