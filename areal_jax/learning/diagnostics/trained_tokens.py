@@ -6,7 +6,7 @@ Made from what the steps have computed anyway, by the functions of the loss, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -43,13 +43,11 @@ def read_tokens(update: Update, settings: LearnerSettings, draws: Sequence[int])
     return [[found.get(number, {}) for number in numbers.get(draw, ())] for draw in draws]
 
 
-def _of_trajectories(
-    update: Update, settings: LearnerSettings, wanted: Collection[int]
-) -> Iterator[tuple[int, TokenArrays]]:
+def _of_trajectories(update: Update, settings: LearnerSettings, wanted: Set[int]) -> Iterator[tuple[int, TokenArrays]]:
     """(number of the trajectory in the update, its arrays)."""
     batches, results = update.trained.batches, update.trained.results
     for index, batch in enumerate(batches):
-        rows = np.isin(batch.trajectory_ids, list(wanted)).any(axis=-1)  # [M, R]
+        rows = np.asarray(np.isin(batch.trajectory_ids, list(wanted)).any(axis=-1))  # [M, R]
         if not rows.any():
             continue
         number = len(results) - len(batches) + index  # of the last step on this batch

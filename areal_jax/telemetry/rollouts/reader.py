@@ -45,7 +45,13 @@ def _read_evaluated(path: pathlib.Path) -> list[files.JsonObject]:
 
 
 def _convert(path: pathlib.Path, number: int, answer: files.JsonObject) -> files.JsonObject:
-    fields = {'text': str, 'reward': (int, float), 'label': str, 'finish_reason': str, 'tokens': list}
+    fields: dict[str, type | tuple[type, ...]] = {
+        'text': str,
+        'reward': (int, float),
+        'label': str,
+        'finish_reason': str,
+        'tokens': list,
+    }
     require_fields(path, number, answer, fields)
     return {
         **{name: answer[name] for name in ('reward', 'label', 'text', 'tokens')},
