@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.evaluate.evaluate import evaluate_model
     from areal_jax.app.evaluate.evaluation_workdir import RESULTS
     from areal_jax.evaluation.results import render_results
+    from areal_jax.installation import find_command
     from areal_jax.native.kept_blocks import keep_blocks
 
     keep_blocks()
@@ -64,6 +66,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     if copy is not None:
         files.write_bytes(copy, (workdir / RESULTS).read_bytes())
     print(f'\n{render_results(results)}\n{workdir / RESULTS}')
+    if sys.stdout.isatty():
+        print(f'next: {find_command("areal-rollouts")} {shlex.quote(str(workdir))}')
     return ExitCode.FINISHED
 
 
