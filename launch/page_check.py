@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     'report': [
-        'headline', 'warnings', 'learning', 'speed', 'slots', 'staleness', 'agreement', 'optimisation', 'ledger',
-        'censoring', 'groups', 'config',
+        'headline', 'warnings', 'learning', 'answers', 'speed', 'slots', 'staleness', 'agreement', 'optimisation',
+        'ledger', 'censoring', 'groups', 'config',
     ],
     'compare': ['headline', 'warnings', 'config', 'curves', 'ages', 'ledger', 'numbers'],
 }  # fmt: skip
