@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits, worth
 from areal_jax.simulation.planner.prediction import Prediction, list_plans, predict, predict_worth, train_s
@@ -118,13 +118,14 @@ class Search:
         step = max(1, self.setting.devices // self.setting.engine_devices // _STEPS)
         while step:
             around = [self._split(best, best.engines + sign * step) for sign in (1, -1)]
-            found = [plan for plan in around if self._is_worth_it(plan, best) and self.ask(plan)]
-            better = [plan for plan in found if self._value(plan) > self._value(best)]
-            if better:
-                best = max(better, key=self._value)
-            else:
+            if (moved := self._move(best, around, self._is_worth_it)) == best:
                 step //= 2
+            best = moved
         return best
+
+    def _move(self, best: Plan, around: Sequence[Plan], is_worth_it: Callable[[Plan, Plan], bool]) -> Plan:
+        """The best of a plan and those around it that are worth a simulation."""
+        return max([best, *(plan for plan in around if is_worth_it(plan, best) and self.ask(plan))], key=self._value)
 
     def _is_worth_it(self, plan: Plan, best: Plan) -> bool:
         """Whether a split may be better: its learner alone does not take longer, and closed forms are not far off."""
@@ -165,12 +166,9 @@ class Search:
         while step >= max(1, best.eta // 8):
             etas = {min(self.setting.most_eta, best.eta + step), max(0, best.eta - step)} - {best.eta}
             around = [self._at_eta(best, eta) for eta in sorted(etas, reverse=True)]
-            found = [plan for plan in around if self._may_be_better(plan, best) and self.ask(plan)]
-            better = [plan for plan in found if self._value(plan) > self._value(best)]
-            if better:
-                best = max(better, key=self._value)
-            else:
+            if (moved := self._move(best, around, self._may_be_better)) == best:
                 step //= 2
+            best = moved
         return best
 
     def _at_eta(self, plan: Plan, eta: int) -> Plan:

@@ -18,19 +18,9 @@ from areal_jax.types import NOT_GENERATED, TokenArrays, Trajectory, TrajectoryGr
 Decode = Callable[[np.ndarray], str]
 _CONSTANT = ('ratio', 'weight')  # often one number for all tokens, which is written once
 _BY_TOKEN = (
-    *(
-        'tokens',
-        'versions',
-        'ages',
-        'ends',
-        'behavior_logprobs',
-        'policy_logprobs',
-        'proximal_logprobs',
-        'ratio',
-        'weight',
-    ),
-    *('clip', 'loss_mask', 'closed'),
-)
+    'tokens', 'versions', 'ages', 'ends', 'behavior_logprobs', 'policy_logprobs', 'proximal_logprobs', 'ratio',
+    'weight', 'clip', 'loss_mask', 'closed',
+)  # fmt: skip
 _CLIPPED = {0: '.', 1: '+', -1: '-'}
 
 

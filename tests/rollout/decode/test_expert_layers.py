@@ -84,6 +84,7 @@ def test_recorded_routes_are_those_of_the_whole_pass(decoder, attention):
         np.testing.assert_array_equal(kept['routed_experts'][1:], live[:-1])
 
 
+@needs_kernels  # XLA's products of another number of rows may differ in the last bit
 @pytest.mark.parametrize('decoder', [MIXED, OLMOE], ids=['mixed', 'olmoe'])
 def test_company_changes_no_bit(decoder):
     """Nor do rows that have ended: those of the other requests, which are shorter, and a row that stops at once."""
