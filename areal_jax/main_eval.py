@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,8 +44,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax import files
     from areal_jax.app.evaluate.evaluate import evaluate_model
     from areal_jax.app.evaluate.evaluation_workdir import RESULTS
+    from areal_jax.app.run.last_screen import tell_results
     from areal_jax.evaluation.results import render_results
-    from areal_jax.installation import find_command
     from areal_jax.native.kept_blocks import keep_blocks
 
     keep_blocks()
@@ -65,9 +64,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         return ExitCode.STOPPED
     if copy is not None:
         files.write_bytes(copy, (workdir / RESULTS).read_bytes())
-    print(f'\n{render_results(results)}\n{workdir / RESULTS}')
-    if sys.stdout.isatty():
-        print(f'next: {find_command("areal-rollouts")} {shlex.quote(str(workdir))}')
+    print(tell_results(render_results(results), workdir / RESULTS))
     return ExitCode.FINISHED
 
 

@@ -1,4 +1,4 @@
-"""What a run that has finished leaves on a terminal, eight lines, and in a pipe, the whole report."""
+"""What a run that has finished leaves on a terminal, eight lines, and in a pipe, the whole report; and an evaluation."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def tell_end(report: Mapping[str, Any], workdir: pathlib.Path, *, whole: bool, f
     if follow:
         lines.append(f'{"next":<{LABEL}}{_name_next(follow, str(report["config"]), workdir)}')
     return '\n'.join([*([page] if whole or is_short else []), *lines])
+
+
+def tell_results(table: str, file: pathlib.Path) -> str:
+    """Returns what is printed at the end of an evaluation: its table, its file, and on a terminal the next command."""
+    lines = ['', table, str(file)]
+    if sys.stdout.isatty():
+        lines.append(f'{"next":<{LABEL}}{find_command("areal-rollouts")} {shlex.quote(str(file.parent))}')
+    return '\n'.join(lines)
 
 
 def _name_next(program: str, config: str, workdir: pathlib.Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.app.run.last_screen import tell_end
+from areal_jax.app.run.last_screen import tell_end, tell_results
 from tests.report.pages.test_headline import made
 
 
@@ -62,3 +62,13 @@ def test_a_program_that_no_folder_of_the_path_has_is_named_beside_the_interprete
     (workdir / 'bin' / 'areal-eval').touch()
     monkeypatch.chdir(workdir)
     assert ' bin/areal-eval --config=' in tell_end(made(), workdir, whole=False)
+
+
+def test_an_evaluation_ends_with_its_file_and_on_a_terminal_with_the_command_that_shows_its_answers(
+    workdir, monkeypatch
+):
+    at_a_terminal(monkeypatch, is_one=False)
+    assert tell_results('greedy 0.5', workdir / 'results.json') == f'\ngreedy 0.5\n{workdir}/results.json'
+    at_a_terminal(monkeypatch)
+    *_, following = tell_results('greedy 0.5', workdir / 'results.json').split('\n')
+    assert following.split(maxsplit=1) == ['next', f"areal-rollouts '{workdir}'"]
