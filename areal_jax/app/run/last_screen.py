@@ -1,4 +1,4 @@
-"""What a run that has finished leaves on a terminal, eight lines, and in a pipe, the whole report; and an evaluation."""
+"""What a run leaves on a terminal at its end, eight lines, and in a pipe, the whole report; and an evaluation."""
 
 from __future__ import annotations
 
