@@ -10,8 +10,10 @@ import pytest
 
 from areal_jax import main_check_log
 from areal_jax.plugins import load_module
+from areal_jax.telemetry.rollouts.reader import read_rollouts
 from areal_jax.types import NOT_GENERATED
 from tests.app.small import SmallRun, equal
+from tests.app.test_rollouts import require_equal
 from tests.app.test_session import lines_of, logprob_gaps, tokens_of
 
 AGENT = """
@@ -71,6 +73,15 @@ def take_described(fields):
 
 def episodes(run):
     return [rows for groups in run.batches for group in groups for rows in group.episodes]
+
+
+def test_kept_answers_have_the_turns_and_what_the_environment_said(whole):
+    """telemetry.rollouts: every row of an episode, null and blanks where nothing was generated."""
+    records = read_rollouts(whole.workdir)
+    require_equal(records, whole.batches, whole.session.program.parts.host.model.tokenizer.decode)
+    rows = [answer for record in records for answer in record['answers']]
+    assert any(answer['row'] for answer in rows)
+    assert any(version == NOT_GENERATED for answer in rows for _, version in answer['versions'])
 
 
 def test_turns_are_rows_with_tokens_of_the_environment_between_them(whole):
