@@ -10,11 +10,13 @@ import pytest
 
 from areal_jax import main_check_log
 from areal_jax.plugins import load_module
+from areal_jax.report.event_log import load_events
 from areal_jax.telemetry.rollouts.reader import read_rollouts
 from areal_jax.types import NOT_GENERATED
 from tests.app.small import SmallRun, equal
 from tests.app.test_rollouts import require_equal
 from tests.app.test_session import lines_of, logprob_gaps, tokens_of
+from tests.report.pages.test_slot_timeline import require_drawn
 
 AGENT = """
 import json
@@ -155,3 +157,7 @@ def test_the_scorer_gets_each_episode_as_messages(whole):
 
 def test_the_log_keeps_the_rules_of_the_loop(whole):
     assert main_check_log.main([str(whole.workdir)]) == 0
+
+
+def test_what_the_timeline_draws_of_it_happened_then(whole):
+    require_drawn(load_events(whole.workdir / 'events.jsonl'))

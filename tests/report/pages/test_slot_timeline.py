@@ -79,25 +79,30 @@ def neighbours(events: list[dict[str, Any]]) -> dict[tuple[str, str, float], tup
     return found
 
 
+def require_drawn(events: list[dict[str, Any]]) -> None:
+    """Every interval is that of its event; decoding and prefills are among them."""
+    log, drawn = neighbours(events), collections.Counter()
+    for interval in build_slot_timeline(events, 10**6).intervals:
+        engine, slot = interval.slot
+        if interval.work in ('prefill', 'rebuild'):
+            end, event = log[engine, 'prefill', interval.start]
+            assert (interval.request in event['requests'], interval.end) == (True, end)
+            assert (interval.work == 'rebuild') == (event['rebuilt'] > 0)
+            assert event['bucket'] > 0
+        elif interval.work == 'decode':
+            _, event = log[engine, 'decode', interval.start]
+            assert (event['slots'][slot], event['version']) == (interval.request, interval.version)
+        drawn[interval.work] += 1
+    assert drawn['decode'] > 0
+    assert drawn['prefill'] + drawn['rebuild'] > 0
+
+
 @pytest.mark.parametrize('kind', SOUND)
 def test_what_is_drawn_happened_then(kind):
     """Over logs of runs that were killed, resumed and stopped, with engines that leave; also without their ends."""
     events = SOUND[kind][0]()
     for cut in (len(events), 5 * len(events) // 7, 3 * len(events) // 7):
-        log, drawn = neighbours(events[:cut]), collections.Counter()
-        for interval in build_slot_timeline(events[:cut], 10**6).intervals:
-            engine, slot = interval.slot
-            if interval.work in ('prefill', 'rebuild'):
-                end, event = log[engine, 'prefill', interval.start]
-                assert (interval.request in event['requests'], interval.end) == (True, end)
-                assert (interval.work == 'rebuild') == (event['rebuilt'] > 0)
-                assert event['bucket'] > 0
-            elif interval.work == 'decode':
-                _, event = log[engine, 'decode', interval.start]
-                assert (event['slots'][slot], event['version']) == (interval.request, interval.version)
-            drawn[interval.work] += 1
-        assert drawn['decode'] > 0
-        assert drawn['prefill'] + drawn['rebuild'] > 0
+        require_drawn(events[:cut])
 
 
 def test_a_long_run_keeps_its_last_intervals_and_says_how_many_it_leaves_out():
