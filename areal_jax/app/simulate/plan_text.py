@@ -49,6 +49,7 @@ def render(planned: Planned, width: int = 0) -> str:
         *([_STOPPED] if planned.is_stopped else []),
         '',
         *(_fill_lines(list_lines(planned.fields), width) if width else list_lines(planned.fields)),
+        *(['', _tell_verdict(planned)] if width else []),
     ]  # fmt: skip
     return '\n'.join(lines)
 
@@ -56,6 +57,16 @@ def render(planned: Planned, width: int = 0) -> str:
 def list_lines(fields: Mapping[str, object]) -> list[str]:
     """'--config.rollout.slots=256', as a shell reads them."""
     return [f'--config.{name}={_quote(value)}' for name, value in fields.items()]
+
+
+def _tell_verdict(planned: Planned) -> str:
+    """The plan in a line, for the end of a screen."""
+    plan, shown = planned.plan, planned.full or planned.outcome
+    low, high = planned.interval
+    return (
+        f'plan: {plan.engines} engines, learner on {plan.training}, eta {plan.eta}, {plan.slots} slots: '
+        f'{shown.tokens_s:,.0f} tokens a second ({low:,.0f} to {high:,.0f})'
+    )
 
 
 def _fill_lines(words: Sequence[str], width: int) -> list[str]:

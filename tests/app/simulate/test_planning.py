@@ -152,9 +152,10 @@ def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, after):
     assert told[0].startswith('by closed forms: ')
     assert len(told) == 1 + after
     assert 'stopped before the search had ended' in render(planned)
-    assert shlex.split(render(planned, 80).partition('areal-train')[2].replace('\\\n', ' '))[2:] == [
-        word for line in list_lines(planned.fields) for word in shlex.split(line)
-    ]
+    *_, command, _, verdict = render(planned, 80).replace('\\\n', ' ').split('\n')
+    words = [word for line in list_lines(planned.fields) for word in shlex.split(line)]
+    assert shlex.split(command) == ['areal-train', '--config=FILE', '--workdir=DIR', *words]
+    assert verdict.startswith(f'plan: {planned.plan.engines} engines, learner on {planned.plan.training}, eta ')
 
 
 def test_ctrl_c_before_the_first_simulation_has_ended_gives_no_plan(monkeypatch):
