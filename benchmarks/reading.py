@@ -15,6 +15,7 @@ turn, in turns; ratios are ours over theirs.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -37,7 +38,6 @@ BARS = {'load': Bar(1.3, False), 'verdict': Bar(1.1, False)}
 MARKS = (r'The result is \boxed{%s}.', '#### %s', 'The answer is $%s$.', 'So it is %s')
 TEXT_KINDS = ('integer', 'number', 'exact', 'normalised')
 _LINES = 5  # of a worked solution
-_PROBED = 25  # golds of a form, from which it is judged whether a side loads it
 _SCORED = 300  # golds of mathematics
 _REPEATED = 20  # verdicts by text, which take microseconds
 
@@ -46,12 +46,6 @@ def draw_solutions(n: int, rng: random.Random) -> list[str]:
     """Worked solutions as long as those of GSM8K."""
     line = lambda: f'She has {rng.randrange(99)} + {rng.randrange(99)} = <<1+1={rng.randrange(99)}>> apples a day.'
     return ['\n'.join(line() for _ in range(_LINES)) + f'\n#### {int(10 ** rng.uniform(0, 4))}' for _ in range(n)]
-
-
-def draw_golds(n: int, names: Sequence[str], rng: random.Random) -> list[str]:
-    from tests.tasks.answers.drawn_golds import FORMS
-
-    return [FORMS[names[k % len(names)]](rng)[0] for k in range(n)]
 
 
 def write_lines(path: pathlib.Path, golds: Sequence[str]) -> None:
@@ -98,18 +92,16 @@ def answer(asked):
             return -1.0
 
     if task['do'] == 'probe':
-        found, path = dict(task['golds']), pathlib.Path(task['path'])
-        while True:
-            lines = [(name, gold) for name, golds in found.items() for gold in golds]
+        found, path = [], pathlib.Path(task['path'])
+        for name, golds in task['golds'].items():
             path.write_text(
-                ''.join(json.dumps({'question': str(k), 'answer': gold}) + '\n' for k, (_, gold) in enumerate(lines))
+                ''.join(json.dumps({'question': str(k), 'answer': gold}) + '\n' for k, gold in enumerate(golds))
             )
             try:
                 jsonl.read_problems(path, 'math')
-                break
-            except TaskError as error:
-                del found[lines[int(str(error).removeprefix(f'{path}:').partition(':')[0]) - 1][0]]
-        found = list(found)
+                found.append(name)
+            except TaskError:
+                pass
     elif task['do'] == 'load':
         start_s = used()
         problems = jsonl.read_problems(pathlib.Path(task['path']), task['kind'])
@@ -127,14 +119,22 @@ def answer(asked):
 # END
 
 
-def list_forms(before: pathlib.Path, here: pathlib.Path, directory: pathlib.Path, rng: random.Random) -> list[str]:
-    """The forms of golds that both sides load."""
+def choose_golds(
+    n: int, before: pathlib.Path, here: pathlib.Path, directory: pathlib.Path, rng: random.Random
+) -> tuple[list[str], list[str]]:
+    """n golds, each of the next form of which both sides load every gold that is drawn here; then these forms."""
     from tests.tasks.answers.drawn_golds import FORMS
 
-    golds = {name: draw_golds(_PROBED, [name], rng) for name in FORMS}
-    task = {'do': 'probe', 'golds': golds, 'path': str(directory / 'forms.jsonl')}
-    loaded = [set(ask_side(tree, task)) for tree in (here, before)]
-    return [name for name in FORMS if all(name in side for side in loaded)]
+    each = -(-n // (len(FORMS) * 4 // 5))  # enough where a fifth of the forms is refused
+    golds = {name: [FORMS[name](rng)[0] for _ in range(each)] for name in FORMS}
+    tasks = {
+        tree: {'do': 'probe', 'golds': golds, 'path': str(directory / f'forms_{side}.jsonl')}
+        for side, tree in enumerate((here, before))
+    }
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        loaded = [set(found) for found in pool.map(ask_side, tasks, tasks.values())]
+    names = [name for name in FORMS if all(name in side for side in loaded)]
+    return [golds[names[k % len(names)]][k // len(names)] for k in range(n)], names
 
 
 def compare(what: str, bar: str, sides: Mapping[str, Callable[[], Any]], turns: int) -> Row:
@@ -167,8 +167,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         directory = pathlib.Path(name)
         solutions = draw_solutions(round(SOLUTIONS * share), rng)
         write_lines(directory / 'solutions.jsonl', solutions)
-        names = list_forms(trees['before'], here, directory, rng)
-        golds = draw_golds(round(GOLDS * share), names, rng)
+        golds, names = choose_golds(round(GOLDS * share), trees['before'], here, directory, rng)
         write_lines(directory / 'golds.jsonl', golds)
         for kind in TEXT_KINDS:
             task = {'do': 'load', 'path': str(directory / 'solutions.jsonl'), 'kind': kind}
@@ -182,7 +181,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
             add(f'a verdict by {kind}', 'verdict', task, options.turns)
         chosen = golds[: round(_SCORED * share) + 5]
         pairs = [
-            (gold, MARKS[k % 3] % other) for k, gold in enumerate(chosen) for other in (gold, chosen[k - len(names)])
+            (gold, MARKS[k % 3] % other)
+            for k, gold in enumerate(chosen)
+            for other in (gold, chosen[(k + len(names)) % len(chosen)])
         ]
         add(
             'a verdict by math',

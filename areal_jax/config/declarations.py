@@ -363,6 +363,9 @@ SECTIONS: Mapping[str, Section] = {
         ),
         hook=Path('', "'my_file.py:function', called with the metrics of every update, see docs/tracking.md; '' = off"),
         tracker=Choice('none', ('none', 'wandb', 'mlflow', 'trackio'), 'an experiment tracker, see docs/tracking.md'),
+        tracker_answers=Flag(
+            False, 'whether the report that the tracker gets shows texts of answers, see docs/rollouts.md'
+        ),
         project=Text('', "of the tracker; '' = that of the tracker's environment variable, or areal_jax"),
         profile_steps=Lengths((), 'first and last update of a trace of jax.profiler in WORKDIR/profile; () = off'),
         energy=Choice('off', ('off', 'auto'), 'joules and seconds by what devices do, see docs/energy.md'),

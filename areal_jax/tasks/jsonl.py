@@ -9,7 +9,7 @@ import dataclasses
 import decimal
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
@@ -97,10 +97,10 @@ def read_problems(path: pathlib.Path, answer: str) -> list[dict[str, str]]:
 
 
 def _read_problem(row: JsonObject, place: str, answer: str) -> dict[str, str]:
-    names = [next(filter(row.__contains__, pair), None) for pair in (_QUESTION, _GOLD)]
-    if missing := [' or '.join(pair) for pair, name in zip((_QUESTION, _GOLD), names, strict=True) if name is None]:
+    asked, given = _first_of(_QUESTION, row), _first_of(_GOLD, row)
+    if asked is None or given is None:
+        missing = [' or '.join(pair) for pair, name in ((_QUESTION, asked), (_GOLD, given)) if name is None]
         raise TaskError(f'{place}: expected an object with question and answer, {" and ".join(missing)} is missing')
-    asked, given = (str(name) for name in names)
     question, gold = require_text(row[asked], asked, place), require_text(_spell(row[given]), given, place)
     final = KINDS[answer].read_gold(_final_part(gold, place) if given == 'solution' else gold)
     if final is None and answer == 'integer':
@@ -114,6 +114,13 @@ def _read_problem(row: JsonObject, place: str, answer: str) -> dict[str, str]:
             'nothing else: mend it, remove the line, or choose another task.answer'
         )
     return {'question': question, 'answer': final}
+
+
+def _first_of(names: Sequence[str], row: JsonObject) -> str | None:
+    for name in names:
+        if name in row:
+            return name
+    return None
 
 
 def _spell(gold: object) -> object:

@@ -73,6 +73,7 @@ OF_MESSAGES: Mapping[str, Telling] = {
 _SAYS_NOTHING: Mapping[str, tuple[object, ...]] = {  # besides null and what is empty
     **dict.fromkeys(('weight', 'weights', 'sample_weight', 'label', 'train'), (1, True)),
 }
+_MOST_FORMS = 64  # of lines that are remembered
 
 
 class LineKeys:
@@ -94,12 +95,18 @@ class LineKeys:
         self._path, self._used, self._telling = str(path), frozenset(used), telling
         self._first_counts = first_counts
         self._ignored: collections.Counter[str] = collections.Counter()
+        self._read_whole: set[tuple[str, ...]] = set()  # keys of lines without an unread one: most lines are alike
 
     def require(self, row: JsonObject, place: str) -> None:
         """Raises TaskError, which names the line, for a key that would change what is trained and is not used."""
-        unread = [key for key in row if key not in self._used]
+        keys = tuple(row)
+        if keys in self._read_whole:
+            return
+        unread = [key for key in keys if key not in self._used]
         for names in self._first_counts:
             unread += [name for name in names if name in row][1:]
+        if not unread and len(self._read_whole) < _MOST_FORMS:
+            self._read_whole.add(keys)
         for key in unread:
             value = row[key]
             if key in self._telling and not _says_nothing(key, value):

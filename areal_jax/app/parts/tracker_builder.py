@@ -43,6 +43,7 @@ def build_tracker(config: TrackedConfig) -> Tracker | None:
 def build_feed(tracker: Tracker, config: TrackedConfig, workdir: pathlib.Path) -> TrackerFeed:
     """Feeds the tracker with the run of a workdir; raises FileError for a tracker.json that is not whole."""
     kind = config.telemetry.tracker
+    config.note_used(('telemetry.tracker_answers',))  # the report reads it from config.json
     project = config.telemetry.project or os.environ.get(tracker.project_variable) or _PROJECT
     own = workdir.resolve()
     run = TrackedRun(

@@ -16,14 +16,16 @@ from areal_jax.telemetry.rollouts.views import GivenAnswer
 _HEAD = ('Update, draw, answer', 'End of the prompt', 'Answer', 'Reward', 'Verdict', 'Advantage', 'Age', 'Tokens')
 _PROMPT, _ANSWER = 160, 400  # characters of each that are shown
 _TO_TRACKER = Absent(
-    'Answers are left out of a page that goes to a tracker (telemetry.tracker): `areal-rollouts RUN` shows them.'
+    'Answers are left out of a page that goes to a tracker, unless telemetry.tracker_answers is set: '
+    '`areal-rollouts RUN` shows them.'
 )
 _NONE = Absent("No answer is kept: telemetry.rollouts is '0', or no update is finished.")
 
 
 def tell_answers(workdir: pathlib.Path) -> Iterator[Block]:
-    """What the section shows; no text of an answer where the page is sent away."""
-    if read_fields(workdir).get('telemetry.tracker', 'none') != 'none':
+    """What the section shows; no text of an answer on a page that is sent away unasked."""
+    fields = read_fields(workdir)
+    if fields.get('telemetry.tracker', 'none') != 'none' and fields.get('telemetry.tracker_answers') != 'true':
         yield _TO_TRACKER
     elif records := read_rollouts(workdir):
         yield Text(

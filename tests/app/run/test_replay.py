@@ -22,6 +22,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import check_of
 from areal_jax.errors import ExitCode
+from areal_jax.telemetry.rollouts.reader import read_rollouts
 from tests.app.small import SmallRun, small_config, train_until_killed
 from tests.toys import LONGEST, ToyRun
 
@@ -289,6 +290,9 @@ def test_a_run_that_was_killed_twice_is_replayed(killed_twice, tmp_path, capsys)
     assert f'equal: weights_sha256 {weights_of(killed_twice)}' in said
     assert weights_of(out) == weights_of(killed_twice)
     assert (out / 'events.jsonl').read_text() == (killed_twice / 'events.jsonl').read_text()
+    kept = read_rollouts(killed_twice)
+    assert 0 < len(kept) == len({record['draw'] for record in kept})  # none twice after two kills
+    assert read_rollouts(out) == kept
     found = json.loads((tmp_path / 'found.json').read_text())
     assert (found['starts'], found['finished']) == (3, True)
     kinds = {json.loads(line)['kind'] for line in (out / 'events.jsonl').read_text().splitlines()}

@@ -35,13 +35,23 @@ def test_a_row_says_what_an_answer_is_worth(tmp_path: pathlib.Path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize('tracker', ['none', 'wandb'])
-def test_no_answer_is_on_a_page_that_goes_to_a_tracker(tmp_path: pathlib.Path, tracker: str):
+@pytest.mark.parametrize(
+    ('fields', 'shown'),
+    [
+        ({'tracker': 'none'}, True),
+        ({'tracker': 'wandb'}, False),
+        ({'tracker': 'wandb', 'tracker_answers': False}, False),
+        ({'tracker': 'wandb', 'tracker_answers': True}, True),
+    ],
+)
+def test_an_answer_is_on_a_page_that_goes_to_a_tracker_only_where_the_config_says_so(
+    tmp_path: pathlib.Path, fields: dict[str, object], shown: bool
+):
     write(tmp_path, range(1, 3))
-    (tmp_path / 'config.json').write_text(json.dumps({'telemetry': {'tracker': tracker}}))
+    (tmp_path / 'config.json').write_text(json.dumps({'telemetry': fields}))
     blocks = list(tell_answers(tmp_path))
-    assert any(isinstance(block, Table) for block in blocks) == (tracker == 'none')
-    if tracker != 'none':
+    assert any(isinstance(block, Table) for block in blocks) == shown
+    if not shown:
         (only,) = blocks
         assert isinstance(only, Absent)
         assert 'areal-rollouts RUN' in only.text
