@@ -15,11 +15,13 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
-from areal_jax.config.fields import ChoiceOrOwn, Path, Value, require_local
+from areal_jax.config.fields import ChoiceOrOwn, Path, Settings, SettingsKind, Value, read_settings, require_local
+from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import require_declared
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
+SETTINGS: Mapping[str, type[Settings]] = {kind.section: kind for kind in (OptimizerSettings,)}
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
 
 
@@ -76,10 +78,13 @@ def _require_rules(config: config_dict.ConfigDict, find: Callable[[config_dict.C
 
 
 class TrackedConfig:
-    """A read-only view of a resolved config that remembers which fields were read.
+    """A read-only view of a resolved config that knows which fields are used.
+
+    A section of SETTINGS is read whole, and the declarations of its fields say which are used (`used_if`); of the
+    others those fields are used that were read.
 
     Args:
-      overrides: the fields that the command line sets, 'rollout.slots'; each must be read by the run as built.
+      overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
     """
 
     def __init__(self, config: config_dict.ConfigDict, overrides: Collection[str] = ()):
@@ -87,8 +92,16 @@ class TrackedConfig:
         self._overrides = frozenset(overrides)
         self._read: set[str] = set()
 
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        return self._read_whole(OptimizerSettings)
+
     def __getattr__(self, section: str) -> _TrackedSection:
         return _TrackedSection(self._config[section], section, self._read)
+
+    def _read_whole(self, kind: type[SettingsKind]) -> SettingsKind:
+        self.note_used([kind.section])
+        return read_settings(kind, self._config)
 
     def as_dict(self) -> dict[str, dict[str, Value]]:
         """Plain nested dict, without marking anything as read."""
@@ -108,7 +121,9 @@ class TrackedConfig:
         ]
 
     def _is_read(self, path: str) -> bool:
-        """Whether the field was read, or the free section that holds the option."""
+        """Whether the field was read and is used, or the free section that holds the option was read."""
+        if path.partition('.')[0] in SETTINGS and not FIELDS[path].used_if(self._config):
+            return False
         return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:

@@ -22,6 +22,7 @@ from areal_jax.errors import suggest
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')  # of the learner's mesh
 ENGINE_AXES = ('expert', 'tensor')  # of an engine's
+ONE_DEVICE = 'data=1'  # the default of cluster.learner
 MOST_ENGINES = 1024  # each has a thread
 USE_EQUAL = "use equal engines, such as '4 x tensor=1'"
 Role: TypeAlias = Literal['controller', 'learner', 'engine', 'exporter']
@@ -83,7 +84,7 @@ class LearnerLayout:
         """As in the config: 'data=2,fsdp=2', 'hosts=2 x fsdp=8'."""
         named = [f'{axis}={size}' for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         hosts = '' if self.hosts is None else f'hosts={self.hosts} x '
-        return hosts + (','.join(named) or 'data=1')
+        return hosts + (','.join(named) or ONE_DEVICE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +338,7 @@ def describe_former(fields: Mapping[str, object]) -> str | None:
     if any(_FORMER[path] == LEARNER for path in named):
         processes = named.get('distributed.processes', 1)
         hosts = '' if processes in (1, '1') else f'hosts={processes} x '
-        new[LEARNER] = hosts + (','.join(sizes) or ('AXIS=SIZE' if hosts else 'data=1'))
+        new[LEARNER] = hosts + (','.join(sizes) or ('AXIS=SIZE' if hosts else ONE_DEVICE))
     if 'mesh.strategy' in named:
         new[STRATEGY] = str(named['mesh.strategy'])
     if 'rollout.engines' in named:

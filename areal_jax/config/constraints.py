@@ -1,8 +1,8 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
 `config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
-hold. The rules of a single field are in declarations.py, those of training in blocks in block_constraints.py, those of
-objectives in objective_constraints.py.
+hold. The rules of a single field are in declarations.py, those of the optimizer in optimizer.py, those of objectives in
+objective_constraints.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.agent_fields import find_agent_problems
-from areal_jax.config.block_constraints import find_block_problems, find_client_problems
 from areal_jax.config.cluster import find_device_problems, parse_engines, parse_learner
 from areal_jax.config.critic_fields import find_critic_problems
 from areal_jax.config.declarations import FIELDS
@@ -25,6 +24,12 @@ from areal_jax.config.objective_constraints import (
     find_reference_problems,
 )
 from areal_jax.config.objectives import find_objective, is_policy, resolve
+from areal_jax.config.optimizer import (
+    find_block_problems,
+    find_brake_problems,
+    find_client_problems,
+    find_schedule_problems,
+)
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
 from areal_jax.config.sandbox_fields import find_code_problems, find_sandbox_problems, find_training_problems
 from areal_jax.config.simulation_fields import find_simulation_problems
@@ -65,6 +70,7 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_reallocation_problems(c)
     yield from _telemetry_problems(c)
     yield from _export_problems(c)
+    yield from find_schedule_problems(c)
 
 
 def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -85,12 +91,7 @@ def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'sft.evaluate_every={c.sft.evaluate_every} measures nothing with evaluation.problems=0; set '
             'evaluation.problems, or sft.evaluate_every=0'
         )
-
-    if c.optimizer.brake in ('ess', 'lag'):
-        yield (
-            f'optimizer.brake={c.optimizer.brake!r} with loss.objective={c.loss.objective!r}: given answers have no '
-            "age and no log-probs of a policy; use optimizer.brake='none'"
-        )
+    yield from find_brake_problems(c)
 
 
 def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:

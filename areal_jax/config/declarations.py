@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from areal_jax.config.agent_fields import AGENT_FIELDS, HERMES, PROGRAM
+from areal_jax.config.cluster import ONE_DEVICE
 from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
@@ -30,16 +31,17 @@ from areal_jax.config.fields import (
     Text,
     Texts,
     Value,
+    list_fields,
 )
 from areal_jax.config.friction_fields import FRICTION_FIELDS
 from areal_jax.config.kinds import CHANNELS, SERVERS, describe_addresses, describe_channels
 from areal_jax.config.loss_fields import LOSS_FIELDS
 from areal_jax.config.model_fields import MODEL_FIELDS
+from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.config.ranges import (
     BYTES,
     COUNT,
     COUNT_OR_OFF,
-    DECAY,
     LEASE,
     LOSS_SCALE,
     MEBIBYTES,
@@ -221,37 +223,12 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
-    'optimizer': Section(
-        'How gradients become weights',
-        name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer/optimizer.py'),
-        learning_rate=Real(2e-5, NOT_NEGATIVE, 'after warm-up'),
-        schedule=Choice('constant', ('constant', 'cosine', 'linear'), 'after warm-up, down to the last step'),
-        final_ratio=Real(0.0, SHARE, 'cosine, linear: last learning rate / learning_rate'),
-        moment_dtype=Choice('float32', ('float32', 'bfloat16'), 'adamw: of both moments'),
-        b1=Real(0.9, DECAY, 'adamw, adamw8bit, lion: decay of the first moment'),
-        b2=Real(0.95, DECAY, 'adamw, adamw8bit: decay of the second moment; lion: of the momentum'),
-        eps=Real(1e-8, POSITIVE, 'adamw, adamw8bit: added to the root of the second moment'),
-        weight_decay=Real(0.0, NOT_NEGATIVE, 'decoupled; 0 = off'),
-        decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
-        clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
-        warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
-        brake=Choice(
-            'none',
-            ('none', 'ess', 'lag', 'projection'),
-            'shortens steps on old data, see docs/staleness_methods.md',
-        ),
-        brake_base=Real(1.0, SHARE_ABOVE_ZERO, 'ess: effective sample size of answers from which on steps are whole'),
-        brake_lag=Real(8.0, POSITIVE, 'lag: age of the data in optimizer steps up to which steps are whole'),
-        blocks=Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all'),
-        block_order=Choice('cyclic', ('cyclic', 'shuffled'), 'of the blocks of a round; shuffled: by run.seed'),
-        block_updates=Integer(1, COUNT, 'updates before the next block'),
-        block_state=Choice('host', ('host', 'drop'), 'moments of blocks not being trained; drop: begin again at 0'),
-    ),
+    'optimizer': Section(OptimizerSettings.title, **list_fields(OptimizerSettings)),
     'critic': Section("Values of loss.advantage='gae', or of a reward model, see docs/critic.md", **CRITIC_FIELDS),
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text(
-            'data=1',
+            ONE_DEVICE,
             "sizes of the learner's mesh over data, fsdp, expert, context, tensor: 'data=2,fsdp=2'; over processes: "
             "'hosts=2 x fsdp=8'",
         ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.learning.brakes import BrakeSettings, sequence_effective_sample_size
+from areal_jax.learning.brakes import Brake, sequence_effective_sample_size
 from areal_jax.learning.diagnostics import data_metrics as diagnostics
 from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
@@ -85,9 +85,7 @@ def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, fl
     )
 
 
-def _staleness_metrics(
-    brake: BrakeSettings, results: Sequence[StepResult], batches: Sequence[PackedBatch]
-) -> dict[str, float]:
+def _staleness_metrics(brake: Brake, results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> dict[str, float]:
     """What brakes of the learning rate read, the mean over the steps."""
     if not results:
         return {}

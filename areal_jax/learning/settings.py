@@ -1,4 +1,4 @@
-"""The settings of an update and of the optimizer; each value names its config field when it refuses.
+"""The settings of an update; each value names its config field when it refuses.
 
 app/parts/part_settings.py makes them from a config. They have no defaults where a config field decides:
 config/declarations.py has the only one, and the meaning of each field.
@@ -10,7 +10,7 @@ import dataclasses
 
 from areal_jax.config.declarations import require_allowed
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.brakes import BrakeSettings
+from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.objective import PROXIMAL, Objective
 from areal_jax.learning.packing.packing import require_known
 
@@ -90,7 +90,7 @@ class LearnerSettings:
     scores: bool  # `warm_up` compiles what SpmdLearner.score runs
     ratio_split: RatioSettings | None  # None: the importance ratio is not split
     quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
-    brake: BrakeSettings
+    brake: Brake
     critic: CriticSettings | None  # where the objective trains values
     records_routes: bool  # engines record which experts tokens have reached
     # 'replay': passes of the policy and of the reference reach the recorded ones; an argument of the programs
@@ -136,47 +136,3 @@ class LearnerSettings:
     def oldest_age(self) -> int | None:
         """Tokens older than this leave the loss."""
         return self.max_token_age if self.over_age == 'mask' else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """Everything of the optimizer but the learning rate, which is an argument of every step.
-
-    Raises ConfigError, naming the config fields, for what cannot work.
-    """
-
-    name: str
-    b1: float
-    b2: float
-    eps: float
-    moment_dtype: str
-    weight_decay: float
-    decay: str
-    clip_norm: float
-    warmup_steps: int
-    schedule: str
-    final_ratio: float  # 'constant' does not read it
-    total_steps: int  # optimizer steps of the run; 'constant' does not read it
-    compares: bool  # the cosine of consecutive gradients is measured
-    projects: bool  # optimizer.brake='projection', with `compares`
-
-    def __post_init__(self) -> None:
-        derived = ('total_steps', 'compares', 'projects')
-        fields = [field.name for field in dataclasses.fields(self) if field.name not in derived]
-        require_allowed({f'optimizer.{name}': getattr(self, name) for name in fields})
-        if self.name != 'adamw' and self.moment_dtype != 'float32':
-            raise ConfigError(
-                f"optimizer.moment_dtype={self.moment_dtype!r} is read by 'adamw' alone, not by optimizer.name="
-                f'{self.name!r}: leave it at float32'
-            )
-        if self.decay != 'all' and not self.weight_decay:
-            raise ConfigError(
-                f'optimizer.decay={self.decay!r} chooses what optimizer.weight_decay shrinks, which is 0: set '
-                "optimizer.weight_decay above 0, or leave optimizer.decay='all'"
-            )
-        if self.schedule != 'constant' and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f'optimizer.schedule={self.schedule!r} falls over {self.total_steps} optimizer steps (run.steps * '
-                f'learner.n_minibatches * learner.epochs), which must be more than optimizer.warmup_steps='
-                f'{self.warmup_steps}: raise run.steps or shorten the warm-up'
-            )

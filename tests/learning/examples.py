@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer_settings
+from areal_jax.app.parts.part_settings import build_learner_settings
 from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.optimizer.optimizer import Optimizer
@@ -114,5 +115,5 @@ def learner_settings(**changes: object) -> LearnerSettings:
 
 def make_optimizer(name: str, **changes: object) -> Optimizer:
     """The optimizer of the default config, but for its name and `changes`."""
-    settings = build_optimizer_settings(TrackedConfig(default_config()))
-    return make(dataclasses.replace(settings, name=name, **changes))
+    others = {key: changes.pop(key) for key in ('compares', 'total_steps') if key in changes}
+    return make(OptimizerSettings(name=name, **changes), **{'total_steps': 20, **others})

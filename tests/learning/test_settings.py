@@ -13,7 +13,7 @@ from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.learning.objective import advantages, surrogates
 from areal_jax.learning.optimizer.directions import DIRECTIONS
 from areal_jax.learning.optimizer.optimizer import Schedule
-from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models import decoder, lora
 from areal_jax.models.attention import backends
 from areal_jax.sharding import rules
@@ -82,7 +82,7 @@ def test_adapters_are_declared_for_every_projection_that_can_have_them():
 def test_no_setting_that_a_config_field_decides_has_a_second_default():
     with_default = {
         field.name
-        for kind in (LearnerSettings, OptimizerSettings, Schedule, lora.Lora)
+        for kind in (LearnerSettings, Schedule, lora.Lora)
         for field in dataclasses.fields(kind)
         if field.default is not dataclasses.MISSING
     }

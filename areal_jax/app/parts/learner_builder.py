@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 from areal_jax.app.model.given_model import read_given_model, require_same_shape
 from areal_jax.app.model.model import Model
@@ -55,7 +56,7 @@ def build_learner(
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
             reference=reference, teacher=teacher, critic=build_critic(config, model, settings),
         )  # fmt: skip
-    form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
+    form: dict[str, Any] = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
     if config.distributed.clients == 1:
         return BlockLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead)
     client = ClientSettings(config.distributed.overlap, config.run.steps)

@@ -16,6 +16,7 @@ from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
 from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
+from areal_jax.config.optimizer import count_steps
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
@@ -24,7 +25,7 @@ from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
-from areal_jax.learning.blockwise.blocks import BlockSettings
+from areal_jax.learning.blockwise.blocks import BlockOrder
 from areal_jax.plugins import Function, is_own, load_function
 from areal_jax.rollout import requirements
 from areal_jax.rollout.requirements import Requirement
@@ -36,10 +37,9 @@ from areal_jax.types import SamplingParams
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from areal_jax.learning.brakes import BrakeSettings
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
-    from areal_jax.learning.settings import CriticSettings, LearnerSettings, OptimizerSettings, RatioSettings
+    from areal_jax.learning.settings import CriticSettings, LearnerSettings, RatioSettings
     from areal_jax.models.lora import Lora
     from areal_jax.sharding.allocation import Allocation
 
@@ -103,30 +103,7 @@ def build_lora(config: TrackedConfig) -> Lora | None:
 def build_optimizer(config: TrackedConfig) -> Optimizer:
     from areal_jax.learning.optimizer.optimizer import make_optimizer
 
-    return make_optimizer(build_optimizer_settings(config))
-
-
-def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
-    """Reads the fields that the chosen optimizer and schedule use; the others keep their declared defaults."""
-    from areal_jax.learning.optimizer.directions import DIRECTIONS
-    from areal_jax.learning.settings import OptimizerSettings
-
-    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
-    reads = DIRECTIONS[ours.name].reads
-    own = {field: getattr(ours if field in reads else idle, field) for field in ('b1', 'b2', 'eps', 'moment_dtype')}
-    return OptimizerSettings(
-        name=ours.name,
-        **own,
-        weight_decay=ours.weight_decay,
-        decay=(ours if ours.weight_decay else idle).decay,
-        clip_norm=ours.clip_norm,
-        warmup_steps=ours.warmup_steps,
-        schedule=ours.schedule,
-        final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
-        total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
-        compares=config.diagnostics.brakes or ours.brake == 'projection',
-        projects=ours.brake == 'projection',
-    )
+    return make_optimizer(config.optimizer, count_steps(config), compares=config.diagnostics.brakes)
 
 
 def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
@@ -142,34 +119,14 @@ def build_critic_settings(config: TrackedConfig, objective: Objective) -> Critic
     return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
 
 
-def _build_brake(config: TrackedConfig) -> BrakeSettings:
-    from areal_jax.learning.brakes import BrakeSettings
-
-    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
-    return BrakeSettings(
-        kind=ours.brake,
-        base=(ours if ours.brake == 'ess' else idle).brake_base,
-        lag=(ours if ours.brake == 'lag' else idle).brake_lag,
-        shown=config.diagnostics.brakes,
-    )
-
-
-def build_blocks(config: TrackedConfig) -> BlockSettings | None:
+def build_blocks(config: TrackedConfig) -> BlockOrder | None:
     """None where an update trains all leaves."""
-    ours = config.optimizer
-    if ours.blocks == 1:
-        return None
-    return BlockSettings(
-        blocks=ours.blocks,
-        block_order=ours.block_order,
-        block_updates=ours.block_updates,
-        block_state=ours.block_state,
-        seed=config.run.seed,
-    )
+    return None if config.optimizer.blocks == 1 else BlockOrder(config.optimizer, config.run.seed)
 
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
+    from areal_jax.learning.brakes import Brake
     from areal_jax.learning.settings import LearnerSettings
 
     learner, objective = config.learner, build_objective(config)
@@ -206,7 +163,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
         scores=not supervised and uses_servers(config),
         ratio_split=_build_ratio_settings(policy),
         quantized=policy.rollout.weights == 'int8',
-        brake=_build_brake(config),
+        brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
         records_routes=policy.rollout.record_routes,
         routes=(policy if policy.rollout.record_routes else idle).learner.routes,

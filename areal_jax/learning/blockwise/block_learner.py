@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.blockwise.blocks import BlockSettings, cut_blocks
+from areal_jax.learning.blockwise.blocks import BlockOrder, cut_blocks
 from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import REFERENCE
@@ -49,7 +49,7 @@ class BlockLearner(SpmdLearner):
         params: Params,
         mesh: Mesh,
         *,
-        blocks: BlockSettings,
+        blocks: BlockOrder,
         optimizer: Optimizer,
         learning_rate: float,
         settings: LearnerSettings,

@@ -1,12 +1,10 @@
 """The directions that optimizers step in, before clipping, schedule and learning rate.
 
-A direction is an optax transformation of gradients. Each entry of DIRECTIONS says which settings it reads, so that a
-config field that nothing reads can be refused.
+A direction is an optax transformation of gradients; `used_if` of a field of OptimizerSettings says which read it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -15,24 +13,16 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.learning.optimizer.quantized_moments import scale_by_adam
-from areal_jax.learning.settings import OptimizerSettings
 from areal_jax.models.layers import is_stacked
 from areal_jax.sharding.rules import path_name
-
-
-@dataclasses.dataclass(frozen=True)
-class Direction:
-    """How one optimizer.name turns gradients into a direction."""
-
-    make: Callable[[OptimizerSettings], optax.GradientTransformation]
-    reads: tuple[str, ...]  # fields of OptimizerSettings that `make` uses
 
 
 @functools.cache  # so that optimizers of equal settings are equal
 def make_direction(settings: OptimizerSettings) -> optax.GradientTransformation:
     """The direction of `settings.name`, with decoupled weight decay (arXiv 1711.05101) added to it."""
-    direction = DIRECTIONS[settings.name].make(settings)
+    direction = DIRECTIONS[settings.name](settings)
     if not settings.weight_decay:
         return optax.chain(direction)
     add_decay = optax.add_decayed_weights if settings.decay == 'all' else decay_matrices
@@ -69,13 +59,13 @@ def sgd(settings: OptimizerSettings) -> optax.GradientTransformation:
     return optax.identity()
 
 
-DIRECTIONS: Mapping[str, Direction] = {
-    'adamw': Direction(adamw, ('b1', 'b2', 'eps', 'moment_dtype')),
-    'adamw8bit': Direction(adamw8bit, ('b1', 'b2', 'eps')),
-    'adafactor': Direction(adafactor, ()),
-    'lion': Direction(lion, ('b1', 'b2')),
-    'sgd': Direction(sgd, ()),
-}
+DIRECTIONS: Mapping[str, Callable[[OptimizerSettings], optax.GradientTransformation]] = {
+    'adamw': adamw,
+    'adamw8bit': adamw8bit,
+    'adafactor': adafactor,
+    'lion': lion,
+    'sgd': sgd,
+}  # by optimizer.name
 
 
 def decay_matrices(weight_decay: float) -> optax.GradientTransformation:

@@ -14,7 +14,7 @@ from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.part_settings import build_choices, build_learner_settings, build_optimizer, build_schedule
 from areal_jax.config import TrackedConfig
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.brakes import BrakeSettings
+from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.proximal import KINDS
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.models.decoder import Decoder
@@ -63,7 +63,7 @@ class Setting:
     recomputes: bool  # whether an arm needs the log-probs of the weights before the update in its later steps
     rewards_entropy: bool  # whether an arm does
     choices: PolicyChoices  # without the numbers, which each arm has of its own
-    brake: BrakeSettings
+    brake: Brake
     holds_version: bool  # whether an arm generates with an earlier version, see Constants.period
     weighs_gradients: bool  # whether an arm has the advantage that needs the norms of gradients
 
