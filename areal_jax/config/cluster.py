@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from ml_collections import config_dict
@@ -304,27 +304,6 @@ def list_roles(config: config_dict.ConfigDict) -> list[RoleCount]:
 def has_roles(config: config_dict.ConfigDict) -> bool:
     """Whether the config names the processes of the learner, which a launcher then starts beside a controller."""
     return parse_learner(config.cluster.learner).hosts is not None
-
-
-def find_device_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What the learner's devices cannot divide evenly among them, or would leave idle."""
-    layout = parse_learner(c.cluster.learner)
-    if c.learner.rows_per_microbatch % layout.data_shards:
-        yield (
-            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp * expert '
-            f'= {layout.data_shards} of cluster.learner={c.cluster.learner!r}'
-        )
-    if layout.tensor > 1 and 'tensor' not in c.cluster.strategy:
-        yield (
-            f'tensor={layout.tensor} of cluster.learner={c.cluster.learner!r} is left idle by cluster.strategy='
-            f'{c.cluster.strategy!r}; use fsdp_tensor or tensor'
-        )
-    for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
-        if size % layout.context:
-            yield (
-                f'learner.{field}={size} must be a multiple of context={layout.context} of cluster.learner='
-                f'{c.cluster.learner!r}'
-            )
 
 
 def describe_former(fields: Mapping[str, object]) -> str | None:

@@ -1,7 +1,7 @@
 """The kinds of config fields. A declaration is one value: default, allowed values, meaning, and when it is used.
 
-A section is declared as a dataclass, `Settings`, which the part that uses it gets with the values of a config; or in
-declarations.py by name. __init__.py builds and validates configs; page.py documents the fields.
+A section is a dataclass, `ConfigSection`, which the part that uses it gets with the values of a config, or a table in
+declarations.py. __init__.py builds and validates configs; page.py documents the fields.
 """
 
 from __future__ import annotations
@@ -291,12 +291,12 @@ class Section(Mapping[str, Field]):
 
 
 def declare(field: Field, **changes: Any) -> Any:
-    """A field of a `Settings`, with the default of its declaration; `changes`: see `dataclasses.field`."""
+    """A field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
     return dataclasses.field(**({'default': field.default, 'metadata': {_DECLARED: field}} | changes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class ConfigSection:
     """A section of the config as the part that uses it gets it: each field is made by `declare`.
 
     Raises ConfigError for a value that its field may not hold.
@@ -310,18 +310,27 @@ class Settings:
             field.require_allowed(f'{self.section}.{name}', getattr(self, name))
 
 
-SettingsKind = TypeVar('SettingsKind', bound=Settings)
+def declare_section(kind: type[ConfigSection]) -> Section:
+    """The table of a section that is a dataclass."""
+    return Section(kind.title, **list_fields(kind))
 
 
-def list_fields(kind: type[Settings]) -> Mapping[str, Field]:
+SectionKind = TypeVar('SectionKind', bound=ConfigSection)
+
+
+def list_fields(kind: type[ConfigSection]) -> Mapping[str, Field]:
     """The declarations of a section, by name."""
     return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind)}
 
 
-def read_settings(kind: type[SettingsKind], config: Config) -> SettingsKind:
+def read_section(kind: type[SectionKind], config: Config) -> SectionKind:
     """The section of a config; a field that the config does not use has its default."""
-    values, fields = getattr(config, kind.section), list_fields(kind)
-    return kind(**{name: getattr(values, name) for name, field in fields.items() if field.used_if(config)})
+    values, used = getattr(config, kind.section), {}
+    for name, field in list_fields(kind).items():
+        if field.used_if(config):
+            value = getattr(values, name)
+            used[name] = tuple(value) if isinstance(value, list) else value  # of a config that was written as JSON
+    return kind(**used)
 
 
 def require_local(path: str, value: object) -> None:

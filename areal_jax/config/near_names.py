@@ -49,20 +49,7 @@ OTHER_NAMES: Mapping[str, str] = {
     'max_tokens max_gen_len max_generation_length max_answer_tokens max_response_len',
     'rollout.temperature': 'temp sampling_temperature',
     'rollout.top_p': 'nucleus',
-    'staleness.eta': 'max_staleness max_head_offpolicyness staleness_threshold staleness off_policyness max_lag lag '
-    'max_off_policy_steps async_level',
     'buffer.capacity': 'buffer_size replay_buffer_size queue_size',
-    'learner.groups_per_update': 'batch_size train_batch_size rollout_batch_size global_batch_size '
-    'per_device_train_batch_size prompts_per_batch prompts_per_step batch bs consumer_batch_size num_prompts',
-    'learner.n_minibatches': 'ppo_n_minibatches num_minibatches n_mini_batches num_mini_batches ppo_mini_batch_size '
-    'mini_batch_size minibatches',
-    'learner.rows_per_microbatch': 'micro_batch_size ppo_micro_batch_size micro_train_batch_size '
-    'ppo_micro_batch_size_per_gpu micro_batch_size_per_gpu gradient_accumulation_steps microbatch_size',
-    'learner.epochs': 'ppo_epochs num_ppo_epochs max_epochs num_train_epochs update_epochs n_epochs',
-    'learner.row_tokens': 'max_tokens_per_mb ppo_max_token_len_per_gpu max_tokens_per_batch pack_length',
-    'learner.remat': 'gradient_checkpointing activation_checkpointing enable_gradient_checkpointing',
-    'learner.dtype': 'bf16 fp16 precision mixed_precision compute_dtype torch_dtype param_dtype',
-    'learner.attention': 'attn_implementation flash_attn flash_attention attn',
     'lora.rank': 'lora_rank lora_r r use_lora use_peft',
     'lora.alpha': 'lora_alpha',
     'lora.targets': 'target_modules lora_target_modules lora_targets',

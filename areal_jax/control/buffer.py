@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from areal_jax.types import Dropped, TrajectoryGroup
 
+OVER_AGE = 'over_age'  # reason of groups that `drop_over_age` removes
+
 _SLACK = 64  # entries of groups that left, beyond which they are cleared away
 
 
@@ -53,7 +55,7 @@ class TrajectoryBuffer:
             oldest, draw = heapq.heappop(self._ages)
             if self._groups.pop(draw, None) is not None:
                 ages[draw] = version - oldest
-        return [Dropped(draw, 'over_age', f'age {ages[draw]} > {max_token_age}') for draw in sorted(ages)]
+        return [Dropped(draw, OVER_AGE, f'age {ages[draw]} > {max_token_age}') for draw in sorted(ages)]
 
     def groups(self) -> list[TrajectoryGroup]:
         """The content, lowest draw first."""

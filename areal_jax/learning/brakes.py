@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from areal_jax.config.optimizer import OptimizerSettings
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.objective.ratios import namespace
 from areal_jax.learning.objective.sums import sequence_sums
 from areal_jax.types import PackedBatch, Tree
@@ -30,7 +30,7 @@ _LARGEST = 1e30  # of a log-weight: the difference of two infinities is no numbe
 class Brake:
     """The brake that the settings of the optimizer choose."""
 
-    settings: OptimizerSettings
+    settings: OptimizerSection
     shown: bool  # diagnostics.brakes: what the others read is measured too
 
     @property

@@ -80,7 +80,7 @@ class SpmdLearner:
         needs `teacher`, its decoder and weights in list form. One that trains values needs `critic`: a value head, and
         with `settings.critic.own_model` weights of the policy's shapes, in list form.
 
-        If the decoder has adapters (lora), only they are trained; all other weights are kept in `settings.dtype`.
+        If the decoder has adapters (lora), only they are trained; all other weights are kept in `learner.dtype`.
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
         from `begin_compiling` on.
 
@@ -91,7 +91,9 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
-        self._price = UpdatePrice(self.packing, settings.epochs, settings.filters, settings.objective.masks_truncated)
+        self._price = UpdatePrice(
+            self.packing, settings.learner.epochs, settings.filters, settings.objective.masks_truncated
+        )
         params = params if critic is None else {**params, trees.CRITIC: critic}
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
@@ -103,9 +105,9 @@ class SpmdLearner:
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes
         self._ratio: RatioSampler | None = None
-        if settings.ratio_split is not None:
-            working = describe_cast(first.described.params, settings.dtype)
-            self._ratio = RatioSampler(settings.ratio_split, self._passes, self._layout, self.programs, working)
+        if settings.diagnostics.splits_ratio:
+            working = describe_cast(first.described.params, settings.learner.dtype)
+            self._ratio = RatioSampler(settings, self._passes, self._layout, self.programs, working)
         self._closing, self._is_traced, self._may_compile = False, threading.Event(), threading.Event()
         self._ahead: threading.Thread | None = None
         if compile_ahead:
@@ -182,16 +184,16 @@ class SpmdLearner:
         if settings.truncated_sampling == 'refuse':
             truncation.require_full_softmax(groups)
         kept = self._price.kept(groups)
-        oldest = None if settings.oldest_age is None else version - settings.oldest_age
+        oldest = None if settings.staleness.oldest_trained is None else version - settings.staleness.oldest_trained
         read, scale = self._price.read(kept), 1.0
         if settings.denominator == 'all':
             scale = denominator_scale(self._price.read(groups), read, settings.objective.aggregation)
         batches, report = self._layout.pack(
             kept,
             _select_advantages(settings, groups, kept),
-            n_minibatches=settings.n_minibatches,
+            n_minibatches=settings.learner.n_minibatches,
             oldest_version=oldest,
-            round_microbatches=settings.accumulate == 'scan',
+            round_microbatches=settings.learner.accumulate == 'scan',
             masks_truncated=settings.objective.masks_truncated,
             keeps_groups=settings.objective.keeps_groups,
         )
@@ -203,7 +205,7 @@ class SpmdLearner:
             trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
         self._update = Update(groups, kept, trained.batches, report, version, oldest, trained)
         metrics = measure(self._update, settings)
-        work = work_metrics(self._decoder.config, self._decoder.lora, read, self.packing, settings.epochs)
+        work = work_metrics(self._decoder.config, self._decoder.lora, read, self.packing, settings.learner.epochs)
         ratio: Metrics = {}
         if self._ratio:
             update_s = time.perf_counter() - began_s

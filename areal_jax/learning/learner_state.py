@@ -25,9 +25,9 @@ class LearnerState:
     """
 
     params: Tree  # trained weights, float32
-    frozen: Tree  # all other weights, in settings.dtype; empty without adapters
+    frozen: Tree  # all other weights, in learner.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
-    reference: Tree = None  # trained weights of the reference, in settings.dtype; None where no objective reads it
+    reference: Tree = None  # trained weights of the reference, in learner.dtype; None where no objective reads it
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
@@ -51,7 +51,7 @@ def place_state(
     params = _copy(trees.cast(trained, 'float32'), programs)
     return LearnerState(
         params=params,
-        frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
+        frozen=place(trees.cast(frozen, settings.learner.dtype), shardings.frozen),
         optimizer=programs.run('initial_state', params),
         reference=_place_reference(params, reference, settings, programs),
     )
@@ -62,9 +62,9 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
     params = _describe(trained, programs.params, 'float32')
     return LearnerState(
         params=params,
-        frozen=_describe(frozen, programs.frozen, settings.dtype),
+        frozen=_describe(frozen, programs.frozen, settings.learner.dtype),
         optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
-        reference=describe_cast(trees.policy_leaves(params), settings.dtype)
+        reference=describe_cast(trees.policy_leaves(params), settings.learner.dtype)
         if REFERENCE in settings.objective.reads
         else None,
     )
@@ -81,8 +81,8 @@ def _place_reference(
     if REFERENCE not in settings.objective.reads:
         return None
     if reference is None:
-        return trees.policy_leaves(programs.run('copy' if settings.dtype == 'float32' else 'cast', params))
-    return place(trees.cast(reference, settings.dtype), trees.policy_leaves(programs.definitions.params))
+        return trees.policy_leaves(programs.run('copy' if settings.learner.dtype == 'float32' else 'cast', params))
+    return place(trees.cast(reference, settings.learner.dtype), trees.policy_leaves(programs.definitions.params))
 
 
 def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:

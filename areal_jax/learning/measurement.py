@@ -66,7 +66,7 @@ def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, fl
         metrics['loss/value'] = merged['loss_sum'] / len(results)
         require_finite_loss(settings.objective, metrics['loss/value'], version)
     of_loss = settings.objective.metrics(merged)
-    if results and settings.router_aux_loss:
+    if results and settings.learner.evens_experts:
         of_loss = of_loss | {'loss/router_balance': merged['router_balance_sum'] / len(results)}
     if not settings.objective.learns_from_answers:
         return merge(steps=metrics, loss=of_loss)

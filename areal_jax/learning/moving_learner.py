@@ -6,7 +6,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.prepared_mesh import PreparedMesh, move_state, prepare_mesh
 from areal_jax.types import Tree
@@ -16,12 +15,8 @@ class MovingLearner(SpmdLearner):
     """`protocols.Learner` that moves. For one process, an objective without a teacher, and no split of the ratio."""
 
     def __init__(self, *args: Any, **options: Any):
-        """See SpmdLearner; raises ConfigError for what keeps its mesh."""
+        """See SpmdLearner; config/splits.py refuses what keeps its mesh."""
         super().__init__(*args, **options)
-        if self._teacher is not None or self._ratio is not None:
-            raise ConfigError(
-                "a learner with loss.teacher or diagnostics.ratio_sample keeps its mesh: use cluster.reallocate='off'"
-            )
         # with the mesh in use: its programs are kept for the way back
         self._prepared = {self._mesh: PreparedMesh(self._mesh, self._layout, self.parts[0])}
 

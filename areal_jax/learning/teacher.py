@@ -25,7 +25,7 @@ from areal_jax.types import PackedBatch, Tree
 
 
 class Teacher:
-    """Weights on the learner's mesh, in `settings.dtype`, that no update changes, and the program that reads them.
+    """Weights on the learner's mesh, in `learner.dtype`, that no update changes, and the program that reads them.
 
     Its decoder may have another architecture than the trained one; the vocabulary is the same. It reads the rows that
     are packed for the trained model. Its log-probs of their tokens come from a pass before the steps. An objective that
@@ -46,7 +46,7 @@ class Teacher:
         whole = stack_layers(params) if make.decoder.layers == 'stacked' else params
         self._part = make.make(whole, lambda path: True)
         self.gives_logprobs = TEACHER in make.settings.objective.reads
-        self.weights = place(trees.cast(whole, make.settings.dtype), self._part.programs.definitions.params)
+        self.weights = place(trees.cast(whole, make.settings.learner.dtype), self._part.programs.definitions.params)
         self.form = TeacherForm(make.decoder, make.layout.attention)
 
     def logprobs(self, batch: PackedBatch, version: int) -> np.ndarray:
@@ -88,7 +88,9 @@ def place_teacher(
             "distributions cannot be compared; name another teacher, or use loss.divergence='sampled'"
         )
     settings = dataclasses.replace(
-        settings, records_routes=False, routes='live', router_aux_loss=0.0
+        settings,
+        records_routes=False,
+        learner=dataclasses.replace(settings.learner, routes='live', router_aux_loss=0.0),
     )  # of the trained model
     layout = RowLayout(decoder.config, mesh, settings)
     teacher = Teacher(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)

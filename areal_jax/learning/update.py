@@ -51,7 +51,7 @@ def train(
     scale: float,
     teacher: Teacher | None = None,
 ) -> Trained:
-    """Trains on every minibatch, `settings.epochs` times.
+    """Trains on every minibatch, `learner.epochs` times.
 
     Args:
       groups: those that were packed.
@@ -62,7 +62,7 @@ def train(
     batches, known = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
     prompts = number_prompts(groups)
     results: list[StepResult] = []
-    for number in range(settings.epochs * len(batches)):
+    for number in range(settings.learner.epochs * len(batches)):
         index, first = number % len(batches), number == 0
         prepared = _prepare(passes, state, settings, batches[index], version)
         rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)

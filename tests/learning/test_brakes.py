@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.brakes import (
     COSINE_HIGH,
     COSINE_LOW,
@@ -29,7 +29,7 @@ _PROJECTS = make_optimizer('sgd', clip_norm=0, brake='projection')
 
 
 def brake(kind: str, *, shown: bool = False, **changes: float) -> Brake:
-    return Brake(OptimizerSettings(brake=kind, **{f'brake_{name}': value for name, value in changes.items()}), shown)
+    return Brake(OptimizerSection(brake=kind, **{f'brake_{name}': value for name, value in changes.items()}), shown)
 
 
 def size_of(log_weights, mask=None, starts=None, kind=np.asarray):

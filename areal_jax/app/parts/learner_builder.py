@@ -70,7 +70,7 @@ def build_reference(config: TrackedConfig, model: Model, settings: LearnerSettin
         return None
     given = read_given_model(config, 'loss.reference', model)
     require_same_shape(given, 'loss.reference', model.decoder.config)
-    return given.load(config, settings.dtype)
+    return given.load(config, settings.learner.dtype)
 
 
 def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings) -> tuple[Decoder, Params] | None:
@@ -78,7 +78,7 @@ def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings
     if not settings.objective.reads & FROM_TEACHER or not config.loss.teacher:
         return None
     given = read_given_model(config, 'loss.teacher', model)
-    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.dtype)
+    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.learner.dtype)
 
 
 def build_critic(config: TrackedConfig, model: Model, settings: LearnerSettings) -> Params | None:

@@ -16,10 +16,10 @@ from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
 from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
-from areal_jax.config.optimizer import count_steps
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
+from areal_jax.config.training import count_steps
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
-    from areal_jax.learning.settings import CriticSettings, LearnerSettings, RatioSettings
+    from areal_jax.learning.settings import CriticSettings, LearnerSettings
     from areal_jax.models.lora import Lora
     from areal_jax.sharding.allocation import Allocation
 
@@ -132,42 +132,29 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     learner, objective = config.learner, build_objective(config)
     idle = TrackedConfig(default_config())
     supervised = not objective.learns_from_answers
+    if supervised:
+        learner = dataclasses.replace(learner, packing='ordinary')
     policy = idle if supervised else config  # fields that only asynchronous RL uses
-    filtered = policy.learner.filter_equal_rewards
+    filtered = learner.filter_equal_rewards
     most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
     return LearnerSettings(
-        row_tokens=learner.row_tokens,
-        row_loss_tokens=learner.row_loss_tokens,
-        rows_per_microbatch=learner.rows_per_microbatch,
-        n_minibatches=learner.n_minibatches,
-        epochs=learner.epochs,
-        packing='ordinary' if supervised else learner.packing,
-        fill=learner.fill,
-        tail_buckets=learner.tail_buckets,
-        row_buckets=learner.row_buckets,
-        accumulate=learner.accumulate,
+        learner=learner,
+        staleness=config.staleness,
+        diagnostics=config.diagnostics,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
-        filter_equal_rewards=filtered,
         strategy=config.cluster.strategy,
-        dtype=learner.dtype,
         publish_dtype=policy.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
-        loss_scale=learner.loss_scale,
         objective=objective,
         temperature=policy.rollout.temperature,
         denominator=(policy if filtered else idle).loss.denominator,
         truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
-        max_token_age=policy.staleness.max_token_age,
-        over_age=policy.staleness.over_age,
-        attention=learner.attention,
         scores=not supervised and uses_servers(config),
-        ratio_split=_build_ratio_settings(policy),
+        seed=config.run.seed,
         quantized=policy.rollout.weights == 'int8',
         brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
         records_routes=policy.rollout.record_routes,
-        routes=(policy if policy.rollout.record_routes else idle).learner.routes,
-        router_aux_loss=learner.router_aux_loss,
     )
 
 
@@ -217,16 +204,6 @@ def build_choices(config: TrackedConfig) -> PolicyChoices:
         truncated_answers=loss.truncated_answers,
     )
     return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
-
-
-def _build_ratio_settings(config: TrackedConfig) -> RatioSettings | None:
-    """None where the importance ratio is not split."""
-    from areal_jax.learning.settings import RatioSettings
-
-    diagnostics = config.diagnostics
-    if not diagnostics.ratio_sample:
-        return None
-    return RatioSettings(sample=diagnostics.ratio_sample, ring_bytes=diagnostics.ring_bytes, seed=config.run.seed)
 
 
 def cuts_softmax(config: TrackedConfig) -> bool:
@@ -345,8 +322,7 @@ def build_settings(config: TrackedConfig) -> LoopSettings:
         steps=config.run.steps,
         group_size=config.rollout.group_size,
         groups_per_update=config.learner.groups_per_update,
-        max_token_age=config.staleness.max_token_age,
-        over_age=config.staleness.over_age,
+        oldest_kept=config.staleness.oldest_kept,
         checkpoint_every=config.checkpoint.every,
         max_failed_groups=config.task.max_failed_groups,
         slots=config.rollout.slots,

@@ -11,8 +11,8 @@ from ml_collections import config_dict
 
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objective_constraints import find_objective_warnings
-from areal_jax.config.optimizer import find_schedule_warnings
 from areal_jax.config.sandbox_fields import find_sandbox_warnings
+from areal_jax.config.training import find_schedule_warnings
 
 _DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
 _BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection
 
 _LAYER = re.compile(r'layers/(\d+)/')
 
@@ -23,7 +23,7 @@ _LAYER = re.compile(r'layers/(\d+)/')
 class BlockOrder:
     """Which block an update trains; with a number of blocks above 1."""
 
-    settings: OptimizerSettings
+    settings: OptimizerSection
     seed: int  # of the run: of the shuffled order
 
     @property

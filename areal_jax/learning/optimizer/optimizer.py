@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from areal_jax.config.optimizer import OptimizerSettings
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.brakes import compare_gradients, take_along
 from areal_jax.learning.optimizer.directions import make_direction
 from areal_jax.types import Tree
@@ -145,7 +145,7 @@ class Optimizer:
         return new_params, new_state, metrics
 
 
-def make_optimizer(settings: OptimizerSettings, total_steps: int, *, compares: bool = False) -> Optimizer:
+def make_optimizer(settings: OptimizerSection, total_steps: int, *, compares: bool = False) -> Optimizer:
     """The optimizer of `settings`; directions.py says what each name is and how much state it needs.
 
     Args:

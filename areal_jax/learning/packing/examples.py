@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.columns import Column
+from areal_jax.config.training import ROW_ROOM
 from areal_jax.learning.packing.rows import BatchError, Example, NextTokenForm
 from areal_jax.types import LARGEST_LOGPROB, NOT_GENERATED, Segment, Trajectory, TrajectoryGroup
 
@@ -77,8 +78,7 @@ def _require_sound(trajectory: Trajectory, advantage: float, vocab_size: int | N
 
 
 def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[int, int]) -> None:
-    fields = ('learner.row_tokens', 'learner.row_loss_tokens')
-    for field, needed, available in zip(fields, (len(form.inputs), len(form.targets)), capacity, strict=True):
+    for field, needed, available in zip(ROW_ROOM, (len(form.inputs), len(form.targets)), capacity, strict=True):
         if needed > available:
             raise BatchError(
                 f'draw {trajectory.prompt.draw}, sample {trajectory.sample}: {len(trajectory.tokens)} tokens of '

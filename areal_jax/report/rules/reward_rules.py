@@ -10,6 +10,7 @@ import collections
 import json
 from collections.abc import Generator, Iterator
 
+from areal_jax.control.buffer import OVER_AGE
 from areal_jax.control.group_filter import BY_REWARD, describe_drop
 from areal_jax.events.episode_events import FinishEvent, RewardEvent
 from areal_jax.events.schema import BufferEvent, DropEvent, Event, RunDoneEvent, RunStartEvent
@@ -80,7 +81,7 @@ class RewardRules:
             yield from self._note_of_verdict(event['kind'], event['draw'], event['sample'])
         elif event['kind'] == 'buffer':
             yield from self._buffer(event)
-        elif event['kind'] == 'drop' and event['reason'] != 'over_age':
+        elif event['kind'] == 'drop' and event['reason'] != OVER_AGE:
             yield from self._drop(event)
 
     def _ask(self, event: RunStartEvent) -> None:

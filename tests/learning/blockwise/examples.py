@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from areal_jax.config.optimizer import OptimizerSettings
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.blockwise.blocks import BlockOrder
 from areal_jax.learning.learner import SpmdLearner
@@ -37,7 +37,7 @@ _BLOCKS = ('blocks', 'block_order', 'block_updates', 'block_state', 'seed')
 
 def make_blocks(**changes: object) -> BlockOrder:
     seed = changes.pop('seed', 0)
-    return BlockOrder(OptimizerSettings(**({'blocks': 3} | changes)), seed)
+    return BlockOrder(OptimizerSection(**({'blocks': 3} | changes)), seed)
 
 
 def make_block_learner(

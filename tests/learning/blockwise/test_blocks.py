@@ -5,14 +5,14 @@ import itertools
 import pytest
 
 from areal_jax.config.declarations import choices
-from areal_jax.config.optimizer import OptimizerSettings
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.blockwise.blocks import ORDERS, BlockOrder, cut_blocks, cyclic, shuffled
 
 
 def make_settings(**changes):
     seed = changes.pop('seed', 0)
-    return BlockOrder(OptimizerSettings(**({'blocks': 3, 'block_updates': 2} | changes)), seed)
+    return BlockOrder(OptimizerSection(**({'blocks': 3, 'block_updates': 2} | changes)), seed)
 
 
 def make_sizes(layers, outside=(('embedding', 10), ('final_norm', 1))):

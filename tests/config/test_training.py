@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.optimizer import OptimizerSettings, find_client_problems
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection, StalenessSection, find_client_problems
 
 CLIENTS = {
     'optimizer.blocks': 3,
@@ -119,9 +119,38 @@ def test_a_field_is_used_or_has_its_default_and_is_named(field, value, used):
     path = f'optimizer.{field}'
     unused = make_config({'optimizer.name': 'sgd', path: value})
     tracked = TrackedConfig(unused, [path])
-    assert tracked.optimizer == OptimizerSettings(name='sgd')
+    assert tracked.optimizer == OptimizerSection(name='sgd')
     with pytest.raises(ConfigError, match=f'set but never read: {path}='):
         tracked.require_all_read()
     tracked = TrackedConfig(make_config({path: value} | {f'optimizer.{name}': other for name, other in used.items()}))
     assert getattr(tracked.optimizer, field) == value
     assert tracked.unread() == []
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'learner.fill': 'padded'}, r"learner.fill='padded' .* set learner.packing='ordinary'"),
+        (
+            {'learner.row_buckets': (64, 256)},
+            r'learner\.row_buckets=\(64, 256\) must lie below learner\.row_tokens=256',
+        ),
+        (
+            {'learner.tail_buckets': 1, 'learner.accumulate': 'scan'},
+            r"learner\.tail_buckets=1 needs .*'dispatch', or learner\.tail_buckets=0",
+        ),
+        (
+            {'learner.row_buckets': (64,), 'learner.accumulate': 'scan'},
+            r'learner\.row_buckets=\(64,\) needs .* or learner\.row_buckets=\(\)',
+        ),
+    ],
+)
+def test_forms_of_rows_that_do_not_go_together_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(fields))
+
+
+def test_a_bound_on_age_drops_groups_or_masks_tokens():
+    for over_age, kept, trained in (('drop', 2, None), ('mask', None, 2)):
+        section = StalenessSection(max_token_age=2, over_age=over_age)
+        assert (section.oldest_kept, section.oldest_trained) == (kept, trained)
