@@ -16,7 +16,16 @@ import shutil
 from collections.abc import Collection, Iterator
 
 from areal_jax import files
-from areal_jax.publication.failures import PublicationError
+from areal_jax.errors import UserError
+
+
+class PublicationError(UserError, RuntimeError):
+    """Weights cannot be sent, or differ from what was sent; the message names version, leaf or directory, and fix."""
+
+
+class ChainFull(PublicationError):
+    """A carrier has no room for a delta behind the newest whole record; the channel then sends the version whole."""
+
 
 MANIFEST = 'manifest.json'
 DELTA = '.delta'  # ending of the file of a delta
