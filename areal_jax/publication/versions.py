@@ -1,6 +1,6 @@
 """The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
 
-A version is whole, a directory `v000000/`, or a file `v000007.delta` (delta_file.py) that needs the version before.
+A version is whole, a directory `v000000/`, or a file `v000007.delta` (files_carrier.py) that needs the version before.
 
 Nothing here imports jax.
 """

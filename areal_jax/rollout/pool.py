@@ -1,7 +1,7 @@
 """The engines of a run: which of them generates a request, and what is done to all of them.
 
-The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone. A pooled
-request which goes on elsewhere when its engine leaves.
+The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone. A request
+continues elsewhere when its engine leaves.
 """
 
 from __future__ import annotations

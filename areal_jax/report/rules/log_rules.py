@@ -1,6 +1,6 @@
 """The rules that every event log keeps, checked line by line: what the loop promises, as its log shows it.
 
-draw_ledger.py has the rule of draws: each is in exactly one state and only moves forward. The other modules here have
+aggregates.py has the rule of draws: each is in exactly one state and only moves forward. The other modules here have
 rules of parts of the loop; docs/events.md lists them all.
 """
 

@@ -66,8 +66,8 @@ class CacheAttention(Protocol):
 
 # Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
 #
-# The reference for the other implementations; it runs on hardware that has none of its own. Shapes as in CacheAttention,
-# with S = M * T positions of a table row.
+# The reference for the other implementations; it runs on hardware that has none of its own. Shapes as in
+# CacheAttention, with S = M * T positions of a table row.
 
 
 _MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
