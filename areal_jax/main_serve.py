@@ -81,11 +81,11 @@ def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) 
     """In the registry of the run, at first without an address: what is being built is known to live."""
     from areal_jax.app.roles.roles import end_fenced
     from areal_jax.config.kinds import OWN_CLIENT
+    from areal_jax.installation import read_code_version
     from areal_jax.registry.entries import Heartbeat
     from areal_jax.rollout.http.server.server_names import name_server
     from areal_jax.rollout.http.server.thread import describe_url
     from areal_jax.rollout.servers.server_entries import describe_server
-    from areal_jax.workers.worker_process import read_code_version
 
     entry = describe_server(name or name_server(describe_url(listener)), '', OWN_CLIENT.name, code=read_code_version())
     return Heartbeat(workdir, entry, end_fenced)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from areal_jax.app.workdir.provenance import git_commit
 from areal_jax.errors import ExitCode
 from areal_jax.files import describe_url
-from areal_jax.workers.worker_process import __version__
+from areal_jax.installation import __version__
 
 if TYPE_CHECKING:
     from absl import flags

@@ -34,7 +34,7 @@ from areal_jax.distributed.peers import (
     send_all,
 )
 from areal_jax.errors import LostPeerError, UserError
-from areal_jax.workers.worker_process import read_code_version
+from areal_jax.installation import read_code_version
 
 _MODE = 0o600
 _KEY_BYTES = 32

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hashlib
 import json
 import logging
 import os
-import pathlib
 import secrets
 import select
 import signal
@@ -26,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, NamedTuple
 
 from areal_jax.files import JsonObject, decode_json
-from areal_jax.installation import BESIDE, build_python_path
+from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
 from areal_jax.workers.sandbox.levels import wrap_command
 
@@ -38,37 +35,6 @@ _SIGNALS = {number.value: number.name for number in signal.Signals}
 def name_signal(number: int) -> str:
     """'SIGKILL'; 'signal 40' for one of the many without a name."""
     return _SIGNALS.get(number, f'signal {number}')
-
-
-# Which code a process runs; the roles of a run compare it, since a release number tells nothing of an edited copy.
-
-
-__version__ = '0.1.0'
-_PACKAGE = pathlib.Path(__file__).parent.parent
-_SUFFIXES = ('.py', '.cc', '.h')
-_DIGITS = 12
-
-
-@functools.cache
-def read_code_version() -> str:
-    """'0.1.0+1f0c52b6a9de': the release, and a sha256 over the names and bytes of the package's sources.
-
-    The sources are read at the first call: make it when the process starts, before somebody edits them.
-    """
-    return f'{__version__}+{digest_sources(_PACKAGE)}'
-
-
-def digest_sources(package: pathlib.Path) -> str:
-    """The first digits of a sha256, in hex, over the sources of a package, without what a clone has beside it."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in package.rglob('*') if path.suffix in _SUFFIXES):
-        place = path.relative_to(package)
-        if place.parts[0] in BESIDE:
-            continue
-        name, content = str(place).encode(), path.read_bytes()
-        for part in (name, content):
-            digest.update(len(part).to_bytes(8, 'little') + part)
-    return digest.hexdigest()[:_DIGITS]
 
 
 # The pipes to a worker process: lines out and in on an event loop, and a close that is safe from any thread.

@@ -34,6 +34,7 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import Announce
+from areal_jax.installation import __version__
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.models.families import FAMILIES
@@ -58,7 +59,6 @@ from areal_jax.sharding.placement import move_to
 from areal_jax.sharding.rules import allocate_engines, describe_hardware
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights
-from areal_jax.workers.worker_process import __version__
 
 _FIRST_VERSION = 0  # of the weights at launch, inside this process
 _NOTATION = 'server.notation'

@@ -11,9 +11,9 @@ import pytest
 from areal_jax.app.roles.roles import CONTROLLER, RoleProcess, await_controller, keep_name, parse_index
 from areal_jax.config import default_config
 from areal_jax.errors import LostPeerError, UserError
+from areal_jax.installation import read_code_version
 from areal_jax.main_role import main
 from areal_jax.registry.entries import Entry, Registration, read_entries
-from areal_jax.workers.worker_process import read_code_version
 
 TINY = '--config=configs/tiny_cpu.py'
 IN_ROLES = [
