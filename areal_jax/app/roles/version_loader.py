@@ -15,9 +15,8 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.models.decoder import Decoder
-from areal_jax.publication.carriers.delta_file import read_delta
-from areal_jax.publication.carriers.files_carrier import FilesReceiver
-from areal_jax.publication.carriers.receivers import parse_version_name
+from areal_jax.publication.carriers.files_carrier import FilesReceiver, read_delta
+from areal_jax.publication.carriers.stream_receiver import parse_version_name
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.versions import parse_delta, parse_version
@@ -36,7 +35,7 @@ class VersionLoader:
     """Called with a WeightsDirectory, returns its weights for the backend and sets its digest.
 
     A path `v000007.delta` opens a reader of its directory, which then takes every version there by what changed. So
-    does the address of a version in shared memory or behind a socket (receivers.py). Other paths are loaded whole.
+    does the address of a version in shared memory or behind a socket. Other paths are loaded whole.
 
     Args:
       open_receiver: of an address, in a server of a run; None = it takes no version from an address.
