@@ -311,24 +311,24 @@ MUTATIONS = [
     ),
     Mutation(
         'let a critic pass values from one answer to the next',
-        'areal_jax.learning.objective.gae:generalized_advantages',
+        'areal_jax.learning.objective.advantages:generalized_advantages',
         'is_last = mask[:, t], ids[:, t] != next_id',
         'is_last = mask[:, t], next_id < 0',
-        'tests/learning/objective/test_gae.py',
+        'tests/learning/objective/test_advantages.py',
     ),
     Mutation(
         'count masked tokens as steps of a critic',
-        'areal_jax.learning.objective.gae:generalized_advantages',
+        'areal_jax.learning.objective.advantages:generalized_advantages',
         'next_value = np.where(trained, v[:, t], next_value)',
         'next_value = v[:, t]',
-        'tests/learning/objective/test_gae.py',
+        'tests/learning/objective/test_advantages.py',
     ),
     Mutation(
         'take the smaller of the two errors of a value',
-        'areal_jax.learning.objective.value_loss:value_loss',
+        'areal_jax.learning.objective.policy_loss:value_loss',
         'at_edge > squares',
         'at_edge < squares',
-        'tests/learning/objective/test_value_loss.py',
+        'tests/learning/objective/test_policy_loss.py',
     ),
     Mutation(
         'step the critic at the rate of the policy',
@@ -417,7 +417,7 @@ MUTATIONS = [
     ),
     Mutation(
         'whiten over tokens that train nothing',
-        'areal_jax.learning.objective.packed_advantages:packed_advantages',
+        'areal_jax.learning.objective.advantages:packed_advantages',
         '_sum_rows(batches, [np.ones(b.loss_mask.shape) for b in batches], sum(sizes))',
         'np.concatenate([[float(sum(len(s.tokens) for s in t.segments if s.policy_version >= 0)) '
         'for t in g.trajectories] for g in groups])',
@@ -439,7 +439,7 @@ MUTATIONS = [
     ),
     Mutation(
         'add the log-ratios of a long answer one after the other',
-        'areal_jax.learning.objective.sums:_chunk_starts',
+        'areal_jax.learning.objective.ratios:_chunk_starts',
         'levels, size = [], _CHUNK',
         'levels, size = [], _CHUNK**9',
         'tests/learning/objective/test_far_ratios.py',
@@ -449,7 +449,7 @@ MUTATIONS = [
         'areal_jax.learning.packing.examples:make_examples',
         "if len(form.targets) and not (masks_truncated and trajectory.finish_reason == 'length'):",
         'if len(form.targets):',
-        'tests/learning/objective/test_aggregation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'go on behind a limit with the value before its last token',
@@ -474,7 +474,7 @@ MUTATIONS = [
     ),
     Mutation(
         'take the second moment of a micro-batch',
-        'areal_jax.learning.objective.prepared:keep_second_moment',
+        'areal_jax.learning.objective.policy_loss:keep_second_moment',
         'mask = batch.loss_mask',
         'if len(batch.loss_mask) > 1:\n'
         '        one = lambda m: type(batch)(**{name: x[m : m + 1] for name, x in batch.fields().items()})\n'
@@ -485,7 +485,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count answers in the mean over prompts',
-        'areal_jax.learning.objective.aggregation:token_weights',
+        'areal_jax.learning.objective.counting:token_weights',
         "counted = of_prompt if aggregation == 'prompt_mean' else counts",
         'counted = counts',
         'tests/learning/objective/test_anchors.py',
@@ -513,7 +513,7 @@ MUTATIONS = [
     ),
     Mutation(
         'keep the factor of an unbiased divergence constant',
-        'areal_jax.learning.objective.penalties:kl_penalty',
+        'areal_jax.learning.objective.policy_loss:kl_penalty',
         'slope = weight * jax.lax.stop_gradient(policy - reference)',
         'slope = weight * jax.lax.stop_gradient(1.0 - jnp.exp(reference - policy))',
         'tests/learning/objective/test_policy_loss.py',
@@ -754,7 +754,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count an episode once for each of its rows',
-        'areal_jax.learning.objective.rewards:rewards_of',
+        'areal_jax.learning.objective.counting:rewards_of',
         't.reward for t in group.heads',
         't.reward for t in group.trajectories',
         'tests/learning/objective/test_advantages.py',
@@ -1366,14 +1366,14 @@ MUTATIONS = [
         'areal_jax.learning.learner:SpmdLearner.update',
         "if settings.truncated_sampling == 'refuse':",
         'if False:',
-        'tests/learning/objective/test_truncation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'report the mass of tokens that are not trained',
-        'areal_jax.learning.objective.truncation:kept_mass_metrics',
+        'areal_jax.learning.objective.counting:kept_mass_metrics',
         'if s.policy_version >= oldest]',
         'if s.policy_version >= 0]',
-        'tests/learning/objective/test_truncation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'publish whatever training made',
@@ -1681,7 +1681,7 @@ MUTATIONS = [
         'areal_jax.learning.update:train',
         'rows, denominator * scale, version',
         'rows, denominator, version',
-        'tests/learning/objective/test_aggregation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'decay the embedding with the matrices',
@@ -2456,7 +2456,7 @@ MUTATIONS = [
     ),
     Mutation(
         'leave the cap out of the effective sample size',
-        'areal_jax.learning.objective.corrections:behavior_weight',
+        'areal_jax.learning.objective.policy_loss:behavior_weight',
         'return weight if cap is None else xp.where(weight > cap, cap, weight)',
         'return weight',
         'tests/learning/objective/test_policy_loss.py',

@@ -28,7 +28,7 @@ from areal_jax.distributed.messages import (
     raise_failure,
 )
 from areal_jax.distributed.peers import CommandError, Peers
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.versions import remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree

@@ -17,8 +17,7 @@ import numpy as np
 import optax
 
 from areal_jax.config.declarations import require_allowed
-from areal_jax.learning.objective.ratios import namespace
-from areal_jax.learning.objective.sums import sequence_sums
+from areal_jax.learning.objective.ratios import namespace, sequence_sums
 from areal_jax.types import PackedBatch, Tree
 
 Array = Any  # of numpy or jax

@@ -21,9 +21,9 @@ from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.diagnostics.trained_tokens import read_tokens
 from areal_jax.learning.learner_state import describe_cast, place_state
 from areal_jax.learning.measurement import Update, measure
-from areal_jax.learning.objective import truncation
-from areal_jax.learning.objective.aggregation import denominator_scale
-from areal_jax.learning.objective.own_objective import require_advantages
+from areal_jax.learning.objective import counting
+from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale
+from areal_jax.learning.objective.objectives import require_advantages
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
@@ -32,7 +32,6 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.teacher import place_teacher
 from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
 from areal_jax.learning.update import train
-from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite
 from areal_jax.learning.weights.host_copies import HostCopies
@@ -180,7 +179,7 @@ class SpmdLearner:
         settings = self._settings
         began_s = time.perf_counter()
         if settings.truncated_sampling == 'refuse':
-            truncation.require_full_softmax(groups)
+            counting.require_full_softmax(groups)
         kept = self._price.kept(groups)
         oldest = None if settings.oldest_age is None else version - settings.oldest_age
         read, scale = self._price.read(kept), 1.0

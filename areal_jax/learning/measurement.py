@@ -13,10 +13,10 @@ from areal_jax.learning.diagnostics.data_metrics import Metrics
 from areal_jax.learning.diagnostics.quantized_policy import quantization_metrics
 from areal_jax.learning.diagnostics.ratios_by_age import metrics_by_age
 from areal_jax.learning.diagnostics.route_metrics import route_metrics
-from areal_jax.learning.objective import truncation
+from areal_jax.learning.objective import counting
+from areal_jax.learning.objective.counting import find_starts
 from areal_jax.learning.objective.metrics import merge_metrics
-from areal_jax.learning.objective.own_objective import require_finite_loss
-from areal_jax.learning.objective.sums import find_starts
+from areal_jax.learning.objective.objectives import require_finite_loss
 from areal_jax.learning.optimizer.optimizer import step_metrics
 from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.passes import StepResult
@@ -47,7 +47,7 @@ def measure(update: Update, settings: LearnerSettings) -> Metrics:
         'ages': diagnostics.age_metrics(kept, batches, version),
         'packing': update.packing.metrics(),
         'routes': route_metrics(kept, batches, update.trained.results, version),
-        'sampling': truncation.kept_mass_metrics(kept, update.oldest),
+        'sampling': counting.kept_mass_metrics(kept, update.oldest),
         'training': _measure_training(update, settings),
     }
     if settings.objective.learns_from_answers:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.critic import VALUE_HEAD, scale_gradient, score_states
 from areal_jax.learning.forward import Rows, SeenRoutes, predicting_states, score_targets
-from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import (
     PROXIMAL,
     REFERENCE,
@@ -27,9 +27,9 @@ from areal_jax.learning.objective.objective import (
     LossTokens,
     Objective,
 )
-from areal_jax.learning.objective.own_objective import require_loss
-from areal_jax.learning.objective.proximal import recomputed_logprobs
-from areal_jax.learning.objective.sums import find_starts, masked_sum
+from areal_jax.learning.objective.objectives import require_loss
+from areal_jax.learning.objective.policy_loss import recomputed_logprobs
+from areal_jax.learning.objective.ratios import masked_sum
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.vocabulary_statistics import TeacherForm, read_teacher, vocabulary_statistics
@@ -88,7 +88,7 @@ def training_rows(
 
     Args:
       prepared: what `objective.prepare` returned; None = zeros, where nothing is trained.
-      prompts: see aggregation.token_weights.
+      prompts: see counting.token_weights.
     """
     if prompts is None:
         prompts = np.zeros(batch.trajectory_ids.max(initial=0) + 1, np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES, Objective
-from areal_jax.learning.objective.own_objective import require_prepared, require_token_advantages
+from areal_jax.learning.objective.objectives import require_prepared, require_token_advantages
 from areal_jax.learning.passes import Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.teacher import Teacher
@@ -56,7 +56,7 @@ def train(
     Args:
       groups: those that were packed.
       version: of the weights before the update.
-      scale: multiplies every denominator, see aggregation.denominator_scale.
+      scale: multiplies every denominator, see counting.denominator_scale.
     """
     known = _known_tokens(passes, state, settings, batches, version, teacher)
     batches, known = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)

@@ -19,7 +19,7 @@ from areal_jax.distributed.peers import CommandError, Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.distributed.wire import make_pair
 from areal_jax.errors import LostPeerError, UserError
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.failures import PublicationError
 from areal_jax.sharding.host_shards import HostShards
 from tests.distributed.sockets import cut

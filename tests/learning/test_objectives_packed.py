@@ -21,7 +21,7 @@ from areal_jax.learning.objective.objective import (
     LossTokens,
     Objective,
 )
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import CRITIC

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.forward import forward
-from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.likelihood import Likelihood
+from areal_jax.learning.objective.counting import token_weights
+from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from areal_jax.learning.objective.rewards import rewards_of
+from areal_jax.learning.objective.counting import rewards_of
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.telemetry import names
 from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.learning.objective.counting import find_starts
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.objective.policy_loss import Terms, token_terms
-from areal_jax.learning.objective.policy_objective import PolicyObjective
-from areal_jax.learning.objective.ratios import kl_term
-from areal_jax.learning.objective.sums import find_starts, sequence_sums
+from areal_jax.learning.objective.ratios import kl_term, sequence_sums
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownTokens
@@ -149,7 +149,7 @@ def _of_range(sums: Mapping[str, np.ndarray], number: int, gated: bool) -> dict[
 def _proximal(
     choices: PolicyChoices, policy: np.ndarray, behavior: np.ndarray, recomputed: np.ndarray | None, ages: np.ndarray
 ) -> np.ndarray:
-    """float64 [M, R, N]: log π_prox as in policy_objective, on the host."""
+    """float64 [M, R, N]: log π_prox as in PolicyObjective, on the host."""
     if not choices.uses_proximal or choices.proximal == 'behavior':
         return behavior
     if choices.proximal == 'loglinear':

@@ -53,7 +53,7 @@ def pack(
 
     A group is never split, so fewer groups than `n_minibatches` give fewer batches, and nothing to train none. Tokens
     generated before `oldest_version` are left out of `loss_mask` but keep their place and trajectory id, which is what
-    denominators count (aggregation.py). `fill`, `data_shards` and `cost` decide only where a token is placed.
+    denominators count (objective/counting.py). `fill`, `data_shards` and `cost` decide only where a token is placed.
 
     Args:
       advantages: per group float32 [trajectories of the group].

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.counting import token_weights
 from areal_jax.learning.packing.balance import CostCoefficients
 from areal_jax.learning.packing.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
 from areal_jax.learning.packing.examples import next_token_form
