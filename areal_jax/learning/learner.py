@@ -20,18 +20,19 @@ from areal_jax.learning.diagnostics.data_metrics import Metrics, require_publish
 from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.diagnostics.trained_tokens import read_tokens
 from areal_jax.learning.learner_state import describe_cast, place_state
-from areal_jax.learning.measurement import Update, measure
+from areal_jax.learning.measurement import measure
 from areal_jax.learning.objective import counting
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale
 from areal_jax.learning.objective.objectives import require_advantages
 from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.passes import Declared
 from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.ratio_sampler import RatioSampler
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.teacher import place_teacher
-from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
-from areal_jax.learning.update import train
+from areal_jax.learning.trained_part import PartMaker, TrainedPart
+from areal_jax.learning.update import Update, train
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite
 from areal_jax.learning.weights.host_copies import HostCopies

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,25 +17,11 @@ from areal_jax.learning.objective.counting import find_starts
 from areal_jax.learning.objective.metrics import merge_metrics
 from areal_jax.learning.objective.objectives import require_finite_loss
 from areal_jax.learning.optimizer.optimizer import step_metrics
-from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.update import Trained, first_logprobs
+from areal_jax.learning.update import Update, first_logprobs
 from areal_jax.telemetry.metrics import merge
-from areal_jax.types import PackedBatch, TrajectoryGroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """One update: its data, how they were packed, and what its steps did."""
-
-    groups: Sequence[TrajectoryGroup]
-    kept: Sequence[TrajectoryGroup]  # those that the filter of equal rewards left
-    batches: Sequence[PackedBatch]
-    packing: PackingReport
-    version: int  # of the weights before it
-    oldest: int | None  # version whose tokens are still in the loss; None = all
-    trained: Trained
+from areal_jax.types import PackedBatch
 
 
 def measure(update: Update, settings: LearnerSettings) -> Metrics:

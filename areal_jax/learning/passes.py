@@ -27,6 +27,8 @@ from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
 from areal_jax.types import PackedBatch, TrajectoryGroup, Tree
 
+Declared = tuple[CompiledPrograms, str, tuple[Tree, ...]]  # a program by its name, and arguments of its shapes
+
 
 class StepRoutes(NamedTuple):
     """What the routers chose in the passes of a step, see forward.SeenRoutes."""
@@ -59,7 +61,7 @@ class Passes:
         teacher: Tree = None,
     ):
         """`teacher`: the weights of one that a step itself reads."""
-        self._layout, self._programs, self._settings = layout, programs, settings
+        self.programs, self._layout, self._settings = programs, layout, settings
         self._mesh, self._learning_rate = mesh, learning_rate
         self._beside = {} if teacher is None else {'teacher': teacher}
         # programs that wait behind the one that runs, so that an accelerator does not wait for the host; on a CPU XLA
@@ -68,7 +70,7 @@ class Passes:
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
-        return state.params if self._settings.dtype == 'float32' else self._programs.run('cast', state.params)
+        return state.params if self._settings.dtype == 'float32' else self.programs.run('cast', state.params)
 
     def step(
         self,
@@ -104,7 +106,7 @@ class Passes:
         scalars = self._scalars(denominator, version, first=True, follows=follows)
         return self._layout.join_logprobs(
             [
-                self._programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
+                self.programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
                 for microbatch in self._layout.split(rows)
             ]
         )
@@ -114,7 +116,7 @@ class Passes:
         working = self.working(state)
         weights, frozen = policy_leaves(working), policy_leaves(state.frozen)
         passed = [
-            self._programs.run('loads', weights, frozen, self._layout.place(one), scalars)
+            self.programs.run('loads', weights, frozen, self._layout.place(one), scalars)
             for one in self._layout.split(rows)
         ]
         return np.asarray(np.sum(jax.device_get(passed), axis=0), np.float32)
@@ -160,7 +162,7 @@ class Passes:
         rows, denominator = training_rows(batch, self._settings.objective)
         scalars = self._scalars(denominator, version, first=True)
         passed = [
-            self._programs.run(name, working, frozen, self._layout.place(microbatch), scalars)
+            self.programs.run(name, working, frozen, self._layout.place(microbatch), scalars)
             for microbatch in self._layout.split(rows)
         ]
         first, second = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
@@ -214,7 +216,7 @@ class Passes:
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
         """One program for the whole minibatch."""
         whole = self._layout.place(rows)
-        state.params, state.optimizer, step, metrics, logprobs = self._programs.run(
+        state.params, state.optimizer, step, metrics, logprobs = self.programs.run(
             'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
         )
         measured: list[dict[str, Any]] = [dict(jax.device_get(metrics))]
@@ -238,17 +240,17 @@ class Passes:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working = self.working(state)
-        gradients = self._programs.run('zeros', state.params)
+        gradients = self.programs.run('zeros', state.params)
         for microbatch in self._layout.split(rows):
             if len(metrics) > self._queued:  # no more, so that other lanes' programs fit between
                 jax.block_until_ready(metrics[-1 - self._queued])
-            gradients, measured, predicted = self._programs.run(
+            gradients, measured, predicted = self.programs.run(
                 'accumulate', gradients, working, state.frozen, self._layout.place(microbatch), scalars
             )
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
-        state.params, state.optimizer, step = self._programs.run(
+        state.params, state.optimizer, step = self.programs.run(
             'apply', state.params, state.optimizer, gradients, self._rate(factor)
         )
         del gradients  # between steps there are none

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
-import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
@@ -13,7 +11,8 @@ from areal_jax.learning.objective.objective import DIVERGENCES, FROM_TEACHER, TE
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.trained_part import Declared, PartMaker
+from areal_jax.learning.trained_part import PartMaker
+from areal_jax.learning.update import Teacher
 from areal_jax.learning.vocabulary_statistics import TeacherForm
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.trained_leaves import Params
@@ -21,44 +20,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.layers import stack_layers
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import place
-from areal_jax.types import PackedBatch, Tree
-
-
-class Teacher:
-    """Weights on the learner's mesh, in `settings.dtype`, that no update changes, and the program that reads them.
-
-    Its decoder may have another architecture than the trained one; the vocabulary is the same. It reads the rows that
-    are packed for the trained model. Its log-probs of their tokens come from a pass before the steps. An objective that
-    compares whole distributions has its pass, with `form` and `weights`, inside each step: hidden states of another
-    pass would take N * d' numbers of memory for N tokens.
-    """
-
-    def __init__(self, make: PartMaker, params: Params, packing: str):
-        """Places `params`, in list form; `packing` is that of the learner's rows.
-
-        Raises ConfigError where its attention cannot read such rows.
-        """
-        if packing == 'shared_prompt' != make.layout.packing:
-            raise ConfigError(
-                f'loss.teacher: its attention, {make.layout.attention}, cannot show one prompt to several answers, as '
-                "the rows of the trained model have them; set learner.packing='ordinary'"
-            )
-        whole = stack_layers(params) if make.decoder.layers == 'stacked' else params
-        self._part = make.make(whole, lambda path: True)
-        self.gives_logprobs = TEACHER in make.settings.objective.reads
-        self.weights = place(trees.cast(whole, make.settings.dtype), self._part.programs.definitions.params)
-        self.form = TeacherForm(make.decoder, make.layout.attention)
-
-    def logprobs(self, batch: PackedBatch, version: int) -> np.ndarray:
-        """float32 [M, R, N] of the targets of a batch."""
-        return self._part.passes.logprobs(self.weights, {}, batch, version)
-
-    def declared_programs(self) -> Iterator[Declared]:
-        """What `logprobs` runs, one for each shape of rows."""
-        if not self.gives_logprobs:
-            return
-        for name, args in self._part.passes.declared_logprobs(self.weights, {}):
-            yield self._part.programs, name, args
+from areal_jax.types import Tree
 
 
 def place_teacher(
@@ -91,5 +53,25 @@ def place_teacher(
         settings, records_routes=False, routes='live', router_aux_loss=0.0
     )  # of the trained model
     layout = RowLayout(decoder.config, mesh, settings)
-    teacher = Teacher(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
+    teacher = _place(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
     return (teacher, teacher.form, teacher.weights) if reads & DIVERGENCES else (teacher, None, None)
+
+
+def _place(make: PartMaker, params: Params, packing: str) -> Teacher:
+    """Places `params`, in list form; `packing` is the packing of the learner's rows.
+
+    Raises ConfigError where its attention cannot read such rows.
+    """
+    if packing == 'shared_prompt' != make.layout.packing:
+        raise ConfigError(
+            f'loss.teacher: its attention, {make.layout.attention}, cannot show one prompt to several answers, as '
+            "the rows of the trained model have them; set learner.packing='ordinary'"
+        )
+    whole = stack_layers(params) if make.decoder.layers == 'stacked' else params
+    part = make.make(whole, lambda path: True)
+    return Teacher(
+        part.passes,
+        place(trees.cast(whole, make.settings.dtype), part.programs.definitions.params),
+        TeacherForm(make.decoder, make.layout.attention),
+        gives_logprobs=TEACHER in make.settings.objective.reads,
+    )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from areal_jax.learning.critic import critic_axes
 from areal_jax.learning.learner_state import LearnerState, describe_state
 from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.passes import Passes
+from areal_jax.learning.passes import Declared, Passes
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
@@ -25,8 +25,6 @@ from areal_jax.models.weights import logical_axes
 from areal_jax.sharding.rules import param_shardings, replicated
 from areal_jax.sharding.shares import Shares
 from areal_jax.types import Tree
-
-Declared = tuple[CompiledPrograms, str, tuple[Tree, ...]]  # a program by its name, and arguments of its shapes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,11 +11,38 @@ from areal_jax.learning.brakes import mean_lag
 from areal_jax.learning.learner_state import LearnerState
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES, Objective
 from areal_jax.learning.objective.objectives import require_prepared, require_token_advantages
-from areal_jax.learning.passes import Passes, StepResult
+from areal_jax.learning.packing.packing_report import PackingReport
+from areal_jax.learning.passes import Declared, Passes, StepResult
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.teacher import Teacher
 from areal_jax.learning.train_step import KnownTokens, training_rows
-from areal_jax.types import PackedBatch, TrajectoryGroup
+from areal_jax.learning.vocabulary_statistics import TeacherForm
+from areal_jax.types import PackedBatch, TrajectoryGroup, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model beside the trained one that its objective compares it with; no update changes its weights.
+
+    Its decoder may have another architecture than the trained one; the vocabulary is the same. It reads the rows that
+    are packed for the trained model. Its log-probs of their tokens come from a pass before the steps. An objective that
+    compares whole distributions has its pass, with `form` and `weights`, inside each step: hidden states of another
+    pass would take N * d' numbers of memory for N tokens.
+    """
+
+    passes: Passes
+    weights: Tree  # on the learner's mesh, in `settings.dtype`
+    form: TeacherForm
+    gives_logprobs: bool
+
+    def logprobs(self, batch: PackedBatch, version: int) -> np.ndarray:
+        """float32 [M, R, N] of the targets of a batch."""
+        return self.passes.logprobs(self.weights, {}, batch, version)
+
+    def declared_programs(self) -> Iterator[Declared]:
+        """What `logprobs` runs, one for each shape of rows."""
+        if self.gives_logprobs:
+            for name, args in self.passes.declared_logprobs(self.weights, {}):
+                yield self.passes.programs, name, args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +66,19 @@ class Trained:
         """Per minibatch float32 [M, R, N]: log π_θ when its gradient was taken, the mean over the epochs."""
         own = lambda index: [result.logprobs for result in self.results[index :: len(batches)]]
         return [np.mean(own(i), axis=0).reshape(batch.targets.shape) for i, batch in enumerate(batches)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update: its data, how they were packed, and what its steps did."""
+
+    groups: Sequence[TrajectoryGroup]
+    kept: Sequence[TrajectoryGroup]  # those that the filter of equal rewards left
+    batches: Sequence[PackedBatch]
+    packing: PackingReport
+    version: int  # of the weights before it
+    oldest: int | None  # version whose tokens are still in the loss; None = all
+    trained: Trained
 
 
 def train(

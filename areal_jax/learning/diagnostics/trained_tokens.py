@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import numpy as np
 
 from areal_jax.learning.diagnostics.ratios_by_age import compare_tokens
-from areal_jax.learning.measurement import Update
 from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.update import Update
 from areal_jax.types import PackedBatch, TokenArrays
 
 
