@@ -19,8 +19,8 @@ from areal_jax.distributed.codec import decode, encode
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.passes import training_rows
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.learning.train_step import training_rows
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Piece, ReplyInfo, name_answers
@@ -363,4 +363,4 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py', 'control/frictions.py'}
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'ROUTED_EXPERTS' in p.read_text()}
     filled, checked = {'columns.py', 'models/shape.py', 'models/experts.py'}, {'rollout/http/wire/column_form.py'}
-    assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/route_metrics.py'}
+    assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/measurement.py'}

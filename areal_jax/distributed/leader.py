@@ -21,7 +21,7 @@ from areal_jax.distributed.remote_learner import RemotePartWriter, RemoteWriter,
 from areal_jax.types import TokenArrays, TrajectoryGroup, Tree
 
 if TYPE_CHECKING:
-    from areal_jax.learning.diagnostics.data_metrics import Metrics
+    from areal_jax.learning.diagnostics.measurement import Metrics
     from areal_jax.learning.learner import SpmdLearner
 
 _AFTER_FOLLOWERS_S = 1.0  # the wait for a follower ends first, and names it

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.blockwise.blocks import BlockSettings, cut_blocks
-from areal_jax.learning.diagnostics.data_metrics import Metrics
+from areal_jax.learning.diagnostics.measurement import Metrics
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import REFERENCE
 from areal_jax.learning.optimizer.optimizer import Optimizer

@@ -265,7 +265,7 @@ def _brake(setting: Setting, rate: jax.Array, size: jax.Array, lag: jax.Array) -
 def _loss(
     setting: Setting, constants: Constants, params: Tree, rows: Rows, scalars: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-    """(loss of the minibatch, (sums, log-probs [E, N])), as train_step.Programs has it."""
+    """(loss of the minibatch, (sums, log-probs [E, N])), as programs.Programs has it."""
     policy_logprobs, entropy = answer_logprobs(setting, params, rows['prompts'], rows['answers'], constants.temperature)
     choices, mask = arm_choices(setting, constants), rows['loss_mask']
     fixed = jax.lax.stop_gradient(policy_logprobs)

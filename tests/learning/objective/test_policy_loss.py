@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.metrics import merge_metrics
+from areal_jax.learning.diagnostics.measurement import merge_metrics
 from areal_jax.learning.objective.objective import RETURNS, VALUES
 from areal_jax.learning.objective.policy_loss import (
     finalize_critic_metrics,
