@@ -182,7 +182,7 @@ def test_rows_carry_the_weights_of_their_aggregation():
     np.testing.assert_allclose(weights.sum(), len(_TRAJECTORIES), rtol=1e-5)  # every trajectory weighs 1
 
 
-_TEST_PROGRAMS_GROUPS = random_groups(5, 5)
+_TWO_LEARNERS_GROUPS = random_groups(5, 5)
 _KINDS = {
     'float32': {},
     'a mesh, a reference, bfloat16': {'mesh': (2, 4), 'dtype': 'bfloat16', 'kl_coefficient': 0.1},
@@ -231,8 +231,8 @@ def test_programs_compiled_ahead_are_those_of_the_updates(kind):
     with CompilationCounter() as compilations:
         for version in (2, 3):
             metrics, expected = (
-                ahead.update(_TEST_PROGRAMS_GROUPS, version),
-                other.update(_TEST_PROGRAMS_GROUPS, version),
+                ahead.update(_TWO_LEARNERS_GROUPS, version),
+                other.update(_TWO_LEARNERS_GROUPS, version),
             )
             np.testing.assert_equal(metrics, expected)
         jax.tree.map(np.testing.assert_array_equal, ahead.publish(4), other.publish(4))

@@ -133,10 +133,10 @@ def test_tokens_of_an_update_are_those_of_its_weights_and_of_its_loss():
     assert filtered == unknown == []
     for one, arrays in ((groups[3], third), (groups[0], first)):
         assert len(arrays) == len(one.trajectories)
-        for trajectory, of in zip(one.trajectories, arrays, strict=True):
-            mask = trajectory.loss_mask
-            behavior = trajectory.behavior_logprobs[mask]
-            expected = scored[one.draw, trajectory.sample][mask[len(trajectory.prompt.tokens) :]]
+        for answer, of in zip(one.trajectories, arrays, strict=True):
+            mask = answer.loss_mask
+            behavior = answer.behavior_logprobs[mask]
+            expected = scored[one.draw, answer.sample][mask[len(answer.prompt.tokens) :]]
             np.testing.assert_allclose(of['policy_logprobs'], expected, rtol=1e-4, atol=1e-5)
             np.testing.assert_array_equal(of['proximal_logprobs'], of['policy_logprobs'])  # the only step
             np.testing.assert_array_equal(of['ratio'], 1.0)
@@ -169,9 +169,9 @@ def test_tokens_that_are_too_old_are_masked_and_keep_their_policy():
     learner = make_learner(max_token_age=2, over_age='mask')
     learner.update(groups, version=4)
     for one, arrays in zip(groups, learner.read_tokens([g.draw for g in groups]), strict=True):
-        for trajectory, of in zip(one.trajectories, arrays, strict=True):
+        for answer, of in zip(one.trajectories, arrays, strict=True):
             if of:  # a minibatch of masked tokens alone is not packed
-                versions = trajectory.policy_versions[trajectory.loss_mask]
+                versions = answer.policy_versions[answer.loss_mask]
                 np.testing.assert_array_equal(of['loss_mask'], versions >= 2)
                 assert (of['policy_logprobs'] < 0).all()
                 assert (of['weight'][versions < 2] == 0).all()
