@@ -18,12 +18,10 @@ from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.diagnostics.compared_tokens import read_tokens
-from areal_jax.learning.diagnostics.flops import work_metrics
-from areal_jax.learning.diagnostics.measurement import Metrics, measure, require_published
+from areal_jax.learning.diagnostics.measurement import Metrics, measure
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
-from areal_jax.learning.objective import counting
-from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale
-from areal_jax.learning.objective.objectives import require_advantages
+from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, require_full_softmax
+from areal_jax.learning.objective.objectives import require_advantages, require_finite_loss
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.passes import Declared, Update, train
 from areal_jax.learning.programs import AHEAD, describe_cast, place_state
@@ -46,7 +44,6 @@ from areal_jax.models.layers import stack_layers
 from areal_jax.native.kept_blocks import free_kept_blocks
 from areal_jax.native.preference import preferred
 from areal_jax.sharding.placement import gather
-from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, TokenArrays, Trajectory, TrajectoryGroup, Tree
 
 
@@ -180,39 +177,37 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
         """
-        settings = self._settings
+        settings, objective = self._settings, self._settings.objective
         began_s = time.perf_counter()
         if settings.truncated_sampling == 'refuse':
-            counting.require_full_softmax(groups)
+            require_full_softmax(groups)
         kept = self._price.kept(groups)
-        oldest = None if settings.oldest_age is None else version - settings.oldest_age
         read, scale = self._price.read(kept), 1.0
         if settings.denominator == 'all':
-            scale = denominator_scale(self._price.read(groups), read, settings.objective.aggregation)
+            scale = denominator_scale(self._price.read(groups), read, objective.aggregation)
+        oldest = None if settings.oldest_age is None else version - settings.oldest_age
+        are_kept = {id(group) for group in kept}  # an own estimator sees all groups of the update
+        estimated = zip(groups, require_advantages(objective, groups), strict=True)
         batches, report = self._layout.pack(
             kept,
-            _select_advantages(settings, groups, kept),
+            [advantages for group, advantages in estimated if id(group) in are_kept],
             n_minibatches=settings.n_minibatches,
             oldest_version=oldest,
+            newest_version=version,
             round_microbatches=settings.accumulate == 'scan',
-            masks_truncated=settings.objective.masks_truncated,
-            keeps_groups=settings.objective.keeps_groups,
+            masks_truncated=objective.masks_truncated,
+            keeps_groups=objective.keeps_groups,
         )
-        require_published(batches, version)
         self._copy = self._version = None
         if self._ratio:
             self._ratio.require(version, self.state)
         with preferred():
             trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
-        self._update = Update(groups, kept, trained.batches, report, version, oldest, trained)
-        metrics = measure(self._update, settings)
-        work = work_metrics(self._decoder.config, self._decoder.lora, read, self.packing, settings.epochs)
-        ratio: Metrics = {}
-        if self._ratio:
-            update_s = time.perf_counter() - began_s
-            ratio = self._ratio.measure(kept, trained.batches, trained, self.state, version, update_s)
+        self._update = Update(groups, kept, read, self.packing, report, version, oldest, trained, began_s)
+        metrics = measure(self._update, settings, self._decoder, self.state, self._ratio)
+        require_finite_loss(objective, metrics.get('loss/value', 0.0), version)
         self._version = version + 1
-        return merge(measured=metrics, work=work, ratio=ratio)
+        return metrics
 
     def read_tokens(self, draws: Sequence[int]) -> list[list[TokenArrays]]:
         """Of the groups with these draws: what the last update knew of their tokens, before `publish`; see there."""
@@ -350,15 +345,6 @@ class SpmdLearner:
         exports = self._host_copies is None
         declared = [one for part in self.parts for one in part.declared_programs(exports=exports)]
         return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
-
-
-def _select_advantages(
-    settings: LearnerSettings, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]
-) -> list[np.ndarray]:
-    """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
-    trained = {id(group) for group in kept}
-    estimated = zip(groups, require_advantages(settings.objective, groups), strict=True)
-    return [advantages for group, advantages in estimated if id(group) in trained]
 
 
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:

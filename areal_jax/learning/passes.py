@@ -15,12 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.columns import of_models
-from areal_jax.learning.brakes import mean_lag, sequence_effective_sample_size
+from areal_jax.learning.brakes import sequence_effective_sample_size
 from areal_jax.learning.forward import TeacherForm
 from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, RETURNS, VALUES, Objective
 from areal_jax.learning.objective.objectives import require_prepared, require_token_advantages
-from areal_jax.learning.packing.packing import with_next_token
 from areal_jax.learning.packing.rows import PackingReport
 from areal_jax.learning.programs import (
     EXPERT_LOADS,
@@ -36,7 +35,7 @@ from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights.trained_leaves import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
-from areal_jax.types import PackedBatch, TrajectoryGroup, Tree
+from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup, Tree
 
 Declared = tuple[CompiledPrograms, str, tuple[Tree, ...]]  # a program by its name, and arguments of its shapes
 _ROW_FIELDS = (
@@ -118,7 +117,8 @@ class StepResult(NamedTuple):
     microbatches: Sequence[Mapping[str, np.ndarray]]  # metrics of the loss: scalars, or arrays [M]
     logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
     prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # what the objective decided before it
-    lag: float = 0.0  # see brakes.mean_lag
+    lag: float = 0.0  # see mean_lag
+    factor: float = 1.0  # of the learning rate, for that lag
     routes: StepRoutes | None = None  # of a model with experts
 
 
@@ -161,7 +161,8 @@ class Passes:
         """
         scalars = self._scalars(denominator, version, first)
         if self._settings.router_aux_loss:  # the load of the whole minibatch weighs the scores of each micro-batch
-            scalars = {**scalars, **self._place_loads(self._loads(state, rows, scalars))}
+            loads = self._loads(state, rows, scalars)
+            scalars = {**scalars, **self._place_loads(loads)}
         run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
         return run(state, rows, scalars, factor)
 
@@ -407,23 +408,20 @@ class Trained:
         steps = self.steps_applied()
         return [any(steps[index::n_batches]) for index in range(n_batches)]
 
-    def policy_logprobs(self, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """Per minibatch float32 [M, R, N]: log π_θ when its gradient was taken, the mean over the epochs."""
-        own = lambda index: [result.logprobs for result in self.results[index :: len(batches)]]
-        return [np.mean(own(i), axis=0).reshape(batch.targets.shape) for i, batch in enumerate(batches)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One update: its data, how they were packed, and what its steps did."""
+    """The record of one update: its data, how they were packed, and what its steps did."""
 
     groups: Sequence[TrajectoryGroup]
     kept: Sequence[TrajectoryGroup]  # those that the filter of equal rewards left
-    batches: Sequence[PackedBatch]
-    packing: PackingReport
+    read: Sequence[TrajectoryGroup]  # those, with the rows that passes read
+    packing: str  # 'shared_prompt' | 'ordinary'
+    rows: PackingReport
     version: int  # of the weights before it
     oldest: int | None  # version whose tokens are still in the loss; None = all
     trained: Trained
+    began_s: float  # by the wall clock of the process
 
 
 def train(
@@ -452,11 +450,30 @@ def train(
         prepared = _prepare(passes, state, settings, batches[index], version)
         rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)
         lag = mean_lag(batches[index], version, settings.steps, number)
-        result = passes.step(state, rows, denominator * scale, version, first, settings.brake.lag_factor(lag))
-        results.append(result._replace(prepared=prepared, lag=lag))
+        factor = settings.brake.lag_factor(lag)
+        result = passes.step(state, rows, denominator * scale, version, first, factor)
+        results.append(result._replace(prepared=prepared, lag=lag, factor=factor))
         if first and settings.recomputes:  # the first pass uses the weights before the update
             known[0] = dataclasses.replace(known[0], proximal=first_logprobs(results, batches))
     return Trained(results, known, batches)
+
+
+def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:
+    """S: optimizer steps between the policy that drew a loss token and this step, the mean; 0 without any token.
+
+    Args:
+      steps: optimizer steps of an update.
+      step: number of this one in its update, from 0.
+    """
+    versions = batch.policy_versions[batch.loss_mask]
+    return float((version - versions).mean()) * steps + step if len(versions) else 0.0
+
+
+def with_next_token(trajectory: Trajectory) -> Trajectory:
+    """The row with one more token, the only one in the loss, so that the state behind the row predicts it."""
+    read = (dataclasses.replace(segment, policy_version=NOT_GENERATED) for segment in trajectory.segments)
+    following = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), 0)
+    return dataclasses.replace(trajectory, segments=(*read, following))
 
 
 def number_prompts(groups: Sequence[TrajectoryGroup]) -> np.ndarray:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_jax.checkpoint.store import Follower
-from areal_jax.learning.diagnostics.measurement import data_metrics
-from areal_jax.learning.objective.counting import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice, data_metrics
 from areal_jax.telemetry import names
 from areal_jax.types import NOT_GENERATED, PublishedWeights, TokenArrays, Trajectory, TrajectoryGroup, Weights
 

@@ -8,59 +8,67 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from areal_jax.columns import ROUTED_EXPERTS
+from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS
 from areal_jax.learning.brakes import BrakeSettings, sequence_effective_sample_size
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
-from areal_jax.learning.objective import counting
-from areal_jax.learning.objective.counting import find_starts, rewards_of
-from areal_jax.learning.objective.objectives import require_finite_loss
+from areal_jax.learning.diagnostics.flops import work_metrics
+from areal_jax.learning.diagnostics.ratio_split import RatioSampler
+from areal_jax.learning.objective.counting import data_metrics, find_starts, is_cut
 from areal_jax.learning.optimizer.optimizer import step_metrics
-from areal_jax.learning.packing.rows import PADDING, BatchError
-from areal_jax.learning.passes import StepResult, Update, first_logprobs
+from areal_jax.learning.packing.rows import PADDING
+from areal_jax.learning.passes import StepResult, Trained, Update, first_logprobs
+from areal_jax.learning.programs import LearnerState
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.models.decoder import Decoder
 from areal_jax.telemetry import names
 from areal_jax.telemetry.ages import age_ranges, range_label
 from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN
-from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup, concatenate
-
-
-def merge_metrics(metrics: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Joins the metrics of micro-batches, each value a scalar or an array over micro-batches."""
-    merged = {}
-    for name in metrics[0] if metrics else ():
-        values = np.concatenate([np.ravel(m[name]) for m in metrics]).astype(np.float64)
-        merged[name] = float(values.max() if name.endswith('_max') else values.sum())
-    return merged
-
-
-# What an update reports of its data besides the loss: rewards, ages of tokens, mismatch.
-
+from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 
 _MOST_TURNS = 8  # that have a metric each: the last one has those behind it too
 Metrics = Mapping[str, Any]  # floats by name, and for a histogram a list of floats
 
 
-def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Rewards of all groups of the update, and how many groups the filter of equal rewards keeps and removes."""
-    metrics = {
-        'update/groups': float(len(groups)),
-        'update/trained_groups': float(len(kept)),
-        'update/filtered_equal_rewards': float(len(groups) - len(kept)),
+def measure(
+    update: Update, settings: LearnerSettings, decoder: Decoder, state: LearnerState, split: RatioSampler | None = None
+) -> Metrics:
+    """Metrics of data, packing and steps; one that is not defined (the mean over nothing) is absent.
+
+    Args:
+      state: the weights after the update.
+      split: measures the split of the importance ratio, where that is asked for.
+    """
+    trained, kept, version = update.trained, update.kept, update.version
+    results, batches = trained.results, trained.batches
+    data = data_metrics(update.groups, kept)
+    steps = step_metrics([result.step for result in results])
+    by_age = metrics_by_age(settings, batches, results, trained.known, version)
+    producers: dict[str, Metrics] = {
+        'data': data,
+        'ages': age_metrics(kept, batches, version),
+        'packing': update.rows.metrics(),
+        'routes': route_metrics(kept, batches, results, version),
+        'sampling': kept_mass_metrics(kept, update.oldest),
+        'steps': steps,
+        'loss': loss_metrics(results, settings),
     }
-    rewards = concatenate([rewards_of(g) for g in groups], np.float64)
-    if len(rewards):
-        metrics['reward/mean'] = float(rewards.mean())
-        metrics['reward/std'] = float(rewards.std())
-    return metrics
-
-
-def require_published(batches: Sequence[PackedBatch], version: int) -> None:
-    """Raises BatchError for a token of a version after `version`, which starts the update."""
-    for batch in batches:
-        newest = int(batch.policy_versions[batch.trajectory_ids >= 0].max(initial=NOT_GENERATED))
-        if newest > version:
-            raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
+    if settings.objective.learns_from_answers:
+        compared, before = batches_before(trained)
+        engines = [trajectory.engine for group in kept for trajectory in group.trajectories]
+        applied = trained.was_applied(len(batches))
+        producers |= {
+            'mismatch': mismatch_metrics(compared, before, version, engines),
+            'quantization': quantization_metrics(compared, before, version) if settings.quantized else {},
+            'by_age': by_age,
+            'inside': inside_metrics(batches, trained.steps_applied()),
+            'staleness': staleness_metrics(settings.brake, results, batches),
+            'fates': fate_metrics(update.groups, kept, batches, applied, version),
+            'useful': useful_metrics(batches, applied),
+        }
+    work = work_metrics(decoder.config, decoder.lora, update.read, update.packing, settings.epochs)
+    ratio = {} if split is None else split.measure_update(update, state)
+    return merge(**producers, work=work, ratio=ratio)
 
 
 def age_metrics(kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], version: int) -> Metrics:
@@ -164,7 +172,7 @@ def mismatch_metrics(
         differences.append(np.abs(batch.behavior_logprobs.astype(np.float64) - learned)[current])
         trajectories.append(batch.trajectory_ids[current])
         turns.append(_number_turns(batch)[current])
-    all_differences = np.concatenate(differences)
+    all_differences = np.hstack(differences)
     if not len(all_differences):
         return {'mismatch/n': 0.0}
     return {
@@ -172,8 +180,8 @@ def mismatch_metrics(
         'mismatch/mean_abs': float(all_differences.mean()),
         'mismatch/max_abs': float(all_differences.max()),
         'mismatch/exact_share': float((all_differences == 0).mean()),
-        **_mismatch_by_engine(all_differences, np.concatenate(trajectories), engines),
-        **_mismatch_by_turn(all_differences, np.concatenate(turns)),
+        **_mismatch_by_engine(all_differences, np.hstack(trajectories), engines),
+        **_mismatch_by_turn(all_differences, np.hstack(turns)),
     }
 
 
@@ -221,7 +229,23 @@ def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.nda
 
 
 def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
-    return concatenate([a.ravel() for a in arrays], dtype)
+    return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
+
+
+def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | None) -> dict[str, float]:
+    """Mean and minimum of the mass Z = exp(behavior - sampling log-prob) over the trained tokens; {} without a cut.
+
+    Args:
+      groups: those that are trained.
+      oldest_version: tokens generated before it are not trained; None = all are.
+    """
+    oldest = NOT_GENERATED + 1 if oldest_version is None else max(oldest_version, NOT_GENERATED + 1)
+    segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
+    if not any(map(is_cut, segments)):
+        return {}
+    drawn = np.hstack([SAMPLING_LOGPROBS.of(s.columns, s.behavior_logprobs) for s in segments])
+    mass = np.exp(np.hstack([s.behavior_logprobs for s in segments]).astype(np.float64) - drawn)
+    return {'sampling/kept_mass_mean': float(mass.mean()), 'sampling/kept_mass_min': float(mass.min())}
 
 
 # How far a policy in 8 bits, which generated, is from the one whose weights were published.
@@ -243,8 +267,8 @@ def quantization_metrics(
       logprobs: per batch float32 [M, R, N] of the weights of `version`.
     """
     generated = [batch.policy_versions[batch.trajectory_ids != PADDING] for batch in batches]
-    versions = concatenate(generated, np.int64)
-    log_ratios = concatenate(
+    versions = _join(generated, np.int64)
+    log_ratios = _join(
         [
             (learned.astype(np.float64) - batch.behavior_logprobs)[batch.trajectory_ids != PADDING]
             for batch, learned in zip(batches, logprobs, strict=True)
@@ -336,53 +360,33 @@ def count_differing_prompts(groups: Sequence[TrajectoryGroup]) -> int:
     return count
 
 
-def measure(update: Update, settings: LearnerSettings) -> Metrics:
-    """Metrics of data, packing and steps; one that is not defined (the mean over nothing) is absent."""
-    groups, kept, batches, version = update.groups, update.kept, update.batches, update.version
-    measured = {
-        'data': data_metrics(groups, kept),
-        'ages': age_metrics(kept, batches, version),
-        'packing': update.packing.metrics(),
-        'routes': route_metrics(kept, batches, update.trained.results, version),
-        'sampling': counting.kept_mass_metrics(kept, update.oldest),
-        'training': _measure_training(update, settings),
-    }
-    if settings.objective.learns_from_answers:
-        applied = update.trained.was_applied(len(batches))
-        measured['fates'] = fate_metrics(groups, kept, batches, applied, version)
-        measured['useful'] = useful_metrics(batches, applied)
-    return merge(**measured)
+def merge_metrics(metrics: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Joins the metrics of micro-batches, each value a scalar or an array over micro-batches."""
+    merged = {}
+    for name in metrics[0] if metrics else ():
+        values = np.hstack([m[name] for m in metrics]).astype(np.float64)
+        merged[name] = float(values.max() if name.endswith('_max') else values.sum())
+    return merged
 
 
-def _measure_training(update: Update, settings: LearnerSettings) -> dict[str, float]:
-    trained, batches, version = update.trained, update.batches, update.version
-    results, known = trained.results, trained.known
-    metrics = step_metrics([result.step for result in results])
+def loss_metrics(results: Sequence[StepResult], settings: LearnerSettings) -> dict[str, float]:
+    """The loss, its mean over the steps, and what the objective measures of it."""
     merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
-    if results:
-        metrics['loss/value'] = merged['loss_sum'] / len(results)
-        require_finite_loss(settings.objective, metrics['loss/value'], version)
-    of_loss = settings.objective.metrics(merged)
+    metrics = {'loss/value': merged['loss_sum'] / len(results)} if results else {}
+    metrics |= settings.objective.metrics(merged)
     if results and settings.router_aux_loss:
-        of_loss = of_loss | {'loss/router_balance': merged['router_balance_sum'] / len(results)}
-    if not settings.objective.learns_from_answers:
-        return merge(steps=metrics, loss=of_loss)
-    before = [first_logprobs(results, batches)] if results else []
-    before += [k.proximal for k in known[1:] if k.proximal is not None]
-    compared = batches[: len(before)]
-    engines = [trajectory.engine for group in update.kept for trajectory in group.trajectories]
-    return merge(
-        steps=metrics,
-        loss=of_loss,
-        mismatch=mismatch_metrics(compared, before, version, engines),
-        quantization=quantization_metrics(compared, before, version) if settings.quantized else {},
-        by_age=metrics_by_age(settings, batches, results, known, version),
-        inside=inside_metrics(batches, trained.steps_applied()),
-        staleness=_staleness_metrics(settings.brake, results, batches),
-    )
+        metrics['loss/router_balance'] = merged['router_balance_sum'] / len(results)
+    return metrics
 
 
-def _staleness_metrics(
+def batches_before(trained: Trained) -> tuple[Sequence[PackedBatch], list[np.ndarray]]:
+    """(batches, their log-probs float32 [M, R, N] under the weights before the update), where these are known."""
+    before = [first_logprobs(trained.results, trained.batches)] if trained.results else []
+    before += [known.proximal for known in trained.known[1:] if known.proximal is not None]
+    return trained.batches[: len(before)], before
+
+
+def staleness_metrics(
     brake: BrakeSettings, results: Sequence[StepResult], batches: Sequence[PackedBatch]
 ) -> dict[str, float]:
     """What brakes of the learning rate read, the mean over the steps."""
@@ -399,5 +403,5 @@ def _staleness_metrics(
     if brake.shown or brake.kind == 'lag':
         metrics['update/lag_steps'] = mean([result.lag for result in results])
     if brake.kind == 'lag':
-        metrics['update/brake'] = mean([brake.lag_factor(result.lag) for result in results])
+        metrics['update/brake'] = mean([result.factor for result in results])
     return metrics

@@ -26,7 +26,7 @@ import numpy as np
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.packing.rows import PADDING
-from areal_jax.learning.passes import Passes, Trained
+from areal_jax.learning.passes import Passes, Trained, Update
 from areal_jax.learning.programs import CompiledPrograms, LearnerState
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import RatioSettings
@@ -34,7 +34,7 @@ from areal_jax.sharding.placement import gather, place
 from areal_jax.telemetry import names
 from areal_jax.telemetry.ages import age_ranges, range_label
 from areal_jax.telemetry.numerals import format_bytes
-from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, Tree, concatenate
+from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, Tree
 
 # (groups, versions) -> float32 [versions, generated tokens in the order of the trajectories]
 Score = Callable[[Sequence[TrajectoryGroup], Sequence[int]], np.ndarray]
@@ -167,7 +167,7 @@ def _collect(
     places = np.flatnonzero((ids != PADDING) & np.isin(ids, wanted))
     places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory are in order in a row
     generated = [trajectory.loss_mask for trajectory in trajectories]
-    cut = lambda arrays, dtype: concatenate([a[m] for a, m in zip(arrays, generated, strict=True)], dtype)
+    cut = lambda arrays, dtype: np.hstack([np.zeros(0, dtype), *(a[m] for a, m in zip(arrays, generated, strict=True))])
     pick = lambda arrays, dtype: _flat(arrays, dtype)[places]
     table = Tokens(
         engines=np.repeat([t.engine for t in trajectories] or [''], [int(m.sum()) for m in generated] or [0]),
@@ -181,7 +181,7 @@ def _collect(
 
 
 def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return concatenate([array.ravel() for array in arrays], dtype)
+    return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
 
 
 def _describe(tokens: Tokens, parts: Parts, version: int) -> dict[str, float]:
@@ -322,21 +322,9 @@ class RatioSampler:
         """The learner takes other weights: versions kept so far are of another history."""
         self._ring.clear()
 
-    def measure(
-        self,
-        kept: Sequence[TrajectoryGroup],
-        batches: Sequence[PackedBatch],
-        trained: Trained,
-        state: LearnerState,
-        version: int,
-        update_s: float,
-    ) -> dict[str, float]:
-        """The metrics of the split.
-
-        Args:
-          kept: the groups that were packed; `trained` is what the update from `version` did with them.
-          update_s: wall seconds of the update.
-        """
+    def measure_update(self, update: Update, state: LearnerState) -> dict[str, float]:
+        """The metrics of the split of an update, with the weights after it."""
+        update_s = time.perf_counter() - update.began_s
         began_s = time.perf_counter()
 
         def score(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
@@ -347,10 +335,10 @@ class RatioSampler:
             return replayed - live
 
         metrics = measure_split(
-            kept,
-            batches,
-            trained.policy_logprobs(batches),
-            version=version,
+            update.kept,
+            update.trained.batches,
+            _policy_logprobs(update.trained),
+            version=update.version,
             held=self._ring.versions,
             is_chosen=self._is_chosen,
             score=score,
@@ -385,3 +373,10 @@ class RatioSampler:
             weights = self._ring.read(version, shardings)
             scored.append(self._passes.logprobs(weights, state.frozen, batch, version, follows).ravel()[places])
         return np.stack(scored)
+
+
+def _policy_logprobs(trained: Trained) -> list[np.ndarray]:
+    """Per minibatch float32 [M, R, N]: log π_θ when its gradient was taken, the mean over the epochs."""
+    results, batches = trained.results, trained.batches
+    own = lambda index: [result.logprobs for result in results[index :: len(batches)]]
+    return [np.mean(own(i), axis=0).reshape(batch.targets.shape) for i, batch in enumerate(batches)]

@@ -22,7 +22,7 @@ from areal_jax.learning.objective.policy_loss import estimate_kl
 from areal_jax.learning.objective.ratios import sequence_sums
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.plugins import is_own, load_function, raising_user_error
-from areal_jax.types import PackedBatch, TrajectoryGroup, concatenate
+from areal_jax.types import PackedBatch, TrajectoryGroup
 
 OwnEstimator: TypeAlias = Callable[..., object]
 # float64 [n] rewards, [n] generated tokens of the answers of a group -> [n] advantages
@@ -31,6 +31,7 @@ GroupEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray, PolicyChoices], np
 Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup], 'Sequence[Passed] | None'], list[np.ndarray]]
 
 _FIELD = 'loss.advantage'
+_NOTHING = np.zeros(0)  # float64: in front of arrays of which there may be none
 STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
 SAMPLE_FLOOR = 1e-6  # the papers' constant, beside the deviation with ddof 1
 WHITEN_FLOOR = 1e-8  # of a variance
@@ -226,7 +227,7 @@ def own_advantages(
     spec = choices.advantage
     sizes = [len(group.heads) for group in groups]
     known = zip(groups, _of_each(groups, passed), strict=True)
-    rewards = concatenate([_rewards(group, choices, of) for group, of in known], np.float64)
+    rewards = np.hstack([_NOTHING, *(_rewards(group, choices, of) for group, of in known)])
     given: list[object] = [rewards.copy(), np.repeat(np.arange(len(groups)), sizes)]
     if _takes_answers(function):
         given.append([trajectory for group in groups for trajectory in group.heads])
@@ -346,7 +347,7 @@ def packed_advantages(
         sizes = [len(group.trajectories) for group in groups]
         if is_kl_in_reward(choices) or choices.advantage == 'optimal_baseline':
             estimated = estimate(groups, _measure_answers(choices, sizes, groups, batches, known, divergences))
-            values = concatenate(estimated, np.float64)
+            values = np.hstack([_NOTHING, *estimated])
         else:
             values = _of_rows(batches, sum(sizes))
         if choices.whiten == 'batch':
@@ -470,7 +471,7 @@ def _spread_rewards(
     choices: PolicyChoices, groups: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch]
 ) -> list[np.ndarray]:
     of_rows = [to_rows(group, shape_rewards(group, choices)) for group in groups]
-    return _spread(batches, concatenate(of_rows, np.float64))
+    return _spread(batches, np.hstack([_NOTHING, *of_rows]))
 
 
 def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
@@ -486,7 +487,7 @@ def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
 def _whiten(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Values of loss tokens [M, R, N] each, 0 elsewhere."""
     masks = [batch.loss_mask for batch in batches]
-    trained = concatenate([v[mask] for v, mask in zip(values, masks, strict=True)], np.float64)
+    trained = np.hstack([_NOTHING, *(v[mask] for v, mask in zip(values, masks, strict=True))])
     whitened, found = whiten(trained, np.ones(len(trained))), [np.zeros(mask.shape) for mask in masks]
     first = 0
     for array, mask in zip(found, masks, strict=True):

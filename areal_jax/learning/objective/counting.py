@@ -46,6 +46,20 @@ def has_signal(group: TrajectoryGroup) -> bool:
     return not group.has_equal_rewards()
 
 
+def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Rewards of all groups of the update, and how many groups the filter of equal rewards keeps and removes."""
+    metrics = {
+        'update/groups': float(len(groups)),
+        'update/trained_groups': float(len(kept)),
+        'update/filtered_equal_rewards': float(len(groups) - len(kept)),
+    }
+    rewards = np.hstack([np.zeros(0), *map(rewards_of, groups)])
+    if len(rewards):
+        metrics['reward/mean'] = float(rewards.mean())
+        metrics['reward/std'] = float(rewards.std())
+    return metrics
+
+
 def count_generated(trajectory: Trajectory) -> int:
     """Tokens of a row that the policy generated in it: those that may be trained."""
     return sum(len(segment.tokens) for segment in trajectory.segments if segment.policy_version != NOT_GENERATED)
@@ -62,7 +76,7 @@ def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:
     """Raises ConfigError where a token was drawn from a cut softmax."""
     for group in groups:
         for trajectory in group.trajectories:
-            if any(_is_cut(segment) for segment in trajectory.segments):
+            if any(is_cut(segment) for segment in trajectory.segments):
                 raise ConfigError(
                     f"loss.truncated_sampling='refuse', but {trajectory.engine} drew draw {group.draw}, sample "
                     f'{trajectory.sample} from a cut softmax: set rollout.top_k=0 and rollout.top_p=1, or accept the '
@@ -70,23 +84,8 @@ def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:
                 )
 
 
-def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | None) -> dict[str, float]:
-    """Mean and minimum of the mass Z = exp(behavior - sampling log-prob) over the trained tokens; {} without a cut.
-
-    Args:
-      groups: those that are trained.
-      oldest_version: tokens generated before it are not trained; None = all are.
-    """
-    oldest = NOT_GENERATED + 1 if oldest_version is None else max(oldest_version, NOT_GENERATED + 1)
-    segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
-    if not any(map(_is_cut, segments)):
-        return {}
-    drawn = np.concatenate([SAMPLING_LOGPROBS.of(s.columns, s.behavior_logprobs) for s in segments])
-    mass = np.exp(np.concatenate([s.behavior_logprobs for s in segments]).astype(np.float64) - drawn)
-    return {'sampling/kept_mass_mean': float(mass.mean()), 'sampling/kept_mass_min': float(mass.min())}
-
-
-def _is_cut(segment: Segment) -> bool:
+def is_cut(segment: Segment) -> bool:
+    """Whether its tokens were drawn from a part of the softmax."""
     return SAMPLING_LOGPROBS.name in segment.columns
 
 

@@ -5,6 +5,7 @@ config/objectives.py names the methods; docs/own_objective.md says how to write 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -278,10 +279,10 @@ def require_token_advantages(
     passed: Sequence[Mapping[str, np.ndarray]],
 ) -> list[TokenAdvantages]:
     """What `token_advantages` returns; raises UserError where an own one returns something else, or raises itself."""
-    if not objective.source:
-        return objective.token_advantages(groups, batches, passed)
-    with raising_user_error(objective.source, FIELD):
+    with raising_user_error(objective.source, FIELD) if objective.source else contextlib.nullcontext():
         returned = [TokenAdvantages(*of) for of in objective.token_advantages(groups, batches, passed)]
+    if not objective.source:
+        return returned
     name = f'{FIELD}={objective.source}: {type(objective).__name__}.token_advantages'
     needed = TokenAdvantages._fields if VALUES in objective.reads else ('advantages',)
     wanted = [batch.loss_mask.shape for batch in batches]

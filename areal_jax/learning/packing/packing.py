@@ -6,7 +6,6 @@ it. Trajectories become examples, bins say which of them share a row, and rows.p
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from areal_jax.learning.packing.rows import (
     total_report,
     write_rows,
 )
-from areal_jax.types import LARGEST_LOGPROB, NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup
+from areal_jax.types import LARGEST_LOGPROB, NOT_GENERATED, PackedBatch, Trajectory, TrajectoryGroup
 
 Size = tuple[int, ...]  # one size for each capacity, of which there are one or two
 _REPACKED = 4  # bins for which sets of capacities are compared: few, so that there are few sets
@@ -320,13 +319,6 @@ def make_examples(
     return examples_of
 
 
-def with_next_token(trajectory: Trajectory) -> Trajectory:
-    """The row with one more token, the only one in the loss, so that the state behind the row predicts it."""
-    read = (dataclasses.replace(segment, policy_version=NOT_GENERATED) for segment in trajectory.segments)
-    following = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), 0)
-    return dataclasses.replace(trajectory, segments=(*read, following))
-
-
 def _require_sound(trajectory: Trajectory, advantage: float, vocab_size: int | None) -> None:
     """Raises BatchError for values that would train silently wrong.
 
@@ -407,6 +399,7 @@ def pack(
     rows_per_microbatch: int,
     n_minibatches: int,
     oldest_version: int | None = None,
+    newest_version: int | None = None,  # from which the update starts; None = not checked
     round_microbatches: bool = False,  # add empty ones up to a power of two
     masks_truncated: bool = False,  # leave answers that ended at their limit out
     keeps_groups: bool = False,  # put all answers of a group into one row
@@ -455,6 +448,8 @@ def pack(
             batches.append(batch)
             unshared_tokens = sum(len(e.form.inputs) for g in members for e in examples_of[g])
             reports.append(report_batch(batch, unshared_tokens, shard_costs(costs, placement, data_shards), buckets))
+    if newest_version is not None:
+        _require_published(batches, newest_version)
     return batches, total_report(reports)
 
 
@@ -526,6 +521,14 @@ def require_known(mode: str, fill: str) -> None:
             "learner.fill='padded' puts one trajectory in a row, so learner.packing='shared_prompt' has no prompt to "
             "share: set learner.packing='ordinary'"
         )
+
+
+def _require_published(batches: Sequence[PackedBatch], version: int) -> None:
+    """Raises BatchError for a token of a version after `version`, which starts the update."""
+    for batch in batches:
+        newest = int(batch.policy_versions[batch.trajectory_ids >= 0].max(initial=NOT_GENERATED))
+        if newest > version:
+            raise BatchError(f'a token has policy version {newest}, but the update starts from version {version}')
 
 
 def _round_up(placement: np.ndarray) -> np.ndarray:
