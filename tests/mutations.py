@@ -1370,7 +1370,7 @@ MUTATIONS = [
     ),
     Mutation(
         'report the mass of tokens that are not trained',
-        'areal_jax.learning.diagnostics.measurement:kept_mass_metrics',
+        'areal_jax.learning.objective.counting:kept_mass_metrics',
         'if s.policy_version >= oldest]',
         'if s.policy_version >= 0]',
         'tests/learning/objective/test_counting.py',

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS
+from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.learning.brakes import BrakeSettings, sequence_effective_sample_size
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
 from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
-from areal_jax.learning.objective.counting import data_metrics, find_starts, is_cut
+from areal_jax.learning.objective.counting import data_metrics, find_starts, kept_mass_metrics
 from areal_jax.learning.optimizer.optimizer import step_metrics
 from areal_jax.learning.packing.rows import PADDING
 from areal_jax.learning.passes import StepResult, Trained, Update, first_logprobs
@@ -41,7 +41,7 @@ def measure(
     """
     trained, kept, version = update.trained, update.kept, update.version
     results, batches = trained.results, trained.batches
-    data = data_metrics(update.groups, kept)
+    data, sampling = data_metrics(update.groups, kept), kept_mass_metrics(kept, update.oldest)
     steps = step_metrics([result.step for result in results])
     by_age = metrics_by_age(settings, batches, results, trained.known, version)
     producers: dict[str, Metrics] = {
@@ -49,7 +49,7 @@ def measure(
         'ages': age_metrics(kept, batches, version),
         'packing': update.rows.metrics(),
         'routes': route_metrics(kept, batches, results, version),
-        'sampling': kept_mass_metrics(kept, update.oldest),
+        'sampling': sampling,
         'steps': steps,
         'loss': loss_metrics(results, settings),
     }
@@ -230,22 +230,6 @@ def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.nda
 
 def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
-
-
-def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | None) -> dict[str, float]:
-    """Mean and minimum of the mass Z = exp(behavior - sampling log-prob) over the trained tokens; {} without a cut.
-
-    Args:
-      groups: those that are trained.
-      oldest_version: tokens generated before it are not trained; None = all are.
-    """
-    oldest = NOT_GENERATED + 1 if oldest_version is None else max(oldest_version, NOT_GENERATED + 1)
-    segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
-    if not any(map(is_cut, segments)):
-        return {}
-    drawn = np.hstack([SAMPLING_LOGPROBS.of(s.columns, s.behavior_logprobs) for s in segments])
-    mass = np.exp(np.hstack([s.behavior_logprobs for s in segments]).astype(np.float64) - drawn)
-    return {'sampling/kept_mass_mean': float(mass.mean()), 'sampling/kept_mass_min': float(mass.min())}
 
 
 # How far a policy in 8 bits, which generated, is from the one whose weights were published.

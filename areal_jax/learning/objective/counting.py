@@ -76,7 +76,7 @@ def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:
     """Raises ConfigError where a token was drawn from a cut softmax."""
     for group in groups:
         for trajectory in group.trajectories:
-            if any(is_cut(segment) for segment in trajectory.segments):
+            if any(_is_cut(segment) for segment in trajectory.segments):
                 raise ConfigError(
                     f"loss.truncated_sampling='refuse', but {trajectory.engine} drew draw {group.draw}, sample "
                     f'{trajectory.sample} from a cut softmax: set rollout.top_k=0 and rollout.top_p=1, or accept the '
@@ -84,8 +84,23 @@ def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:
                 )
 
 
-def is_cut(segment: Segment) -> bool:
-    """Whether its tokens were drawn from a part of the softmax."""
+def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | None) -> dict[str, float]:
+    """Mean and minimum of the mass Z = exp(behavior - sampling log-prob) over the trained tokens; {} without a cut.
+
+    Args:
+      groups: those that are trained.
+      oldest_version: tokens generated before it are not trained; None = all are.
+    """
+    oldest = NOT_GENERATED + 1 if oldest_version is None else max(oldest_version, NOT_GENERATED + 1)
+    segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
+    if not any(map(_is_cut, segments)):
+        return {}
+    drawn = np.hstack([SAMPLING_LOGPROBS.of(s.columns, s.behavior_logprobs) for s in segments])
+    mass = np.exp(np.hstack([s.behavior_logprobs for s in segments]).astype(np.float64) - drawn)
+    return {'sampling/kept_mass_mean': float(mass.mean()), 'sampling/kept_mass_min': float(mass.min())}
+
+
+def _is_cut(segment: Segment) -> bool:
     return SAMPLING_LOGPROBS.name in segment.columns
 
 

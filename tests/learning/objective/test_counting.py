@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.diagnostics.measurement import kept_mass_metrics
-from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, token_weights
+from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, kept_mass_metrics, token_weights
 from areal_jax.learning.packing.packing import pack
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
