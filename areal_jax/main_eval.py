@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.commands.command import EXITS, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.evaluate.evaluation_workdir import RESULTS
     from areal_jax.app.run.last_screen import tell_results
     from areal_jax.evaluation.results import render_results
-    from areal_jax.native.kept_blocks import keep_blocks
+    from areal_jax.native.compiled_library import keep_blocks
 
     keep_blocks()
     workdir = pathlib.Path(values.workdir)

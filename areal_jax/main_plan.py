@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode
 
 
@@ -28,10 +27,10 @@ def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.simulate.plan_question import read_answers
     from areal_jax.app.simulate.plan_search import MOST_SIMULATIONS, find_plan
     from areal_jax.app.simulate.plan_text import as_json, render
-    from areal_jax.simulation.planner.plan_setting import MOST_ETA
+    from areal_jax.simulation.planner.neighbours import MOST_ETA
     from areal_jax.simulation.planner.question import make_setting, parse_cluster
-    from areal_jax.simulation.shapes import find_shape
-    from areal_jax.telemetry.bar import Bar
+    from areal_jax.simulation.prices import find_shape
+    from areal_jax.telemetry.progress import Bar
 
     silence_libraries()
     devices, chip = parse_cluster(options.cluster)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.commands.command import EXITS, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import ProcessEnd, end_command, judge_training
 from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.roles.processes import follow_run, join_processes
     from areal_jax.app.run.last_screen import tell_end
     from areal_jax.app.training import build_run
-    from areal_jax.native.kept_blocks import keep_blocks
+    from areal_jax.native.compiled_library import keep_blocks
 
     follows = join_processes(command.config, values.process_id)
     keep_blocks()

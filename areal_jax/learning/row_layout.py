@@ -24,7 +24,7 @@ from areal_jax.learning.packing.rows import (
 )
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
-from areal_jax.models.expert_mesh import require_experts
+from areal_jax.models.experts import require_experts
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import data_shards, row_sharding

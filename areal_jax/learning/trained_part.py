@@ -21,12 +21,10 @@ from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.learning.weights.trained_leaves import Params, Trainable, critic_axes
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import logical_axes
+from areal_jax.models.weights import logical_axes, stack_layers
 from areal_jax.sharding.placement import place
-from areal_jax.sharding.rules import param_shardings, replicated
-from areal_jax.sharding.shares import Shares
+from areal_jax.sharding.rules import Shares, param_shardings, replicated
 from areal_jax.types import Tree
 
 

@@ -26,8 +26,8 @@ from areal_jax.learning.weights.trained_leaves import (
     score_states,
 )
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory
 

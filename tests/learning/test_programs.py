@@ -21,8 +21,8 @@ from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.passes import training_rows
 from areal_jax.learning.programs import CompiledPrograms, Programs, describe_state, place_state
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 from tests.learning.objective.tokens import loss_of
 

@@ -11,11 +11,11 @@ from areal_jax.app.workdir.run_directory import WEIGHTS
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import read_saved
-from areal_jax.evaluation import answers
+from areal_jax.evaluation import results
 from areal_jax.events.schema import FILE as EVENTS
 
 RESULTS = 'results.json'
-_OWN = {files.LOCK, CONFIG, WEIGHTS, EVENTS, answers.FILE, RESULTS}
+_OWN = {files.LOCK, CONFIG, WEIGHTS, EVENTS, results.FILE, RESULTS}
 _MAY_CHANGE = ('telemetry.', 'task.verifier', 'run.compilation_', 'run.stall_timeout_s')  # no answer depends on them
 _FIX = 'restore the file as the evaluation wrote it, or start anew in another --workdir'
 
@@ -28,7 +28,7 @@ class EvaluationWorkdir:
     """
 
     def __init__(self, path: pathlib.Path, values: Mapping[str, Any], *, resume: bool):
-        self.path, self.answers, self.results = path, path / answers.FILE, path / RESULTS
+        self.path, self.answers, self.results = path, path / results.FILE, path / RESULTS
         self._values, self._resume = values, resume
         self._existed = path.exists()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_jax.app.model.run_config import FIELD, read_run_config, split_checkpoint
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
-from areal_jax.checkpoint.pieces import StoredArray
+from areal_jax.checkpoint.shards import StoredArray
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
@@ -18,9 +18,8 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params
+from areal_jax.models.weights import Lora, Params, merge_adapters
 from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import path_name
 

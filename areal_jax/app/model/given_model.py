@@ -10,14 +10,12 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
-from areal_jax.formats.safetensors_file import SafetensorsError
-from areal_jax.formats.value_head import ValueHead, read_value_head
+from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.text.file_tokenizers import HfTokenizer
-from areal_jax.text.tokenizer import Tokenizer, TokenizerError
-from areal_jax.text.tokenizer_files import TOKENIZER
+from areal_jax.text.tokenizer import TOKENIZER, Tokenizer, TokenizerError
 
 _ASIDE = ('context_tokens', 'family')  # of a shape: change neither weights nor computation
 

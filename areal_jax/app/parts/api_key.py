@@ -7,7 +7,7 @@ import pathlib
 import socket
 
 from areal_jax.config.addresses import is_loopback
-from areal_jax.distributed.key import load_key
+from areal_jax.distributed.handshake import load_key
 from areal_jax.errors import UserError
 
 API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine

@@ -19,12 +19,11 @@ from areal_jax.learning.blockwise.blocks import cut_blocks
 from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Channel
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
-from areal_jax.publication.device_channel import DeviceChannel
-from areal_jax.publication.files_channel import FilesChannel, VersionWriter
+from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, VersionWriter
 from areal_jax.publication.record import Held, RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
-from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.placement import Place
+from areal_jax.sharding.rules import Allocation
 from areal_jax.types import PublishedWeights, Tree
 
 

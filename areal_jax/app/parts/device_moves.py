@@ -21,12 +21,11 @@ from areal_jax.lanes import engine_lane, short_name
 from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import RolloutEngine
-from areal_jax.rollout.decode.ahead import compile_ahead
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_ahead
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.sharding.allocation import Allocation, EngineDevices
 from areal_jax.sharding.placement import compile_move
+from areal_jax.sharding.rules import Allocation, EngineDevices
 from areal_jax.types import PublishedWeights
 
 Fetch = Callable[[PublishedWeights], PreparedWeights]

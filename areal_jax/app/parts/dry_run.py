@@ -17,9 +17,8 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import logical_axes
-from areal_jax.sharding.allocation import Allocation
-from areal_jax.sharding.rules import param_shardings, path_name
-from areal_jax.telemetry.numerals import format_bytes
+from areal_jax.sharding.rules import Allocation, param_shardings, path_name
+from areal_jax.telemetry.progress import format_bytes
 
 _LAYER = re.compile(r'^layers/\d+/')
 

@@ -15,11 +15,10 @@ from areal_jax.config import TrackedConfig
 from areal_jax.installation import describe_install
 from areal_jax.lanes import LEARNER, engine_lane
 from areal_jax.telemetry.energy.accounting import EnergyAccount
-from areal_jax.telemetry.energy.energy_model import DeviceSet
-from areal_jax.telemetry.energy.meters import POWERCAP, Meter, MeterError, RaplMeter, open_nvml
+from areal_jax.telemetry.energy.meters import POWERCAP, DeviceSet, Meter, MeterError, RaplMeter, open_nvml
 
 if TYPE_CHECKING:
-    from areal_jax.sharding.allocation import Allocation
+    from areal_jax.sharding.rules import Allocation
 
 _VIRTUAL = "No joules: run.clock='virtual' models the seconds of a run, and no meter measures modelled seconds."
 _ELSEWHERE = (

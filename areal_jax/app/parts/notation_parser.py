@@ -5,8 +5,7 @@ The package renderers is imported where one of its renderers is named: other run
 
 from __future__ import annotations
 
-from areal_jax.rollout.http.wire.answer_reader import AnswerParser
-from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
 from areal_jax.text.tokenizer import Tokenizer
 
 

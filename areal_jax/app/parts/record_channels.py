@@ -16,11 +16,11 @@ from areal_jax.app.parts.channels import ChannelParts, build_records
 from areal_jax.config import TrackedConfig
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.ranges import ConfigError
-from areal_jax.distributed.key import key_path, load_key
-from areal_jax.distributed.wire import prove_as_client, prove_as_server
-from areal_jax.publication.carriers.receivers import Reader, name_version, open_receiver
+from areal_jax.distributed.handshake import key_path, load_key
+from areal_jax.distributed.peers import prove_as_client, prove_as_server
 from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.carriers.shm_segment import remove_with_owner, segment_path, sweep
+from areal_jax.publication.carriers.stream_receiver import Reader, name_version, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.record import RecordReceiver
 from areal_jax.publication.record_channel import RecordChannel

@@ -10,9 +10,9 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import LostPeerError
 from areal_jax.protocols import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
-from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.keeper import MismatchWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line
 
 
 class EndedBy:

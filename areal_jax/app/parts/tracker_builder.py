@@ -11,8 +11,7 @@ from areal_jax.app.sweep.sweep_directory import SWEEP
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError
-from areal_jax.telemetry.trackers import TRACKERS, TrackedRun, Tracker
-from areal_jax.telemetry.tracking import FIELD, TrackerFeed, read_token
+from areal_jax.telemetry.trackers import FIELD, TRACKERS, TrackedRun, Tracker, TrackerFeed, read_token
 
 _PROJECT = 'areal_jax'
 # of report.json: reinforcement learning, then supervised training

@@ -19,11 +19,11 @@ from areal_jax.config.cluster import parse_learner
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import digest_config
-from areal_jax.distributed.invitation import accept_invitation, invite
-from areal_jax.distributed.leader import CommandLeader
 from areal_jax.distributed.peers import Peers
+from areal_jax.distributed.remote_learner import CommandLeader
+from areal_jax.distributed.rendezvous import accept_invitation, invite
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.publication.part_writer import PartWriter
+from areal_jax.publication.export import PartWriter
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:

@@ -15,9 +15,8 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.models.decoder import Decoder
-from areal_jax.publication.carriers.delta_file import read_delta
-from areal_jax.publication.carriers.files_carrier import FilesReceiver
-from areal_jax.publication.carriers.receivers import parse_version_name
+from areal_jax.publication.carriers.files_carrier import FilesReceiver, read_delta
+from areal_jax.publication.carriers.stream_receiver import parse_version_name
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.versions import parse_delta, parse_version

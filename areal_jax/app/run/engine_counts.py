@@ -8,7 +8,7 @@ from typing import TypedDict
 from areal_jax.events.schema import Event
 from areal_jax.report.engine_work import RequestPauses
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Value
+from areal_jax.telemetry.metrics import Value
 
 
 class EngineCountsState(TypedDict):

@@ -11,8 +11,7 @@ from areal_jax.app.run.scores import Scores, evaluation_row
 from areal_jax.config import TrackedConfig
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.during_training import EvaluationBeside
-from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.protocols import Clock, Event, Generator, Pool, Verifier
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import VersionScores

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 _OF_BATCH = ('loss/pair_accuracy', 'loss/margin', 'loss/value')
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from areal_jax.installation import find_command
-from areal_jax.report.pages.headline import LABEL, summarize_run
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
+from areal_jax.report.pages.markdown_page import LABEL, summarize_run
 from areal_jax.report.report import PAGE
 from areal_jax.report.report_keys import Report
 

@@ -21,12 +21,10 @@ from areal_jax.config.objectives import describe_method
 from areal_jax.config.sandbox_fields import find_sandbox_warnings
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.events.schema import FILE as EVENTS
-from areal_jax.report.event_log import load_events
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals, load_events, window
 from areal_jax.report.report import write_report
-from areal_jax.report.window import window
 from areal_jax.telemetry.facts import RunFacts
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line
 from areal_jax.types import Tree
 
 _RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone

@@ -22,19 +22,16 @@ from areal_jax.app.run.run_context import Checkpoint, RunContext, State
 from areal_jax.app.run.scores import Scores, evaluation_row
 from areal_jax.app.run.site import LoopSite, ModelText, RunLearner
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
-from areal_jax.checkpoint.state import decode_run_state, encode_run_state
-from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.checkpoint.store import CheckpointError, decode_run_state, encode_run_state
 from areal_jax.config import TrackedConfig
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.controller import Controller
-from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.event_writer import EventLog, truncate_events
-from areal_jax.control.reallocation import Reallocation
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.reallocation import DeviceSite, Reallocation
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.during_training import EvaluationBeside
-from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.protocols import Channel, Pool

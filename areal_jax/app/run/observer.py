@@ -15,13 +15,11 @@ from areal_jax.app.run.engine_counts import EngineCounts, EngineCountsState
 from areal_jax.control.controller import StepRecord
 from areal_jax.events.schema import Event
 from areal_jax.telemetry import names
-from areal_jax.telemetry.devices import DeviceRates
+from areal_jax.telemetry.devices import DeviceRates, OptimizerAges
 from areal_jax.telemetry.energy.accounting import EnergyAccount, EnergyState
-from areal_jax.telemetry.metrics import MetricsWriter, merge
-from areal_jax.telemetry.optimizer_ages import OptimizerAges
+from areal_jax.telemetry.metrics import MetricsWriter, Value, merge, number
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.token_ledger import LedgerState, TokenLedger
-from areal_jax.telemetry.values import Value, number
 
 
 class ObserverState(TypedDict):

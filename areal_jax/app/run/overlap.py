@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 
 from areal_jax.lanes import LEARNER, is_engine_lane
-from areal_jax.report.lane_intervals import LaneInterval, of_training
-from areal_jax.report.window import Window
+from areal_jax.report.event_log import LaneInterval, Window, of_training
 
 
 def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: int) -> dict[str, float | None]:

@@ -21,16 +21,14 @@ from areal_jax.config.sandbox_fields import find_sandbox_warnings
 from areal_jax.config.structure import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
-from areal_jax.report.event_log import load_events
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals, load_events, window
 from areal_jax.report.report import load_run, write_report
 from areal_jax.report.run_record import Run
-from areal_jax.report.window import window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EVALUATIONS, HELD_OUT_SCORES, EvaluationScores, RunFacts, read_scores
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 _CHECKPOINTS = 'checkpoints'  # as in run_directory.py, which imports jax
 Config = Mapping[str, object]  # as config.json has it: sections of fields

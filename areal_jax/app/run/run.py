@@ -26,7 +26,7 @@ from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
 from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.facts import discard_facts
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line
 from areal_jax.types import Tree
 
 

@@ -35,15 +35,13 @@ from areal_jax.app.workdir.run_directory import (
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
 from areal_jax.config import TrackedConfig
 from areal_jax.files import DirectoryLock
+from areal_jax.telemetry.devices import ResourceSampler
 from areal_jax.telemetry.hook import MetricsHook
-from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
+from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
-from areal_jax.telemetry.resources import ResourceSampler
-from areal_jax.telemetry.rollouts.group_record import Decode
-from areal_jax.telemetry.rollouts.writer import RolloutWriter
-from areal_jax.telemetry.tracking import TrackerFeed
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.rollouts.writer import Decode, RolloutWriter
+from areal_jax.telemetry.trackers import TrackerFeed
 from areal_jax.types import Tree
 
 State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able

@@ -16,11 +16,10 @@ from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.hook import FIELD as HOOK
-from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
-from areal_jax.telemetry.row_thread import warn_of_rows
-from areal_jax.telemetry.tracking import FIELD as TRACKER
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.hook import warn_of_rows
+from areal_jax.telemetry.metrics import Line, plain
+from areal_jax.telemetry.progress import format_duration, format_number, format_percent
+from areal_jax.telemetry.trackers import FIELD as TRACKER
 
 
 @dataclasses.dataclass(frozen=True)

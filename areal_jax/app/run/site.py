@@ -21,9 +21,9 @@ from areal_jax.checkpoint.store import Follower
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
-from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Channel, Learner
 from areal_jax.rollout.local_engine import LocalEngine

@@ -1,7 +1,7 @@
 """The answers that areal-score is given: a file of JSON lines, read line by line.
 
 A line names a problem and has `answer`, a text, or `answers`, a list of texts or objects. The lines of an evaluation's
-answers.jsonl (evaluation/answers.py) are such lines.
+answers.jsonl (evaluation/results.py) are such lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import cast, get_args
 from areal_jax import files
 from areal_jax.app.score.problem_index import ProblemIndex
 from areal_jax.files import FileError, JsonObject
-from areal_jax.tasks.other_formats import HEAD_BYTES, describe_other_format
+from areal_jax.tasks.user_lines import HEAD_BYTES, describe_other_format
 from areal_jax.types import FinishReason
 
 _LONGEST_LINE = 64 << 20  # bytes: bounds memory

@@ -10,7 +10,7 @@ from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.files import read_json
 from areal_jax.report.event_log import load_events
 from areal_jax.simulation.drawn_answers import read_groups
-from areal_jax.simulation.planner.plan_setting import Answers
+from areal_jax.simulation.planner.neighbours import Answers
 from areal_jax.simulation.planner.question import describe_lengths, describe_log, require_batch
 
 GROUP_SIZE = 16

@@ -8,13 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from areal_jax.app.simulate.planning import list_fields, simulate_plan
 from areal_jax.config.cluster import MOST_ENGINES
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.planner.advice import Advice, Trade, advise, joules_a_token, list_trades, make_load
+from areal_jax.simulation.planner.advice import (
+    Advice,
+    Trade,
+    advise,
+    find_interval,
+    joules_a_token,
+    list_trades,
+    make_load,
+)
 from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
-from areal_jax.simulation.planner.neighbours import Search, refine
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits
-from areal_jax.simulation.planner.prediction import choose_start, predict
-from areal_jax.simulation.planner.published_ranges import find_interval
-from areal_jax.telemetry.energy.energy_model import Energy
+from areal_jax.simulation.planner.neighbours import (
+    Outcome,
+    Plan,
+    Search,
+    Setting,
+    Simulate,
+    choose_start,
+    fits,
+    predict,
+    refine,
+)
+from areal_jax.telemetry.energy.meters import Energy
 
 MOST_SIMULATIONS = 24
 _DIVISORS = (8, 4, 2)

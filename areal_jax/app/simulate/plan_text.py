@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from areal_jax.app.simulate.plan_search import Planned, energy_of
 from areal_jax.app.simulate.planning import WINDOW
 from areal_jax.simulation.planner.advice import count_devices, count_running_groups, device_hours
-from areal_jax.simulation.planner.plan_setting import Outcome
+from areal_jax.simulation.planner.neighbours import Outcome
 
 MOST_TRADES = 3  # that the text has
 _STOPPED = 'stopped before the search had ended: this is the best plan so far, and another one may be limited otherwise'

@@ -17,7 +17,7 @@ from ml_collections import config_dict
 from areal_jax.app.simulate.simulated_site import SimulatedRun, build_simulation
 from areal_jax.config import default_config
 from areal_jax.lanes import LEARNER, is_engine_lane
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting
+from areal_jax.simulation.planner.neighbours import Outcome, Plan, Setting
 from areal_jax.telemetry import names
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The devices of a simulated run, as they move between its learner and its engines. See control/device_site.py."""
+"""The devices of a simulated run, as they move between its learner and its engines. See control/reallocation.py."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.keeper import MismatchWatch
+from areal_jax.rollout.servers.member import ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.simulated_servers import SimulatedRegistry
 from areal_jax.types import PublishedWeights

@@ -47,13 +47,12 @@ from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import LEARNER, REWARD, TOOL, engine_lane, publish_lane, short_name
 from areal_jax.protocols import Learner
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.simulation.count_backend import CountBackend
-from areal_jax.simulation.count_learner import CountChannel, CountLearner
+from areal_jax.simulation.count_backend import CountBackend, CountChannel, CountLearner
 from areal_jax.simulation.drawn_task import DrawnTask, DrawnVerifier, keep_lengths
 from areal_jax.simulation.simulated_clock import SimulatedClock
 from areal_jax.simulation.simulated_servers import ServerLog

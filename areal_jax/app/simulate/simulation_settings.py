@@ -32,26 +32,27 @@ from areal_jax.protocols import Clock, PromptStream
 from areal_jax.report.event_log import load_events
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.simulation.calibration import read_table
-from areal_jax.simulation.chips import find_chip
-from areal_jax.simulation.count_learner import UpdateShape
-from areal_jax.simulation.drawn_agent import DrawnAgents
+from areal_jax.simulation.count_backend import UpdateShape
 from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups
-from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnPrompts, count_prompt
+from areal_jax.simulation.drawn_task import Answers, CountedPrompts, DrawnAgents, DrawnPrompts, count_prompt
 from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
     Cluster,
     LearnerDevices,
+    ModelShape,
+    Reached,
     RooflineSettings,
     build_cluster,
     check_memory,
+    find_chip,
+    find_shape,
     parse_chips,
     price_evaluations,
     price_roofline,
     price_tool,
+    shape_of,
 )
-from areal_jax.simulation.roofline import Reached
-from areal_jax.simulation.shapes import ModelShape, find_shape, shape_of
-from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention
+from areal_jax.simulation.simulated_clock import NO_CONTENTION, Contention
 from areal_jax.types import Prompt
 
 _LONGEST = 1 << 30  # tokens of an answer before its limit

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from areal_jax import files
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 LAST_SHARE = 0.1  # of the updates, over which the last reward is a mean
 

@@ -11,7 +11,7 @@ from areal_jax.app.sweep.paired import LEAST_R, Bounds, PairedDifference, Pairin
 from areal_jax.app.sweep.sweep_results import ArmResult, Comparison, GroupResult, Results
 from areal_jax.installation import find_command
 from areal_jax.report.statistics import Interval
-from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.progress import format_number
 
 FILE = 'results.md'
 _SHOWN = 12  # characters of a hash

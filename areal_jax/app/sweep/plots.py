@@ -11,8 +11,7 @@ import numpy as np
 from areal_jax.app.sweep.endpoints import ArmRecord, Curve, Endpoint
 from areal_jax.app.sweep.sweep_results import Results
 from areal_jax.report.pages.colors import Look, choose_looks
-from areal_jax.report.pages.metric_curves import moving_mean, smoothing_window
-from areal_jax.report.pages.run_plots import label_axes, make_figure, save_figure
+from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure, smoothing_window
 
 if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
     from matplotlib.axes import Axes

@@ -19,8 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from areal_jax import files
 from areal_jax.app.process.interrupt import Interrupts
 from areal_jax.app.sweep.sweep_directory import ENDED, LOG, STARTED, ArmState, describe_code
-from areal_jax.telemetry.bar import Bar
-from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.progress import Bar, format_duration
 
 _LOOK_S = 0.1  # between two looks at the processes
 _SHOW_S = 2.0  # between two counts on the bar, which read files of the arms

@@ -18,7 +18,7 @@ from areal_jax.app.sweep.sweep_directory import CHECKPOINTS, LOG, SWEEP, describ
 from areal_jax.config import CONFIG, default_config, flatten
 from areal_jax.config.objectives import find_objective
 from areal_jax.errors import ExitCode, UserError
-from areal_jax.evaluation.answers import FILE as ANSWERS
+from areal_jax.evaluation.results import FILE as ANSWERS
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.telemetry import names

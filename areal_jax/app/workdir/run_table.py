@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.app.workdir.run_list import RUNNING, RunEntry, Score
 from areal_jax.errors import UserError
-from areal_jax.telemetry.numerals import format_bytes, format_duration, format_number
+from areal_jax.telemetry.progress import format_bytes, format_duration, format_number
 
 _HEAD = ('run', 'state', 'update', 'started', 'active', 'wall', 'score', 'reward', 'size', 'config')
 _NOT_SHOWN = ('telemetry.',)  # differences that change no number

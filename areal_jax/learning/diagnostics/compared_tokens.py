@@ -19,8 +19,7 @@ from areal_jax.learning.objective.policy_loss import Terms, token_terms
 from areal_jax.learning.objective.ratios import kl_term, sequence_sums
 from areal_jax.learning.passes import KnownTokens, StepResult, Update
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.telemetry.ages import age_ranges, range_label
-from areal_jax.telemetry.names import BY_AGE
+from areal_jax.telemetry.names import BY_AGE, age_ranges, range_label
 from areal_jax.types import PackedBatch, TokenArrays
 
 _SUMS = ('tokens', 'weight', 'weight_sq', 'clipped', 'above', 'below', 'closed', 'kl', 'moved', 'stale')

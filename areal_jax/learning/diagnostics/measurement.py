@@ -21,9 +21,8 @@ from areal_jax.learning.programs import LearnerState
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.telemetry import names
-from areal_jax.telemetry.ages import age_ranges, range_label
 from areal_jax.telemetry.metrics import merge
-from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN
+from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN, age_ranges, range_label
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 
 _MOST_TURNS = 8  # that have a metric each: the last one has those behind it too

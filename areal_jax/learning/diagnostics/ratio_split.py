@@ -32,8 +32,8 @@ from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import RatioSettings
 from areal_jax.sharding.placement import gather, place
 from areal_jax.telemetry import names
-from areal_jax.telemetry.ages import age_ranges, range_label
-from areal_jax.telemetry.numerals import format_bytes
+from areal_jax.telemetry.names import age_ranges, range_label
+from areal_jax.telemetry.progress import format_bytes
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, Tree
 
 # (groups, versions) -> float32 [versions, generated tokens in the order of the trajectories]

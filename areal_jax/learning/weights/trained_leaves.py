@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.models.lora import is_adapter
+from areal_jax.models.weights import is_adapter
 from areal_jax.sharding.rules import WeightAxes
 from areal_jax.types import Tree
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from areal_jax.app.parts.api_key import API_KEY, find_key, require_key
-from areal_jax.distributed.key import KeyFileError, key_path, load_key
+from areal_jax.distributed.handshake import KeyFileError, key_path, load_key
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.thread import bind
 

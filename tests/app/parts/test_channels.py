@@ -8,7 +8,7 @@ from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.channels import ChannelParts, build_device
 from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 from tests.app.small import SmallRun, small_config
 
 WEIGHTS = {'norm': np.ones(3, np.float32)}

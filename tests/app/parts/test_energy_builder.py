@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax.app.parts.energy_builder import UsedDevices, build_energy, group_devices, list_devices
 from areal_jax.config import TrackedConfig
-from areal_jax.telemetry.energy.energy_model import DeviceSet
+from areal_jax.telemetry.energy.meters import DeviceSet
 from tests.app.small import small_config
 from tests.telemetry.energy.drivers import FakeNvml, write_zone
 

@@ -8,7 +8,7 @@ import pytest
 from areal_jax.app.parts.channels import ChannelParts
 from areal_jax.app.parts.record_channels import build_shm, stream_key
 from areal_jax.config import TrackedConfig
-from areal_jax.distributed.key import load_key
+from areal_jax.distributed.handshake import load_key
 from areal_jax.publication.carriers.shm_segment import DIRECTORY
 from tests.app.small import SmallRun, equal, small_config
 

@@ -69,7 +69,7 @@ def _stored(kind: str, directory: pathlib.Path) -> list[int]:
     if kind == 'wandb':
         from wandb.proto.wandb_internal_pb2 import Record
 
-        from areal_jax.telemetry.wandb_file import read_records
+        from areal_jax.telemetry.trackers import read_records
 
         files = sorted(directory.glob('run/wandb/offline-run-*/*.wandb'))
         found = [Record.FromString(content) for file in files for content in read_records(file.read_bytes())]

@@ -1,6 +1,5 @@
 from areal_jax.app.run.overlap import alone_seconds
-from areal_jax.report.lane_intervals import LaneInterval
-from areal_jax.report.window import Window
+from areal_jax.report.event_log import LaneInterval, Window
 
 
 def interval(lane, work, start, end, amount):

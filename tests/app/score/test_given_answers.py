@@ -9,7 +9,7 @@ import pytest
 from areal_jax.app.score.given_answers import read_answers
 from areal_jax.app.score.problem_index import ProblemIndex
 from areal_jax.files import FileError
-from areal_jax.tasks.questions import question_task
+from areal_jax.tasks.task import question_task
 
 
 def score(problem, answer_text, finish_reason):

@@ -6,8 +6,7 @@ import pytest
 
 from areal_jax.app.score.problem_index import ProblemIndex, list_prompts
 from areal_jax.files import FileError
-from areal_jax.tasks.questions import question_task
-from areal_jax.tasks.task import ListedTask
+from areal_jax.tasks.task import ListedTask, question_task
 from areal_jax.text.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer('abcdefgh0123456789=', has_eos=True)
