@@ -12,7 +12,7 @@ from areal_jax.learning.objective.objective import PROXIMAL, Objective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """Of the values that an objective reads, see critic.py."""
+    """Of the values that an objective reads, see trained_leaves.py."""
 
     own_model: bool  # else a head on the policy's trunk
     trunk_gradient: float  # of such a head: what its loss counts for the weights of the policy, in [0, 1]

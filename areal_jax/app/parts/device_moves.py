@@ -18,7 +18,7 @@ from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, short_name
-from areal_jax.learning.moving_learner import MovingLearner
+from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import RolloutEngine
 from areal_jax.rollout.decode.decode_weights import PreparedWeights

@@ -27,7 +27,7 @@ from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.protocols import Clock, PromptStream
 from areal_jax.report.event_log import load_events
 from areal_jax.rollout.workflow import SingleTurn
