@@ -9,9 +9,9 @@ from typing import Literal
 from areal_jax import files
 from areal_jax.config import CONFIG
 from areal_jax.config.ranges import ConfigError
+from areal_jax.installation import PACKAGE
 
 Source = Literal['run', 'hf', 'gguf']  # of model.source
-PACKAGE = 'package:'  # begins the name of a file inside an installed package
 _KINDS = 'the --workdir of a run, one of its checkpoints, a directory of Hugging Face files, or a GGUF file'
 _GGUF_MAGIC = b'GGUF'
 _STEP = re.compile(r'step_(\d{8,})(_\d+)?$')

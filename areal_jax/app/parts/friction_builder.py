@@ -6,11 +6,12 @@ import dataclasses
 import sys
 from collections.abc import Callable
 
+from areal_jax import protocols
 from areal_jax.app.parts.workflow_builder import WorkflowFactory
 from areal_jax.config import TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.frictions import LOGPROBS, TEMPERATURE, Frictions
-from areal_jax.protocols import Episode, Generator, Workflow
+from areal_jax.protocols import Generator, Workflow
 from areal_jax.types import Prompt, SamplingParams
 
 
@@ -20,7 +21,7 @@ class TwoTemperatures:
     def __init__(self, usual: Workflow, other: Workflow, is_other: Callable[[int, int], bool]):
         self._usual, self._other, self._is_other = usual, other, is_other
 
-    async def run(self, prompt: Prompt, episode: Episode) -> None:
+    async def run(self, prompt: Prompt, episode: protocols.Episode) -> None:
         chosen = self._other if self._is_other(prompt.draw, episode.sample) else self._usual
         await chosen.run(prompt, episode)
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+from areal_jax import protocols
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import LostPeerError
-from areal_jax.protocols import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.mismatch import MismatchWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
@@ -56,7 +56,7 @@ class Servers:
     beside: ServersBeside | None = None
 
     @property
-    def whole(self) -> Pool:
+    def whole(self) -> protocols.Pool:
         """What the controller generates with."""
         return self.beside.pool if self.beside else self.pool
 

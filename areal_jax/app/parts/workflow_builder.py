@@ -10,12 +10,13 @@ import inspect
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
+from areal_jax import protocols
 from areal_jax.app.parts.agent_builder import load_agent, load_programs
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.errors import UserError
 from areal_jax.plugins import is_own, load_function, raising_user_error
-from areal_jax.protocols import Clock, Episode, Generator, Workflow
+from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Prompt, SamplingParams
@@ -31,7 +32,7 @@ class OwnWorkflow:
     def __init__(self, workflow: Workflow, spec: str):
         self._workflow, self._spec = workflow, spec
 
-    async def run(self, prompt: Prompt, episode: Episode) -> None:
+    async def run(self, prompt: Prompt, episode: protocols.Episode) -> None:
         with raising_user_error(self._spec, _FIELD):
             await self._workflow.run(prompt, episode)
 

@@ -6,6 +6,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Sequence
 
+from areal_jax import protocols
 from areal_jax.app.run.observer import StepObserver
 from areal_jax.app.run.scores import Scores, evaluation_row
 from areal_jax.config import TrackedConfig
@@ -13,7 +14,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.during_training import EvaluationBeside
 from areal_jax.evaluation.evaluator import Evaluator
-from areal_jax.protocols import Clock, Event, Generator, Pool, Verifier
+from areal_jax.protocols import Clock, Generator, Pool, Verifier
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.telemetry.metrics import FILE, read_metrics
@@ -34,7 +35,7 @@ def build_beside(
     make_evaluator: Callable[..., Evaluator],
     scores: Scores,
     observer: StepObserver,
-    lost: Event | None = None,
+    lost: protocols.Event | None = None,
 ) -> EvaluationBeside:
     """`problems`: of the evaluations before and after training; the first of them are used here.
 

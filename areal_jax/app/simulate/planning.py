@@ -17,6 +17,7 @@ from ml_collections import config_dict
 from areal_jax.app.simulate.simulated_site import SimulatedRun, build_simulation
 from areal_jax.config import default_config
 from areal_jax.lanes import LEARNER, is_engine_lane
+from areal_jax.simulation.planner.cluster_load import NODE
 from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting
 from areal_jax.telemetry import names
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from areal_jax.events.schema import Event
     from areal_jax.telemetry.metrics import Line
 
-NODE = 8  # devices
 _MEASURED = (6, 24)  # updates, at least and at most
 _MEASURED_ANSWERS = 2048  # in as many updates as have them
 WINDOW = 12  # updates in a row, of which the interval of a plan speaks

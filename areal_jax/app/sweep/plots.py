@@ -14,7 +14,7 @@ from areal_jax.report.pages.colors import Look, choose_looks
 from areal_jax.report.pages.metric_curves import moving_mean, smoothing_window
 from areal_jax.report.pages.run_plots import label_axes, make_figure, save_figure
 
-if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
