@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, get_args
 
-from areal_jax.app.process.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, code_of_stopped_server, end_command, judge_training
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
 from areal_jax.commands.help import answer
 from areal_jax.errors import ExitCode, UserError

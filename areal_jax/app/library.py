@@ -14,9 +14,8 @@ from typing import TypeAlias, TypeVar
 
 from ml_collections import config_dict
 
-from areal_jax.app.command_line import load_config, require_workdir
-from areal_jax.app.config_file import find_config_file
-from areal_jax.app.process.run_thread import CallerInterrupts, call_in_thread
+from areal_jax.app.command_line import find_config_file, load_config, require_workdir
+from areal_jax.app.process.ending import CallerInterrupts, call_in_thread
 from areal_jax.app.training import build_run
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import validate

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.app.parts.compilations import print_warnings
 from areal_jax.app.parts.learner_builder import build_averages
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
 from areal_jax.app.run.run import Run, RunKind
-from areal_jax.app.run.start_warnings import print_warnings
 from areal_jax.app.run.supervised import SftTraining
 from areal_jax.config import TrackedConfig
 from areal_jax.config.objectives import find_objective

@@ -9,7 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from areal_jax.app.workdir.provenance import git_commit
+from areal_jax.app.workdir.environment import git_commit
 from areal_jax.commands.command import Command, Flag, list_flags
 from areal_jax.errors import ExitCode
 from areal_jax.workers.code_version import __version__

@@ -1,4 +1,4 @@
-"""The interface of what owns the devices that reallocation.py moves: app/parts/device_moves.py implements it."""
+"""The interface of what owns the devices that reallocation.py moves: app/parts/engines.py implements it."""
 
 from __future__ import annotations
 

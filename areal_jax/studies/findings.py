@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from areal_jax.app.sweep.paired import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
+from areal_jax.app.sweep.endpoints import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
 from areal_jax.studies.arm_records import Record, Records, by_seed, select
 from areal_jax.studies.plan import Margins, Plan
 from areal_jax.studies.stages import KNEE, LOCK_STEP, NATURAL, PILOT

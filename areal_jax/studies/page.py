@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from areal_jax.app.sweep.page import render_table
+from areal_jax.app.sweep.sweep_results import render_table
 from areal_jax.studies import findings
 from areal_jax.studies.arm_records import Record, Records
 from areal_jax.studies.findings import Comparison, eta_records, lag_records

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_jax.app.model.earlier_run import EarlierRun
+from areal_jax.app.model.model import EarlierRun
 from areal_jax.studies.arm_programs import LIST, SCORE
 from areal_jax.studies.arm_records import read_records
 from areal_jax.studies.score_runs import score_runs

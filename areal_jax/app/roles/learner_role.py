@@ -11,11 +11,10 @@ from ml_collections import config_dict
 
 from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import build_model
-from areal_jax.app.parts.compilations import use_compilation_cache
+from areal_jax.app.parts.compilations import print_passed_over, print_warnings, use_compilation_cache
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.process.interrupt import ignore_signals
+from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
-from areal_jax.app.run.start_warnings import print_passed_over, print_warnings
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import LEARNER, parse_learner
 from areal_jax.config.ranges import ConfigError

@@ -13,7 +13,7 @@ from ml_collections import config_dict
 from areal_jax.app.export.run_export import separates_head
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.process.interrupt import ignore_signals
+from areal_jax.app.process.ending import ignore_signals
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner
 from areal_jax.distributed import rendezvous

@@ -17,10 +17,15 @@ from areal_jax.app.model.model import Model, build_model
 from areal_jax.app.model.text_model import describe_loading, require_rules_of_origin
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.channels import ChannelParts, PlacedChannel, build_channel
-from areal_jax.app.parts.compilations import CompilationCounter, use_compilation_cache
-from areal_jax.app.parts.device_moves import DeviceMoves
-from areal_jax.app.parts.energy_builder import UsedDevices, list_devices
+from areal_jax.app.parts.compilations import (
+    DIRECTORY,
+    CompilationCounter,
+    TracedLearner,
+    print_passed_over,
+    use_compilation_cache,
+)
 from areal_jax.app.parts.engines import (
+    DeviceMoves,
     build_backends,
     build_engines,
     build_evaluation_backends,
@@ -28,17 +33,13 @@ from areal_jax.app.parts.engines import (
     describe_caches,
     restore_ring,
 )
+from areal_jax.app.parts.host import UsedDevices, build_pool, list_devices
 from areal_jax.app.parts.learner_builder import build_learner, require_finite_weights
-from areal_jax.app.parts.pool_builder import build_pool
 from areal_jax.app.parts.sizes import measure_parts, require_room
 from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.run.profile import DIRECTORY, TracedLearner
-from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
-from areal_jax.app.run.start_warnings import print_passed_over
-from areal_jax.app.workdir.environment import Environment, read_environment
-from areal_jax.app.workdir.provenance import Hardware, hardware
+from areal_jax.app.run.run import Checkpoint, EngineFacts, EngineSite, LocalRollout, RunContext, find_split
+from areal_jax.app.workdir.environment import Environment, Hardware, hardware, read_environment
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import DeviceSplit, parse_learner

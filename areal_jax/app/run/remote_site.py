@@ -17,11 +17,8 @@ from areal_jax.app.model.text_model import describe_source, describe_text_model,
 from areal_jax.app.roles.roles import RoleProcess, keep_name, require_roles
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.run.run import Run, RunKind
-from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, EngineSite
-from areal_jax.app.workdir.environment import Environment, read_environment
-from areal_jax.app.workdir.provenance import Hardware, describe_hardware
+from areal_jax.app.run.run import Checkpoint, EngineFacts, EngineSite, Run, RunContext, RunKind
+from areal_jax.app.workdir.environment import Environment, Hardware, describe_hardware, read_environment
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner

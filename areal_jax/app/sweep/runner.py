@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from areal_jax import files
-from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.app.sweep.sweep_directory import ENDED, LOG, STARTED, ArmState, describe_code
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.app.sweep.arms import ENDED, LOG, STARTED, ArmState, describe_code
 from areal_jax.telemetry.bar import Bar
 from areal_jax.telemetry.numerals import format_duration
 

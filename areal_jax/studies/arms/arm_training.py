@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.model.model import build_model
-from areal_jax.app.parts.friction_builder import build_frictions
 from areal_jax.app.parts.part_settings import build_schedule
+from areal_jax.app.parts.workflow_builder import build_frictions
 from areal_jax.config import TrackedConfig
 from areal_jax.control.frictions import Frictions
 from areal_jax.publication.manifest import weights_sha256
