@@ -63,7 +63,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
-    from areal_jax.app.run.remote_site import build_controller_run
+    from areal_jax.app.roles.controller_role import build_controller_run
     from areal_jax.app.workdir.run_directory import holds_run
 
     run = build_controller_run(

@@ -40,9 +40,9 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print(describe_run(command.config))
         return ExitCode.FINISHED
 
-    from areal_jax.app.roles.processes import follow_run, join_processes
+    from areal_jax.app.library import build_run
+    from areal_jax.app.roles.learner_role import follow_run, join_processes
     from areal_jax.app.run.reports import tell_end
-    from areal_jax.app.training import build_run
     from areal_jax.native.kept_blocks import keep_blocks
 
     follows = join_processes(command.config, values.process_id)

@@ -14,10 +14,10 @@ from areal_jax.agents.agent_workflow import AgentWorkflow
 from areal_jax.agents.dialogue import Dialogue
 from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.app.evaluate.evaluate import evaluate_model
+from areal_jax.app.library import build_run
 from areal_jax.app.model.text_model import TextModel
 from areal_jax.app.parts import workflow_builder
 from areal_jax.app.parts.workflow_builder import load_workflow
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode

@@ -21,11 +21,11 @@ from areal_jax.app.model.text_model import (
     read_run_config,
     split_checkpoint,
 )
-from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.checkpoint.pieces import StoredArray
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config
+from areal_jax.config.cluster import parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
@@ -39,6 +39,7 @@ from areal_jax.models.decoder import Decoder
 from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, logical_axes
+from areal_jax.sharding.mesh import mesh_of
 from areal_jax.sharding.placement import place_regions
 from areal_jax.sharding.rules import param_shardings, path_name
 from areal_jax.text.file_tokenizers import HfTokenizer
@@ -205,7 +206,8 @@ def describe_model(config: TrackedConfig) -> Model:
 
 def cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
     """A function from a tree in list form to the learner's sharding of each leaf."""
-    return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.cluster.strategy)
+    mesh = mesh_of(parse_learner(config.cluster.learner))
+    return lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
 
 
 # Models beside the policy: a reference, a teacher or the start of a critic, each a Hugging Face directory.

@@ -1,8 +1,4 @@
-"""A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
-
-It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all learner
-processes are started again together.
-"""
+"""Learner processes: those that follow process 0 of a run, and those of a run in roles."""
 
 from __future__ import annotations
 
@@ -15,17 +11,54 @@ from areal_jax.app.parts.compilations import print_passed_over, print_warnings, 
 from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
-from areal_jax.config import TrackedConfig
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import LEARNER, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, digest_config
+from areal_jax.distributed.invitation import accept_invitation
 from areal_jax.distributed.key import key_path, load_key
 from areal_jax.native.kept_blocks import keep_blocks
 from areal_jax.publication.part_writer import PartWriter
 from areal_jax.registry.entries import Entry
+
+
+def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
+    """Makes this one of the processes of `cluster.learner`, before anything asks for a device; True on followers.
+
+    Raises LostPeerError for processes that do not find each other, ConfigError for a wrong number of them.
+    """
+    distributed, processes = config.distributed, parse_learner(config.cluster.learner).processes
+    if processes == 1:
+        return False
+    validate(config)
+    return rendezvous.join(distributed.coordinator, processes, process_id, distributed.command_deadline_s)
+
+
+def follow_run(config: config_dict.ConfigDict) -> None:
+    """What a follower does from start to end.
+
+    Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
+    """
+    tracked = TrackedConfig(config)
+    model = build_model(tracked)
+    learner = build_learner(tracked, model)
+    deadline_s = config.distributed.command_deadline_s
+    rendezvous.require_shared_workdir(deadline_s)
+    rendezvous.meet(deadline_s)
+    leader = accept_invitation(digest_config(tracked.as_dict()), deadline_s)
+    # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
+    # which it needs the others; it lets them go, and they notice when it is gone.
+    ignore_signals()
+    follow(learner, leader, versions=PartWriter(model.decoder.config, separate_head=separates_head(tracked)))
+
+
+# A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
+#
+# It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all
+# learner processes are started again together.
 
 
 def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:

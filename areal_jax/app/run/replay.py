@@ -20,7 +20,6 @@ from areal_jax.app.parts.host import lane_widths
 from areal_jax.app.run.loop import Loop, Outside, build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
 from areal_jax.app.run.run import Run, RunContext, RunKind
-from areal_jax.app.training import LoopRun
 from areal_jax.app.workdir.environment import describe_differences, read_environment
 from areal_jax.app.workdir.records import (
     MODEL,
@@ -73,7 +72,7 @@ class Outcome(TypedDict):
 
 def build_replay(
     config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
-) -> LoopRun:
+) -> Run[OwnSite, Loop]:
     """One start of a run, in the order of its log."""
 
     def build(context: RunContext, site: OwnSite) -> Loop | None:

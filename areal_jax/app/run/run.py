@@ -302,7 +302,7 @@ class _KeepingLearner:
 
 # Where the learner of a run is, and what its loop needs of that place. Nothing here imports jax.
 #
-# own_site.py: in this process. remote_site.py: in other processes.
+# own_site.py: in this process. controller_role.py: in other processes.
 
 
 class ModelText(Protocol):
@@ -318,6 +318,23 @@ class ModelText(Protocol):
     def source(self) -> pathlib.Path | None:
         """File or directory of the weights; None = drawn."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteModel:
+    """What a process without a learner knows of the model: ModelText."""
+
+    tokenizer: Tokenizer
+    source: pathlib.Path | None
+    vocab_size: int
+
+
+class NoCompilations:
+    """Compilations of a process that compiles nothing."""
+
+    count = 0
+
+    def reset(self) -> None: ...
 
 
 class RunLearner(Learner, Protocol):

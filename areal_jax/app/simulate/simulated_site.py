@@ -22,12 +22,13 @@ from areal_jax.app.parts.task_builder import build_stream, build_task
 from areal_jax.app.parts.workflow_builder import WorkflowFactory, read_budgets
 from areal_jax.app.run.loop import Loop, Outside, build_loop
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.run.remote_site import NoCompilations, RemoteModel
 from areal_jax.app.run.run import (
     Checkpoint,
     EngineFacts,
     EngineSite,
     LocalRollout,
+    NoCompilations,
+    RemoteModel,
     Run,
     RunContext,
     RunKind,

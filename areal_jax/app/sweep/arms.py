@@ -16,6 +16,7 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
+from areal_jax.app.workdir.run_list import CHECKPOINTS, LOG, SWEEP, read_end
 from areal_jax.config import CONFIG, TrackedConfig, flatten
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
@@ -24,7 +25,7 @@ from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import unknown_field
-from areal_jax.errors import ExitCode, UserError, suggest
+from areal_jax.errors import UserError, suggest
 from areal_jax.installation import name_launcher
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.telemetry.metrics import FILE as METRICS
@@ -236,15 +237,8 @@ def _require_one_process(config: config_dict.ConfigDict) -> None:
 # The directory of a sweep: sweep.json, a workdir for each arm, and how far each arm has come, as the files say.
 
 
-SWEEP = 'sweep.json'
-LOG = 'output.log'  # in the workdir of an arm: what its process printed
-STARTED, ENDED = '--- started: ', '--- ended '  # lines in it
-CHECKPOINTS, EXPORT = (
-    'checkpoints',
-    'export',
-)  # as app/workdir/ and app/export/ have them, which import jax
 _STEPS = 'run.steps'
-_TAIL_BYTES = 65536
+_EXPORT = 'export'  # as app/export/ has it, which imports jax
 _ANOTHER = 'give another --workdir'
 
 
@@ -320,31 +314,6 @@ def measure_arm(arm: Arm) -> float:
         return 0.0
 
 
-def read_end(log: pathlib.Path) -> str:
-    """Why the process that wrote the log ended before the run had finished, in words; '' without a log."""
-    if not log.exists():
-        return ''
-    with log.open('rb') as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode(errors='replace').splitlines()
-    last = max((index for index, line in enumerate(lines) if line.startswith(STARTED)), default=0)
-    lines = lines[last:]
-    if not lines or not lines[-1].startswith(ENDED):
-        return 'it is running, or ended together with the sweep'
-    end = lines[-1].removeprefix(ENDED)
-    if end == describe_code(ExitCode.STOPPED):
-        return 'it was stopped'
-    errors = [line.removeprefix('error: ') for line in lines if line.startswith('error: ')]
-    told = [line for line in lines[1:-1] if line.strip()]
-    said = errors[-1] if errors else told[-1] if told and end == describe_code(ExitCode.BUG) else ''
-    return f'{end}: {said}' if said else end
-
-
-def describe_code(code: int) -> str:
-    """'with code 2', 'by signal 9': of a process's return code."""
-    return f'by signal {-code}' if code < 0 else f'with code {code}'
-
-
 def _require_same_arm(arm: Arm) -> None:
     """Raises ConfigError where the arm's workdir holds updates of another config; run.steps may be raised."""
     path = arm.workdir / CONFIG
@@ -371,7 +340,7 @@ def _read_report(arm: Arm) -> files.JsonObject | None:
     path = arm.workdir / REPORT
     report = files.read_json(path, 'remove it: the arm writes it again') if path.exists() else {}
     is_whole = report.get('steps') == arm.config.run.steps and report.get('finished', True)
-    has_export = not arm.config.run.export or (arm.workdir / EXPORT).is_dir()
+    has_export = not arm.config.run.export or (arm.workdir / _EXPORT).is_dir()
     return report if is_whole and has_export else None
 
 

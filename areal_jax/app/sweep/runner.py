@@ -18,7 +18,8 @@ from typing import Generic, Protocol, TypeVar
 
 from areal_jax import files
 from areal_jax.app.process.ending import Interrupts
-from areal_jax.app.sweep.arms import ENDED, LOG, STARTED, ArmState, describe_code
+from areal_jax.app.sweep.arms import ArmState
+from areal_jax.app.workdir.run_list import ENDED, LOG, STARTED, describe_code
 from areal_jax.telemetry.bar import Bar
 from areal_jax.telemetry.numerals import format_duration
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from areal_jax import files
-from areal_jax.app.sweep.arms import CHECKPOINTS, LOG, SWEEP, describe_code, read_end
 from areal_jax.app.workdir.run_directory import RESULTS
 from areal_jax.config import CONFIG, default_config, flatten
 from areal_jax.config.objectives import find_objective
@@ -29,6 +28,11 @@ from areal_jax.telemetry.facts import DURING, EVALUATIONS
 from areal_jax.telemetry.metrics import FILE as METRICS
 from areal_jax.telemetry.numerals import format_bytes, format_duration, format_number
 
+SWEEP = 'sweep.json'  # beside the workdirs of its arms
+LOG = 'output.log'  # in the workdir of an arm: what its process printed
+STARTED, ENDED = '--- started: ', '--- ended '  # lines in it
+CHECKPOINTS = 'checkpoints'  # as run_directory.py has it, which imports numpy
+_LOG_BYTES = 65536  # of the end of a log
 RUNNING, FINISHED, STOPPED, KILLED, FAILED = 'running', 'finished', 'stopped', 'killed', 'failed'
 NEVER_BEGAN, DAMAGED = 'never began', 'damaged'
 _MARKS = (EVENTS, METRICS, ANSWERS)  # a directory with one of them and without a config has lost it
@@ -233,6 +237,31 @@ def _tail(path: pathlib.Path) -> bytes:
 def _plain(value: object) -> object:
     """As default_config has it: lists of JSON are tuples there."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def read_end(log: pathlib.Path) -> str:
+    """Why the process that wrote the log ended before the run had finished, in words; '' without a log."""
+    if not log.exists():
+        return ''
+    with log.open('rb') as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        lines = file.read().decode(errors='replace').splitlines()
+    last = max((index for index, line in enumerate(lines) if line.startswith(STARTED)), default=0)
+    lines = lines[last:]
+    if not lines or not lines[-1].startswith(ENDED):
+        return 'it is running, or ended together with the sweep'
+    end = lines[-1].removeprefix(ENDED)
+    if end == describe_code(ExitCode.STOPPED):
+        return 'it was stopped'
+    errors = [line.removeprefix('error: ') for line in lines if line.startswith('error: ')]
+    told = [line for line in lines[1:-1] if line.strip()]
+    said = errors[-1] if errors else told[-1] if told and end == describe_code(ExitCode.BUG) else ''
+    return f'{end}: {said}' if said else end
+
+
+def describe_code(code: int) -> str:
+    """'with code 2', 'by signal 9': of a process's return code."""
+    return f'by signal {-code}' if code < 0 else f'with code {code}'
 
 
 # The list of runs as a table, a line each, or as JSON: what is kept, in which order, which fields differ. Pure.

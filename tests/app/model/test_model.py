@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.model.model import Model, build_model, read_given_model, require_same_shape
-from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.ranges import ConfigError

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.parts.compilations import (
     TracedLearner,
     find_device_warnings,
@@ -18,7 +19,6 @@ from areal_jax.app.parts.compilations import (
     print_warnings,
     use_compilation_cache,
 )
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning import row_layout as layout
 from areal_jax.rollout.decode import parallel

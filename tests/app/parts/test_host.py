@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.parts.host import UsedDevices, build_energy, group_devices, headline, list_devices
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError
 from areal_jax.telemetry.energy.energy_model import DeviceSet

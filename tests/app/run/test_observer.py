@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.run.observer import EngineCounts
-from areal_jax.app.training import build_run
 from areal_jax.config.ranges import ConfigError
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import read_metrics

@@ -332,7 +332,7 @@ def test_a_packed_run_is_replayed_elsewhere_and_an_edit_is_found(killed_twice, t
 def test_tiny_cpu_under_the_real_clock_is_replayed(tmp_path):
     """In another process; with two engines, interruptions, evaluation before and after, and a report."""
     from areal_jax.app.command_line import load_config
-    from areal_jax.app.training import build_run
+    from areal_jax.app.library import build_run
 
     config = load_config('configs/tiny_cpu.py')
     config.update_from_flattened_dict(

@@ -8,10 +8,10 @@ import pytest
 
 from areal_jax import main_check_log
 from areal_jax.app.command_line import load_config
+from areal_jax.app.library import build_run
 from areal_jax.app.model.text_model import read_run_config
 from areal_jax.app.simulate import simulated_site
 from areal_jax.app.simulate.simulated_site import build_simulation
-from areal_jax.app.training import build_run
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import CountBackend

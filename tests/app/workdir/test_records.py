@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from areal_jax.app.command_line import load_config
+from areal_jax.app.library import build_run
 from areal_jax.app.model.text_model import describe_text_model
-from areal_jax.app.training import build_run
 from areal_jax.app.workdir.records import load_own_code
 from areal_jax.config import validate
 from areal_jax.errors import UserError

@@ -15,7 +15,7 @@ import time
 import jax
 import pytest
 
-from areal_jax.app.roles.processes import join_processes
+from areal_jax.app.roles.learner_role import join_processes
 from areal_jax.config import default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_directory import load_hf

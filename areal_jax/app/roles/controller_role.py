@@ -1,11 +1,10 @@
-"""The run of the asynchronous loop whose learner and engines are in other processes: a controller. Imports no jax.
+"""The controller of a run in roles: the loop whose learner and engines are in other processes. Imports no jax.
 
 Weights and optimizer state stay with the learner processes: they write checkpoints and versions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +16,16 @@ from areal_jax.app.model.text_model import describe_source, describe_text_model,
 from areal_jax.app.roles.roles import RoleProcess, keep_name, require_roles
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.run.run import Checkpoint, EngineFacts, EngineSite, Run, RunContext, RunKind
+from areal_jax.app.run.run import (
+    Checkpoint,
+    EngineFacts,
+    EngineSite,
+    NoCompilations,
+    RemoteModel,
+    Run,
+    RunContext,
+    RunKind,
+)
 from areal_jax.app.workdir.environment import Environment, Hardware, describe_hardware, read_environment
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
@@ -36,7 +44,6 @@ from areal_jax.registry.entries import Entry
 from areal_jax.registry.presence import await_living
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
-from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import Tree
 
 # sections of which the learner processes read what they need, and what the exporter reads
@@ -45,23 +52,6 @@ _READ_ELSEWHERE = (
     *('run.compilation_cache', 'run.export_every'),
 )
 ControllerRun: TypeAlias = Run['RemoteSite', Loop]
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteModel:
-    """What this process knows of the model: site.ModelText."""
-
-    tokenizer: Tokenizer
-    source: pathlib.Path | None
-    vocab_size: int
-
-
-class NoCompilations:
-    """observer.Compilations of a process that compiles nothing."""
-
-    count = 0
-
-    def reset(self) -> None: ...
 
 
 def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, **settings: Any) -> ControllerRun:
