@@ -1286,7 +1286,7 @@ MUTATIONS = [
     ),
     Mutation(
         'look at the tokens of a finished answer one by one',
-        'areal_jax.control.groups:RunningGroups._run_episode',
+        'areal_jax.control.episode:Episode.describe_end',
         'lengths = [len(segment.tokens) for segment in segments]',
         'lengths = [sum(1 for _ in segment.tokens) for segment in segments]',
         'tests/control/test_work_per_token.py',
