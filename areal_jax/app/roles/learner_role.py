@@ -12,7 +12,7 @@ from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
 from areal_jax.config import TrackedConfig, validate
-from areal_jax.config.cluster import LEARNER, parse_learner
+from areal_jax.config.cluster import LEARNER, LearnerLayout, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
@@ -70,8 +70,9 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
     tracked = TrackedConfig(config)
     with keep_name(process, config) as heartbeat, use_compilation_cache(tracked):
         await_controller(process, config, deadline_s)
-        attempt = _meet(config, process, heartbeat.entry, deadline_s)
-        _require_devices(config, process)
+        layout = parse_learner(config.cluster.learner)
+        attempt = _meet(layout, process, heartbeat.entry, deadline_s)
+        _require_devices(layout, config.cluster.learner, process)
         keep_blocks()
         model = build_model(tracked)
         learner = build_learner(tracked, model)
@@ -97,9 +98,9 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
             follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
 
 
-def _meet(config: config_dict.ConfigDict, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:
+def _meet(layout: LearnerLayout, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:
     """Joins the processes of the learner, before anything asks for a device."""
-    count = parse_learner(config.cluster.learner).processes
+    count = layout.processes
     if process.index == 0:
         attempt = lead_attempt(process.workdir, own, count, process.host, deadline_s)
     else:
@@ -109,12 +110,12 @@ def _meet(config: config_dict.ConfigDict, process: RoleProcess, own: Entry, dead
     return attempt
 
 
-def _require_devices(config: config_dict.ConfigDict, process: RoleProcess) -> None:
+def _require_devices(layout: LearnerLayout, spelled: str, process: RoleProcess) -> None:
     """Raises ConfigError, with both numbers, for a process that has another number of devices than the others."""
-    needed, found = parse_learner(config.cluster.learner).devices_per_process, jax.local_device_count()
+    needed, found = layout.devices_per_process, jax.local_device_count()
     if found != needed:
         raise ConfigError(
-            f'{process} has {found} devices, and {LEARNER}={config.cluster.learner!r} needs {needed} in each process: '
+            f'{process} has {found} devices, and {LEARNER}={spelled!r} needs {needed} in each process: '
             'change a size or the number of hosts'
         )
 

@@ -39,7 +39,15 @@ from areal_jax.app.parts.host import UsedDevices, build_pool, list_devices
 from areal_jax.app.parts.learner_builder import build_learner, require_finite_weights
 from areal_jax.app.parts.sizes import measure_parts, require_room
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.run.run import Checkpoint, EngineFacts, EngineSite, LocalRollout, RunContext, find_split
+from areal_jax.app.run.run import (
+    Checkpoint,
+    EngineFacts,
+    EngineSite,
+    LocalRollout,
+    RunContext,
+    find_split,
+    require_sound,
+)
 from areal_jax.app.workdir.environment import Environment, Hardware, hardware, read_environment
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
@@ -80,6 +88,7 @@ OwnLearner = SpmdLearner | CommandLeader
 
 def require_here(config: config_dict.ConfigDict) -> None:
     """Raises UserError for a config whose learner, in every split of the devices, does not fit this process."""
+    require_sound(config)
     require_no_simulation(config)
     require_rules_of_origin(config)
     for split in list_splits(config):

@@ -20,7 +20,6 @@ from ml_collections import config_dict
 
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.host import UsedDevices, build_feed, build_tracker, headline
-from areal_jax.app.parts.part_settings import build_hook_function
 from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.process.setup import require_extras
 from areal_jax.app.run.observer import Compilations
@@ -46,6 +45,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.schedule import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import DirectoryLock
+from areal_jax.plugins import load_function
 from areal_jax.protocols import Channel, Learner
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
@@ -54,6 +54,7 @@ from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.telemetry.facts import discard_facts
+from areal_jax.telemetry.hook import FIELD as HOOK
 from areal_jax.telemetry.hook import MetricsHook
 from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
@@ -147,7 +148,8 @@ class RunContext:
         self.finished: Report | None = None  # the report of a resumed run that has nothing left to do
         self._idle_fields: list[str] = []
         self.hook: MetricsHook | None = None
-        self._hook_function = build_hook_function(self.config)
+        hook = self.config.telemetry.hook
+        self._hook_function = load_function(hook, HOOK) if hook else None
         self.feed: TrackerFeed | None = None
         self.rollouts: RolloutWriter | None = None
         self._tracker = build_tracker(self.config)
@@ -485,6 +487,13 @@ def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSp
 # The run.
 
 
+def require_sound(config: config_dict.ConfigDict) -> None:
+    """Raises UserError for a config against its rules, for a package that it needs, and for an unknown task."""
+    validate(config)
+    require_extras(config)
+    require_known(config.task.name)
+
+
 class Program(Protocol):
     """What a run does once it is built."""
 
@@ -509,7 +518,7 @@ SiteT = TypeVar('SiteT', bound=Site)
 class RunKind(Generic[SiteT, ProgramT]):
     """How a run of one kind is built."""
 
-    require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError where it cannot run here
+    require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError for what cannot run here
     warn: Callable[[config_dict.ConfigDict], None]  # says on stderr what is probably a mistake
     make_site: Callable[[RunContext], SiteT]
     build: Callable[[RunContext, SiteT], ProgramT | None]  # None where a resumed run has nothing left to do
@@ -541,9 +550,6 @@ class Run(Generic[SiteT, ProgramT]):
         overrides: Collection[str] = (),
         interrupts: StopRequests | None = None,
     ):
-        validate(config)
-        require_extras(config)
-        require_known(config.task.name)
         kind.require_startable(config)
         own_code = load_own_code(config)
         kind.warn(config)

@@ -33,6 +33,7 @@ from areal_jax.app.run.run import (
     RunContext,
     RunKind,
     find_split,
+    require_sound,
 )
 from areal_jax.app.workdir import environment
 from areal_jax.app.workdir.environment import Environment, read_environment
@@ -388,7 +389,7 @@ def build_simulation(config: config_dict.ConfigDict, workdir: pathlib.Path, **se
     def build(context: RunContext, site: SimulatedSite) -> Loop | None:
         return build_loop(context, site, site.outside())
 
-    kind = RunKind(lambda config: None, lambda config: None, SimulatedSite, build)
+    kind = RunKind(require_sound, lambda config: None, SimulatedSite, build)
     return Run(kind, as_simulated(config), workdir, **settings)
 
 

@@ -60,7 +60,8 @@ def load_own_code(config: config_dict.ConfigDict) -> Digests:
 
             load_objective(spec, dict(config.loss.options))
         if field == 'loss.advantage':
-            own_advantages(_example(config), function, PolicyChoices(advantage=spec))
+            example = _example(config)
+            own_advantages(example, function, PolicyChoices(advantage=spec))
         if (file := source_file(spec, field)) is not None:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             found[field] = {'function': spec, 'file': str(file), 'sha256': digest}
