@@ -57,7 +57,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from areal_jax.workers.code_version import __version__
+from areal_jax.installation import __version__
 
 if TYPE_CHECKING:
     from areal_jax.app.library import evaluate, export, train

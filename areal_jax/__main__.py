@@ -6,8 +6,7 @@ import importlib
 import sys
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.catalogue import find_commands, list_words
-from areal_jax.commands.help import describe_version, find_width, render_rows
+from areal_jax.commands.command import describe_version, find_commands, find_width, list_words, render_rows
 from areal_jax.errors import ExitCode, UserError
 
 _HELP = ('help', '--help', '-h', '-?')

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode, UserError
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.run.reports import tell_results
     from areal_jax.app.workdir.run_directory import RESULTS
     from areal_jax.evaluation.results import render_results
-    from areal_jax.native.kept_blocks import keep_blocks
+    from areal_jax.native.compiled_library import keep_blocks
 
     keep_blocks()
     workdir = pathlib.Path(values.workdir)

@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.config.declarations import DTYPES
 from areal_jax.errors import ExitCode, UserError
 
@@ -56,7 +55,7 @@ def write_export(options: argparse.Namespace, out: pathlib.Path) -> pathlib.Path
     import jax
 
     from areal_jax.app.export.run_export import export_run
-    from areal_jax.telemetry.bar import Bar
+    from areal_jax.telemetry.progress import Bar
 
     jax.config.update('jax_platforms', 'cpu')  # an accelerator is not needed, and may be in use
     bar = Bar()

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode
 
 
@@ -26,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from areal_jax.app.process.setup import silence_libraries
     from areal_jax.app.simulate.planning import MOST_SIMULATIONS, as_json, find_plan, read_answers, render
-    from areal_jax.simulation.planner.plan_setting import MOST_ETA
+    from areal_jax.simulation.planner.neighbours import MOST_ETA
     from areal_jax.simulation.planner.question import make_setting, parse_cluster
-    from areal_jax.simulation.shapes import find_shape
-    from areal_jax.telemetry.bar import Bar
+    from areal_jax.simulation.prices import find_shape
+    from areal_jax.telemetry.progress import Bar
 
     silence_libraries()
     devices, chip = parse_cluster(options.cluster)

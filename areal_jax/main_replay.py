@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode, UserError
 
 # Slow imports come after the command line is parsed.
@@ -53,7 +52,7 @@ def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
     from areal_jax.app.run.replay import replay
     from areal_jax.app.workdir.records import read_packed, read_workdir
     from areal_jax.files import write_json
-    from areal_jax.native.kept_blocks import keep_blocks
+    from areal_jax.native.compiled_library import keep_blocks
 
     keep_blocks()
     paths = dict(_parse_path(text) for text in options.data)

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.files import write_text
 
@@ -49,8 +48,7 @@ def _rebuild(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
     from areal_jax.app.run.reports import read_run
-    from areal_jax.report.pages.comparison import compare, name_runs, render_comparison
-    from areal_jax.report.pages.comparison_page import render_comparison_page
+    from areal_jax.report.pages.comparison_page import compare, name_runs, render_comparison, render_comparison_page
     from areal_jax.report.pages.web_page import describe_missing_library
 
     if options.json:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from areal_jax.app.process.ending import Interrupts, ProcessEnd, code_of_stopped_server, end_command
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import parse_train_command
     from areal_jax.app.process.setup import set_up_process, silence_libraries
     from areal_jax.app.roles.roles import require_role
-    from areal_jax.registry.self_test import require_usable
+    from areal_jax.registry.entries import require_usable
 
     silence_libraries()
     values = _define_flags()

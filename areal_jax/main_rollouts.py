@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, Command, Example, Parser, local_path
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Parser, answer, local_path
 from areal_jax.errors import ExitCode
 
 # those of views.ORDERS, which --help does not import
@@ -56,7 +55,7 @@ def _read(workdir: pathlib.Path) -> list[dict]:
     """Raises UserError where nothing can be shown."""
     from areal_jax.config import CONFIG
     from areal_jax.errors import UserError
-    from areal_jax.telemetry.rollouts.reader import EVALUATED, read_rollouts
+    from areal_jax.telemetry.rollouts.views import EVALUATED, read_rollouts
 
     if not workdir.is_dir():
         raise UserError(f'there is no directory {workdir}')

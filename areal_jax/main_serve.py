@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from absl import flags
 
-    from areal_jax.registry.heartbeat import Heartbeat
+    from areal_jax.registry.entries import Heartbeat
 
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         heartbeat = None if workdir is None else parts.enter_context(_register(workdir, values.name, listener))
 
         from areal_jax.app.roles.serve import serve_model
-        from areal_jax.native.kept_blocks import keep_blocks
+        from areal_jax.native.compiled_library import keep_blocks
 
         keep_blocks()
         serve_model(
@@ -79,11 +78,11 @@ def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) 
     """In the registry of the run, at first without an address: what is being built is known to live."""
     from areal_jax.app.roles.roles import end_fenced
     from areal_jax.config.kinds import OWN_CLIENT
-    from areal_jax.registry.heartbeat import Heartbeat
+    from areal_jax.installation import read_code_version
+    from areal_jax.registry.entries import Heartbeat
     from areal_jax.rollout.http.server.server_names import name_server
     from areal_jax.rollout.http.server.thread import describe_url
     from areal_jax.rollout.servers.server_entries import describe_server
-    from areal_jax.workers.code_version import read_code_version
 
     entry = describe_server(name or name_server(describe_url(listener)), '', OWN_CLIENT.name, code=read_code_version())
     return Heartbeat(workdir, entry, end_fenced)

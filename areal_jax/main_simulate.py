@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
-from areal_jax.commands.command import EXITS, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command, judge_training
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
 from areal_jax.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.library import build_run
     from areal_jax.app.roles.learner_role import follow_run, join_processes
     from areal_jax.app.run.reports import tell_end
-    from areal_jax.native.kept_blocks import keep_blocks
+    from areal_jax.native.compiled_library import keep_blocks
 
     follows = join_processes(command.config, values.process_id)
     keep_blocks()

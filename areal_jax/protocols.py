@@ -97,7 +97,7 @@ class Generation(Protocol):
 
 
 class Generator(Protocol):
-    """What a workflow generates with: a pool, or a pool at one version (evaluation/during_training.py)."""
+    """What a workflow generates with: a pool, or a pool at one version (evaluation/evaluator.py)."""
 
     def generate(self, request: GenerationRequest, prefer: str = '') -> Generation:
         """Starts the request; on the engine `prefer` where there is one of that name."""

@@ -3,7 +3,7 @@
     python -m benchmarks.admission --out=benchmarks/results/admission.json [--turns=5] [--groups=16] [--small]
 
 The controller, pool, engines and buffer of a run under the virtual clock, with a backend that decodes nothing, prices
-from flops and bytes (simulation/roofline.py: R1-distill-Qwen-1.5B, an H800 an engine) and a learner that costs nothing:
+from flops and bytes (simulation/prices.py: R1-distill-Qwen-1.5B, an H800 an engine) and a learner that costs nothing:
 generation alone is the limit. Four engines of 64 slots, groups of 16 answers, prompts of 512 tokens, lognormal answers
 of mean 2,000 (sigma 0.75, at most 8,192), eta inf, 16 groups an update, dispatches of 16 steps. The length of an answer
 is a function of its draw and sample; nothing that routes or admits knows it. Each turn has the lengths of another seed.
@@ -33,9 +33,7 @@ from areal_jax.rollout.backend import DecodeOutput, DecodeRow
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.workflow import SingleTurn
-from areal_jax.simulation.chips import H800
-from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import R1_DISTILL_1_5B
+from areal_jax.simulation.prices import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from areal_jax.types import SamplingParams
 from benchmarks.host_toys import FastBackend, ToyChannel, ToyLearner, ToyStream, ToyVerifier
 from benchmarks.options import Row, make_parser, report, run, show

@@ -30,7 +30,7 @@ from typing import Any
 
 from areal_jax.app.process.setup import return_freed_memory
 from areal_jax.errors import UserError
-from areal_jax.native.kept_blocks import keep_blocks
+from areal_jax.native.compiled_library import keep_blocks
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import spread
 from benchmarks.sides import ROOT, Side, ask_in_turns

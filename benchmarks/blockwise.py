@@ -58,7 +58,7 @@ def measure_bytes(small: bool) -> dict[str, Any]:
     from areal_jax.app.model.model import build_model
     from areal_jax.app.parts.learner_builder import build_learner
     from areal_jax.config import TrackedConfig
-    from areal_jax.publication.device_channel import DeviceChannel
+    from areal_jax.publication.files_channel import DeviceChannel
     from benchmarks.side_blockwise import make_config
 
     nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -7,12 +7,12 @@ import pathlib
 import secrets
 from collections.abc import Callable, Mapping
 
-from areal_jax.distributed.wire import prove_as_client, prove_as_server
+from areal_jax.distributed.peers import prove_as_client, prove_as_server
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
-from areal_jax.publication.carriers.receivers import Reader, open_receiver
 from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.carriers.shm_segment import segment_path, sweep
+from areal_jax.publication.carriers.stream_receiver import Reader, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
 from areal_jax.publication.record import RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel

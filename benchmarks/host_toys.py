@@ -14,9 +14,8 @@ import numpy as np
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REWARD, engine_lane, publish_lane
 from areal_jax.protocols import Clock
-from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.sampling_support import SamplingSupport
-from areal_jax.rollout.servers.remote_engine import HeldWeights
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
+from areal_jax.rollout.servers.member import HeldWeights
 from areal_jax.types import (
     EngineCapabilities,
     EngineFinish,

@@ -8,7 +8,7 @@ the policies. Speeds are tokens a second, from weights in use to weights in use;
 speed of 'wait', less 1.
 
   h800  The real engine under the virtual clock, with a backend that decodes nothing and prices from flops and bytes
-        (simulation/roofline.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and
+        (simulation/prices.py): R1-distill-Qwen-1.5B on an H800, prompts of 512 tokens, answers of mean 9,000 and
         at most 27,648 with sigma 0.75, for each of --slots. Shares of the peaks are published ones, once those that
         favour waiting most (fast decode, slow prefill), once those that do least. A step also takes what one row takes
         longer than the weights are read ('published' overhead), or nothing besides its work ('none', a lower bound: a
@@ -32,9 +32,7 @@ from collections.abc import Iterator, Sequence
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.simulation.chips import H800
-from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import R1_DISTILL_1_5B
+from areal_jax.simulation.prices import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from benchmarks.generation_cells import (
     CONTEXT_TOKENS,
     LENGTHS,

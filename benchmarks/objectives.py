@@ -37,7 +37,7 @@ from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup, Tree
 from benchmarks.case import default_optimizer, learner_settings, make_groups, make_work
 from benchmarks.options import Row, make_parser, report, run, show, split_choices

@@ -31,7 +31,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from benchmarks.case import default_optimizer, learner_settings, make_groups, make_work
 from benchmarks.report import write_report
 from benchmarks.workload import SIGMA, Workload

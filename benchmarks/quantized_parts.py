@@ -12,10 +12,9 @@ import numpy as np
 
 from areal_jax.app.model.model import Model
 from areal_jax.models import decoder as decoders
-from areal_jax.models.activations import Rows
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.quantized import quantize
+from areal_jax.models.quantized import Rows, quantize
 
 Answers = Sequence[tuple[np.ndarray, np.ndarray]]  # (tokens of prompt and answer, log-probs of the answer)
 

@@ -32,7 +32,7 @@ from areal_jax.plugins import load_module
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import train_arms
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line
 from benchmarks.options import split_choices
 from benchmarks.report import write_report
 

@@ -14,7 +14,7 @@ from areal_jax.app.run.run import Run
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import ArmsProgram
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 from benchmarks.arms import arm_config
 from benchmarks.sides import Call, Start, Stopwatch, serve
 

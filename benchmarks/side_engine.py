@@ -18,7 +18,7 @@ from areal_jax.formats.hf_directory import load_hf
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.native.kept_blocks import keep_blocks
+from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.types import GenerationRequest, SamplingParams, Segment, Weights

@@ -13,7 +13,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams
 from benchmarks import case  # of an earlier version, which has no routes
 from benchmarks.case import default_optimizer, learner_settings, make_groups

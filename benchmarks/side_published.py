@@ -26,7 +26,7 @@ from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.lanes import engine_lane
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import PublishedWeights, Tree, Weights
 from benchmarks.carriers import open_channel

@@ -26,9 +26,8 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REGISTRY
 from areal_jax.registry.entries import REGISTRY as DIRECTORY
 from areal_jax.registry.entries import Registration
-from areal_jax.rollout.servers.registry_watch import RegistryWatch
-from areal_jax.rollout.servers.server_entries import ServerEntry, describe_server, read_registry
-from areal_jax.rollout.servers.server_fit import ServerFacts
+from areal_jax.rollout.servers.keeper import ServerFacts
+from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, describe_server, read_registry
 from areal_jax.rollout.servers.server_pool import ServerPool
 from benchmarks.host_toys import ToyServer
 from benchmarks.sides import ROOT, Call, Start, serve

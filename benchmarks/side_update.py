@@ -26,9 +26,9 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.events.schema import Event
 from areal_jax.publication.files_channel import FilesChannel
+from areal_jax.rollout.http.server.bridge import Texts
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.state import Facts
-from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import HttpThread, ServedModel, bind, describe_url
 from areal_jax.rollout.http.service import Action, GenerationService
 from areal_jax.rollout.local_engine import LocalEngine

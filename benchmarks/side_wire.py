@@ -23,8 +23,8 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import DISK, LEARNER, REWARD, control_lane, engine_lane, publish_lane, server_lanes
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.http.clients.vllm import OwnDialect
 from areal_jax.types import SamplingParams
 from benchmarks.side_host import GROUP_SIZE, NEVER, Window, make_controller, make_server_pool, opened
 from benchmarks.sides import ROOT, Call, Start, serve

@@ -18,7 +18,7 @@ from areal_jax.app.command_line import load_config
 from areal_jax.config import default_config, flatten
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER
-from areal_jax.report.lane_intervals import LaneInterval, lane_intervals
+from areal_jax.report.event_log import LaneInterval, lane_intervals
 from benchmarks.sides import ROOT, children_cpu_seconds
 
 LOOK_S = 0.05

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_jax.errors import UserError
-from areal_jax.telemetry.resources import cpu_seconds, resident_bytes
+from areal_jax.telemetry.devices import cpu_seconds, resident_bytes
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import spread
 from benchmarks.sides import ARITHMETIC, QUICKSTART, ROOT

@@ -18,8 +18,7 @@ from absl import flags
 
 from areal_jax.app.command_line import define_path, parse_command
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
 from areal_jax.config.cluster import ENGINES, LEARNER, RoleCount
 from areal_jax.errors import ExitCode, UserError
 

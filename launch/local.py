@@ -20,8 +20,7 @@ from areal_jax import files
 from areal_jax.app.command_line import define_path, parse_train_command
 from areal_jax.app.process.ending import RESUME, end_command
 from areal_jax.app.roles.own_server import SERVERS
-from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
 from areal_jax.config import validate
 from areal_jax.config.cluster import has_roles, parse_engines
 from areal_jax.config.kinds import SERVER, Launch, find_server, name_launched, resolve

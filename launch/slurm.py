@@ -17,8 +17,7 @@ from absl import flags
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, parse_command, require_workdir
 from areal_jax.app.process.ending import RESUME, end_command
-from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
 from .cluster_run import (

@@ -12,10 +12,10 @@ import pytest
 
 import areal_jax
 from areal_jax import columns
-from areal_jax.checkpoint.state import decode_run_state, encode_run_state
+from areal_jax.checkpoint.store import decode_run_state, encode_run_state
 from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS, Column, ColumnError, declare
 from areal_jax.control.episode import Row
-from areal_jax.distributed.codec import decode, encode
+from areal_jax.distributed.messages import decode, encode
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.likelihood import Likelihood
 from areal_jax.learning.packing.packing import empty_batch
@@ -24,7 +24,7 @@ from areal_jax.learning.train_step import training_rows
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Piece, ReplyInfo, name_answers
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import GenerationRequest, SamplingParams, Segment
 from tests import toys
 from tests.changed_json import changed

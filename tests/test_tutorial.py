@@ -48,7 +48,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr('areal_jax.app.process.setup.return_freed_memory', lambda: None)  # settings of a whole process
     monkeypatch.setattr('areal_jax.app.process.setup.space_full_collections', lambda: None)
-    monkeypatch.setattr('areal_jax.native.kept_blocks.keep_blocks', lambda: None)
+    monkeypatch.setattr('areal_jax.native.compiled_library.keep_blocks', lambda: None)
     monkeypatch.setattr('areal_jax.app.process.setup.silence_libraries', lambda: None)
 
     def run(words):

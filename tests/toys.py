@@ -19,24 +19,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_jax.columns import SAMPLING_LOGPROBS
-from areal_jax.control.clocks.lanes import Lane
-from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.buffer import GroupFilter, equal_rewards
+from areal_jax.control.clocks.loop import Lane, LoopClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.controller import Controller, LoopSettings, StepRecord
 from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.gate import StalenessGate
-from areal_jax.control.group_filter import GroupFilter, equal_rewards
+from areal_jax.control.lock_step import VersionRing, parse_schedule
 from areal_jax.control.reallocation import Reallocation
-from areal_jax.control.schedule import VersionRing, parse_schedule
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.during_training import EvaluationBeside
-from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.protocols import Clock, Verifier, Workflow
-from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.sampling_support import SamplingSupport
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work

@@ -10,7 +10,7 @@ from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError
 from areal_jax.control.episode import Episode
 from areal_jax.control.failures import RequestLostError
 from areal_jax.protocols import Clock
-from areal_jax.text.shown_tools import ToolsNotShownError
+from areal_jax.text.chat_template import ToolsNotShownError
 from areal_jax.types import FinishReason, Prompt
 
 Agent: TypeAlias = Callable[[Prompt, Dialogue], Awaitable[object]]  # returns when the episode is over

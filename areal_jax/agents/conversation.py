@@ -17,8 +17,7 @@ import numpy as np
 
 from areal_jax.control.episode import Call, Episode, Row
 from areal_jax.files import JsonObject
-from areal_jax.text.extension import can_extend
-from areal_jax.text.template_messages import read_arguments
+from areal_jax.text.chat_template import can_extend, read_arguments
 from areal_jax.types import NOT_GENERATED, Segment, concatenate
 
 Message: TypeAlias = Mapping[str, object]  # of OpenAI's chat: role, content, tool_calls, tool_call_id

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from areal_jax.agents.conversation import Conversation, Message, Messages, Renderer, Tools, digests, to_json
+from areal_jax.agents.dialogue import Conversation, Message, Messages, Renderer, Tools, digests, to_json
 from areal_jax.control.episode import Call, Episode
 from areal_jax.errors import UserError, cut_text
 from areal_jax.protocols import Clock, Generator

@@ -20,12 +20,11 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, CallToolResult, ContentBlock, EmbeddedResource, TextContent, Tool
 
-from areal_jax.agents.conversation import Tools
-from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, ToolFailedError
-from areal_jax.agents.mcp_process import MOST_MESSAGE_BYTES, ServerProcess
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, ToolFailedError, Tools
+from areal_jax.agents.mcp_tools import MOST_MESSAGE_BYTES, ServerProcess
 from areal_jax.control.episode import TOOL_LISTING
 from areal_jax.files import JsonObject
-from areal_jax.text.template_messages import read_arguments
+from areal_jax.text.chat_template import read_arguments
 
 _Result = TypeVar('_Result')
 

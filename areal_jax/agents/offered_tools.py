@@ -6,7 +6,7 @@ import functools
 from collections.abc import Awaitable, Callable, Mapping
 
 from areal_jax.agents.dialogue import Dialogue
-from areal_jax.text.template_messages import read_arguments
+from areal_jax.text.chat_template import read_arguments
 
 RunTool = Callable[[object], Awaitable[str]]  # of the arguments; on the I/O loop, as Dialogue.call_tool has it
 

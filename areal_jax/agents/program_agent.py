@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from areal_jax.agents.conversation import Message
-from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError, ToolFailedError, Turn
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, Message, ProgramsError, ToolFailedError, Turn
 from areal_jax.control.episode import Call
 from areal_jax.control.failures import RequestLostError
 from areal_jax.errors import UserError

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.agents.conversation import Message, Messages, Tools
+from areal_jax.agents.dialogue import Message, Messages, Tools
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.answer_reader import AnswerParser, ParsedAnswer
-from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, CallParser, FoundCall, Notation
+from areal_jax.rollout.http.wire.answer_reader import (
+    BEGIN_TOKEN,
+    END_TOKEN,
+    AnswerParser,
+    CallParser,
+    FoundCall,
+    Notation,
+    ParsedAnswer,
+)
+from areal_jax.text.chat_template import for_template, require_shown
 from areal_jax.text.decoding import TextDecoder
-from areal_jax.text.shown_tools import require_shown
-from areal_jax.text.template_messages import for_template
 from areal_jax.text.tokenizer import Tokenizer
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_jax.checkpoint.trees import TreeReader
+from areal_jax.checkpoint.shards import TreeReader
 from areal_jax.errors import UserError
 from areal_jax.sharding.host_shards import HostShards
 

@@ -1,4 +1,4 @@
-"""Writes the arrays of a step to the disk: each process the parts that it holds; pieces.py reads them again."""
+"""Writes the arrays of a step to the disk: each process the parts that it holds; shards.py reads them again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 
 import numpy as np
 
-from areal_jax.checkpoint.pieces import Piece, checksum, piece_key
-from areal_jax.checkpoint.trees import write_trees
+from areal_jax.checkpoint.shards import Piece, checksum, piece_key, write_trees
 from areal_jax.files import sync_tree
 from areal_jax.sharding.host_shards import HostShards
 

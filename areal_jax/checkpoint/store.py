@@ -18,20 +18,20 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_jax.checkpoint.pieces import (
+from areal_jax.checkpoint.shards import (
     ArrayShape,
     CheckpointError,
     Index,
     Piece,
     StoredArray,
+    TreeReader,
     brief,
     map_leaves,
     named_leaves,
     require_whole,
     verify_arrays,
+    write_shards,
 )
-from areal_jax.checkpoint.shards import write_shards
-from areal_jax.checkpoint.trees import TreeReader
 from areal_jax.errors import LostPeerError
 from areal_jax.files import JsonObject, free_bytes, partial_name, remove_directory, sync
 from areal_jax.sharding.host_shards import HostShards
@@ -44,7 +44,7 @@ _ROOM = 1.2  # checkpoints that must fit on the disk besides those that are kept
 
 
 class Follower(Protocol):
-    """Another process, which holds its own shards of the step that is being saved (distributed/leader.py)."""
+    """Another process, which holds its own shards of the step that is being saved (distributed/remote_learner.py)."""
 
     name: str
 

@@ -95,7 +95,7 @@ def local_path(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for a command without a config: an error is one sentence, and help.py shows the help."""
+    """argparse for a command without a config: an error is one sentence, and command.py shows the help."""
 
     def __init__(self, program: str):
         super().__init__(prog=program, add_help=False)

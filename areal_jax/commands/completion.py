@@ -10,9 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.commands.catalogue import find_commands
-from areal_jax.commands.command import EXITS, Command, Example, Flag, Parser, list_flags
-from areal_jax.commands.help import answer
+from areal_jax.commands.command import EXITS, Command, Example, Flag, Parser, answer, find_commands, list_flags
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import Choice, Field
 from areal_jax.config.fields import Flag as Switch

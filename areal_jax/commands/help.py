@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from areal_jax.app.workdir.environment import git_commit
 from areal_jax.commands.command import Command, Flag, list_flags
 from areal_jax.errors import ExitCode
-from areal_jax.workers.code_version import __version__
+from areal_jax.installation import __version__
 
 WIDTH = 80  # columns where there is no terminal
 _HELP = ('--help', '-help', '-h', '-?', '--helpfull', '--helpshort')

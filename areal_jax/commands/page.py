@@ -5,9 +5,15 @@ python -m areal_jax.commands.page > docs/commands.md
 
 from __future__ import annotations
 
-from areal_jax.commands.catalogue import find_commands
-from areal_jax.commands.command import Command, Flag, list_flags
-from areal_jax.commands.help import describe_flag, describe_sections, list_fields
+from areal_jax.commands.command import (
+    Command,
+    Flag,
+    describe_flag,
+    describe_sections,
+    find_commands,
+    list_fields,
+    list_flags,
+)
 
 COMMAND_LINE = 'python -m areal_jax.commands.page > docs/commands.md'
 _HEAD = f"""# Every command

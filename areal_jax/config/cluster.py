@@ -1,6 +1,6 @@
 """What `cluster.learner` and `cluster.engines` say: the mesh and the processes of the learner, and who decodes where.
 
-Parsed without jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/allocation.py`
+Parsed without jax, so that `config.validate` can refuse a layout before a device is touched; `sharding/rules.py`
 then chooses the devices. `list_roles` says which processes a launcher starts.
 """
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from areal_jax.control.gate import Bound, HeldTimes, StalenessGate
-from areal_jax.control.slot_demand import SlotDemand
+from areal_jax.control.gate import Bound, HeldTimes, SlotDemand, StalenessGate
 from areal_jax.protocols import Clock, Event
 
 

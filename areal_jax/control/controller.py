@@ -1,7 +1,7 @@
 """The loop on the host: batches, updates, stops and checkpoints around its parts, joined by bounded queues.
 
-app/run/loop.py builds and runs it. Its parts are admission (admission.py, lock_step.py), groups on their way through
-generation and reward (groups.py), publication (publisher.py) and the writing of checkpoints (checkpoint_writer.py).
+app/run/loop.py builds and runs it. Its parts are admission (gate.py, lock_step.py), groups on their way through
+generation and reward (groups.py), publication (controller.py) and the writing of checkpoints (controller.py).
 It imports no jax and holds no array larger than a trajectory.
 """
 
@@ -13,21 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from areal_jax import lanes
-from areal_jax.control.admission import Admission
-from areal_jax.control.buffer import TrajectoryBuffer, count_positions, stamp_consumed
-from areal_jax.control.checkpoint_writer import CheckpointWriter
+from areal_jax.control.buffer import GroupFilter, TrajectoryBuffer, count_positions, stamp_consumed
+from areal_jax.control.controller import CheckpointWriter, Publisher, Update
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount
-from areal_jax.control.gate import HeldState, StalenessGate
-from areal_jax.control.group_filter import GroupFilter
+from areal_jax.control.gate import Admission, HeldState, SlotDemand, StalenessGate
 from areal_jax.control.groups import RunningGroups
-from areal_jax.control.lock_step import LockStep
-from areal_jax.control.publisher import Publisher, Update
+from areal_jax.control.lock_step import LockStep, VersionRing
 from areal_jax.control.reallocation import Reallocation, ReallocationState
-from areal_jax.control.schedule import VersionRing
-from areal_jax.control.slot_demand import SlotDemand
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
 from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
@@ -65,7 +60,7 @@ class StepRecord:
 
 
 class HostState(TypedDict):
-    """The host side at one instant; checkpoint/state.py writes it down."""
+    """The host side at one instant; checkpoint/store.py writes it down."""
 
     version: int  # of the learner's weights
     clock_s: float

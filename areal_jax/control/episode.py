@@ -1,6 +1,6 @@
 """Admitted groups until they enter the buffer: their episodes and what has become of each.
 
-The controller drives them, workflows fill episodes (protocols.Episode), checkpoint/state.py writes them down.
+The controller drives them, workflows fill episodes (protocols.Episode), checkpoint/store.py writes them down.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Row:
 class Call:
     """A call for the next turn of a conversation, as a resumed episode finds it: what was asked, where the answer is.
 
-    Histories are digests of messages and tools in hexadecimal digits (agents/conversation.py).
+    Histories are digests of messages and tools in hexadecimal digits (agents/dialogue.py).
     """
 
     asked: str  # history that the call came with

@@ -1,6 +1,6 @@
 """The episode as JSON, for a scorer that asks for it: conversations of its rows, results of its tools, how it ended.
 
-groups.py and evaluation/evaluator.py give it to `Verifier.verify`. tasks/scoring/episode_object.py completes it for an
+groups.py and evaluation/evaluator.py give it to `Verifier.verify`. tasks/scoring/scorer_process.py completes it for an
 episode without calls.
 """
 

@@ -1,6 +1,6 @@
 """The staleness gate: may one more group start now? Equation 3 of arXiv 2505.24298, counted in groups.
 
-admission.py and the controller use it; it knows counts only, no clock and no group.
+gate.py and the controller use it; it knows counts only, no clock and no group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StalenessGate:
     Args:
       groups_per_update: B >= 1.
       eta: versions, >= 0; with inf only the bounds on memory remain.
-      max_running: most groups that are admitted and unfinished; inf = as many as the slots need (slot_demand.py).
+      max_running: most groups that are admitted and unfinished; inf = as many as the slots need (gate.py).
       buffer_capacity: most finished groups; each admitted group has a place in the buffer reserved.
       max_admitted: groups that the run can train in total.
     """

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from areal_jax.control.buffer import BoundedQueue
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import LOST, Episode, RunningGroup
 from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
-from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.labels import CODE
 from areal_jax.protocols import Clock, Verifier, Workflow

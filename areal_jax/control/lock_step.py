@@ -1,13 +1,12 @@
-"""Lock-step admission, for study: each batch is generated wholly with the version that a schedule names (schedule.py).
+"""Lock-step admission, for study: each batch is generated wholly with the version that a schedule names (lock_step.py).
 
 The controller uses it in place of Admission.run where `staleness.schedule` is not 'natural'.
 """
 
 from __future__ import annotations
 
-from areal_jax.control.admission import Admission
-from areal_jax.control.gate import StalenessGate
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.gate import Admission, StalenessGate
+from areal_jax.control.lock_step import VersionRing
 from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Clock, Pool
 from areal_jax.types import PublishedWeights, Weights, Work

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+from areal_jax.control.buffer import BoundedQueue
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.queues import BoundedQueue
 from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Channel, Clock
 from areal_jax.types import PublishedWeights, TrajectoryGroup, Weights, Work

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypedDict
 
 from areal_jax import lanes
 from areal_jax.config.cluster import DeviceSplit
-from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
+from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.split_choice import (
     Choice,
     DecodeSums,

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax import files
-from areal_jax.distributed.codec import CodecError, decode, encode_parts
+from areal_jax.distributed.messages import CodecError, decode, encode_parts
 from areal_jax.errors import UserError
 
 Block = Mapping[str, np.ndarray]  # float32 leaves by path

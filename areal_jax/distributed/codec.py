@@ -4,7 +4,7 @@
     header      {'value': ..., 'arrays': [[dtype, shape, first byte], ...]}
 
 In `value`, null, numbers and strings are themselves and a JSON array is a list. An object has one key, the kind:
-dict, tuple, array, scalar, groups (group_columns.py) or the name of a record. Reading runs no code of the sender and
+dict, tuple, array, scalar, groups (messages.py) or the name of a record. Reading runs no code of the sender and
 makes no object of a type that is not listed here. Decoded arrays are views of the body.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from areal_jax.checkpoint.pieces import ArrayShape, Piece, StoredArray
-from areal_jax.distributed.group_columns import join_groups, split_groups
+from areal_jax.checkpoint.shards import ArrayShape, Piece, StoredArray
+from areal_jax.distributed.messages import join_groups, split_groups
 from areal_jax.types import TrajectoryGroup
 
 _LENGTH = struct.Struct('!I')

@@ -1,7 +1,7 @@
 """A process that holds a learner and executes the commands of another one, in the order of sending.
 
 Threads of their own write checkpoints and publications, so that commands go on meanwhile. The other process runs
-leader.py, if it has a learner itself, or remote_learner.py.
+remote_learner.py, if it has a learner itself, or remote_learner.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from areal_jax.checkpoint.pieces import ArrayShape, named_leaves
-from areal_jax.checkpoint.shards import write_shards
-from areal_jax.distributed.codec import describe_arrays
+from areal_jax.checkpoint.shards import ArrayShape, named_leaves, write_shards
 from areal_jax.distributed.handshake import Listener
 from areal_jax.distributed.messages import (
     CHECKPOINT,
@@ -25,15 +23,15 @@ from areal_jax.distributed.messages import (
     Answer,
     Command,
     Failure,
+    describe_arrays,
 )
-from areal_jax.distributed.peers import CommandError, OnLost, Peer, end_process
-from areal_jax.distributed.wire import Connection
+from areal_jax.distributed.peers import CommandError, Connection, OnLost, Peer, end_process
 from areal_jax.errors import UserError
 from areal_jax.types import Tree
 
 if TYPE_CHECKING:
     from areal_jax.learning.learner import SpmdLearner
-    from areal_jax.publication.part_writer import PartWriter
+    from areal_jax.publication.export import PartWriter
 
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}

@@ -1,7 +1,7 @@
 """Groups of trajectories as columns and back: one array for each field of all trajectories together.
 
 The batch of an update has thousands of trajectories: a few large arrays are written and read much faster than thousands
-of small ones. checkpoint/state.py has the form for run states, which is text. A prompt that trajectories share is
+of small ones. checkpoint/store.py has the form for run states, which is text. A prompt that trajectories share is
 written once, and shared again after reading.
 """
 

@@ -1,6 +1,6 @@
 """Connections between the roles of a run: who listens, who connects, and whether both are of one run.
 
-Both ends must have the key of the run (key.py); then each says which role, code and config it is.
+Both ends must have the key of the run (handshake.py); then each says which role, code and config it is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from areal_jax.config.addresses import address_family, join_address
-from areal_jax.distributed.codec import CodecError, decode, encode
-from areal_jax.distributed.wire import (
+from areal_jax.distributed.messages import CodecError, decode, encode
+from areal_jax.distributed.peers import (
     Connection,
     Frame,
     WireError,
@@ -29,7 +29,7 @@ from areal_jax.distributed.wire import (
     send_all,
 )
 from areal_jax.errors import LostPeerError, UserError
-from areal_jax.workers.code_version import read_code_version
+from areal_jax.installation import read_code_version
 
 _RETRY_S = 0.1
 _BACKLOG = 128

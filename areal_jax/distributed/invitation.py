@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from areal_jax.distributed.handshake import Hello, Listener, connect
-from areal_jax.distributed.key import key_path, load_key
-from areal_jax.distributed.wire import Connection
+from areal_jax.distributed.handshake import Hello, Listener, connect, key_path, load_key
+from areal_jax.distributed.peers import Connection
 from areal_jax.errors import UserError
 
 _INVITATION_BYTES = 4096

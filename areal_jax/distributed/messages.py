@@ -1,6 +1,6 @@
 """What the processes of a run send each other, and how a failure of one is raised in another. jax-free.
 
-codec.py turns messages into bytes. Each message belongs to a lane: the other end executes the commands of one lane in
+messages.py turns messages into bytes. Each message belongs to a lane: the other end executes the commands of one lane in
 the order of sending, and the lanes run concurrently.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from areal_jax.distributed.codec import CodecError, decode, encode
+from areal_jax.distributed.messages import CodecError, decode, encode
 from areal_jax.errors import UserError
 
 LEARNER, CHECKPOINT, PUBLICATION, RELAY = LANES = ('learner', 'checkpoint', 'publication', 'relay')

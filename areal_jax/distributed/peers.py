@@ -1,4 +1,4 @@
-"""The processes at the other ends of connections, and commands to all of them; wire.py carries the bytes. jax-free.
+"""The processes at the other ends of connections, and commands to all of them; peers.py carries the bytes. jax-free.
 
 The main thread of a learner may be waiting in a collective that another process will never join, and a collective
 cannot be cancelled. A thread of each peer therefore reads its connection all the time and reports a lost process at
@@ -15,20 +15,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from areal_jax.distributed.codec import CodecError
 from areal_jax.distributed.messages import (
     CLOSE,
     LANES,
     LEARNER,
     RELAY,
     Answer,
+    CodecError,
     Command,
     Failure,
     Message,
     decode_message,
     encode_message,
 )
-from areal_jax.distributed.wire import Connection, Frame, WireError, send_all
+from areal_jax.distributed.peers import Connection, Frame, WireError, send_all
 from areal_jax.errors import ExitCode, LostPeerError
 
 OnLost = Callable[[str], None]  # gets one sentence that names the process

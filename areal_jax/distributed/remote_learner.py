@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.checkpoint.pieces import Index
+from areal_jax.checkpoint.shards import Index
 from areal_jax.distributed.messages import (
     CHECKPOINT,
     PUBLICATION,
@@ -29,8 +29,7 @@ from areal_jax.distributed.messages import (
 )
 from areal_jax.distributed.peers import CommandError, Peers
 from areal_jax.learning.update_price import UpdatePrice
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.versions import remove_old_versions
+from areal_jax.publication.versions import PublicationError, remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
 

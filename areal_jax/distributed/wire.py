@@ -1,4 +1,4 @@
-"""Authenticated frames between two processes of a run, over one socket. key.py has the key.
+"""Authenticated frames between two processes of a run, over one socket. handshake.py has the key.
 
     connect     client: MAGIC, 32 random bytes            server: MAGIC, 32 random bytes, proof of the key
                 client: proof of the key                  both: a frame with its Hello

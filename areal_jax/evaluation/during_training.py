@@ -1,6 +1,6 @@
 """Evaluation beside training: every so many updates, under the weights of that version, while the loop goes on.
 
-The engines keep the weights of the version until its answers are done (rollout/pinned.py). The state of training knows
+The engines keep the weights of the version until its answers are done (rollout/local_engine.py). The state of training knows
 nothing of it.
 """
 

@@ -18,7 +18,7 @@ from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.answers import Answer
+from areal_jax.evaluation.results import Answer
 from areal_jax.protocols import Clock, Event, Generator, Verifier, Workflow
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, most_frequent_share
@@ -34,7 +34,7 @@ class Evaluator:
     The sampling noise is the same in every evaluation, so the scores of two evaluations are paired. No weights may be
     published while it runs: all answers are of the version that the engines hold. An answer that cannot be verified
     scores 0; `max_failed` of them in a row raise UnverifiedError. `announce` is called after each answer with the
-    number of answers so far and in all. `version`: of an evaluation beside training (during_training.py), whose events
+    number of answers so far and in all. `version`: of an evaluation beside training (evaluator.py), whose events
     are of kinds of their own.
     """
 

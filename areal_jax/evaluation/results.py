@@ -8,16 +8,16 @@ from typing import TypedDict
 
 import numpy as np
 
-from areal_jax.evaluation.answers import AnsweredProblem
-from areal_jax.evaluation.estimators import (
+from areal_jax.evaluation.results import (
     RESAMPLES,
+    AnsweredProblem,
     bootstrap_intervals,
     majority_score,
     pass_at_k,
     sizes_of_k,
 )
 from areal_jax.report.statistics import CONFIDENCE
-from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.progress import format_duration
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, NotRequired
 
-from areal_jax.events.event_fields import Header
+from areal_jax.events.schema import Header
 
 
 class ReallocateEvent(Header):

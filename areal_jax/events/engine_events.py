@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from areal_jax.events.event_fields import Header, PolicyVersion
+from areal_jax.events.schema import Header, PolicyVersion
 
 
 class SpareEvent(Header):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, NotRequired
 
-from areal_jax.events.event_fields import Draw, Header, Sample
+from areal_jax.events.schema import Draw, Header, Sample
 
 
 class FinishEvent(Header):

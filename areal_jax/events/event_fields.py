@@ -1,4 +1,4 @@
-"""The fields that kinds of events share: what the schema in schema.py and server_events.py is made of."""
+"""The fields that kinds of events share: what the schema in schema.py and schema.py is made of."""
 
 from typing import Annotated, TypedDict
 

@@ -11,33 +11,34 @@ from typing import Annotated, Literal, NotRequired
 
 from areal_jax import files
 from areal_jax.events import records
-from areal_jax.events.device_events import ReallocateEvent
-from areal_jax.events.engine_events import SpareEvent
-from areal_jax.events.episode_events import AuditEvent, CheckEvent, FinishEvent, RewardEvent
-from areal_jax.events.event_fields import (
+from areal_jax.events.schema import (
     Amount,
+    AuditEvent,
     Check,
+    CheckEvent,
     Draw,
     Engine,
-    Header,
-    Pause,
-    PolicyVersion,
-    Request,
-    RunNumber,
-    Sample,
-    Update,
-    WorkKind,
-)
-from areal_jax.events.friction_events import FrictionEvent
-from areal_jax.events.server_events import (
     EngineStateEvent,
     EvaluationReceiveEvent,
     FenceEvent,
+    FinishEvent,
+    FrictionEvent,
+    Header,
     MoveEvent,
+    Pause,
+    PolicyVersion,
     ProbeEvent,
+    ReallocateEvent,
     ReceiveEvent,
     RegisterEvent,
+    Request,
+    RewardEvent,
+    RunNumber,
+    Sample,
+    SpareEvent,
     StageEvent,
+    Update,
+    WorkKind,
 )
 
 FILE = 'events.jsonl'  # in the workdir

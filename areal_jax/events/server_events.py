@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from areal_jax.events.event_fields import Engine, Header, PolicyVersion, Request
+from areal_jax.events.schema import Engine, Header, PolicyVersion, Request
 
 
 class RegisterEvent(Header):

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from areal_jax.formats.hf import WeightsError
+from areal_jax.formats.hf_directory import WeightsError
 from areal_jax.formats.safetensors_file import StoredTensor
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import at_layer, weight_table

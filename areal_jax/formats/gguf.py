@@ -50,7 +50,7 @@ def load_gguf(
 
     Tokenizer fields: see `describe_gguf`. `announce` hears of the bytes of the file. Raises GgufError.
     """
-    from areal_jax.formats.hf import WeightsError, from_hf_names  # needs jax, unlike the rest
+    from areal_jax.formats.hf_directory import WeightsError, from_hf_names  # needs jax, unlike the rest
 
     path = pathlib.Path(path)
     header = _read_header(path)

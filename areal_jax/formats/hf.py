@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, WeightSpec, at_layer, leaf_at, nest, weight_table
+from areal_jax.models.weights import Params, WeightSpec, at_layer, is_adapter, leaf_at, nest, weight_table
 from areal_jax.sharding.rules import path_name
 
 

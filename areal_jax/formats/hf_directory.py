@@ -16,13 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.files import Announce, announce_nothing
-from areal_jax.formats.fused_experts import split_fused
-from areal_jax.formats.hf import HfTensor, WeightsError, from_hf_names, hf_tensors, require_tensors
 from areal_jax.formats.hf_config import HfError, read_hf_config, read_json
+from areal_jax.formats.hf_directory import (
+    HfTensor,
+    WeightsError,
+    from_hf_names,
+    hf_tensors,
+    require_tensors,
+    split_fused,
+)
 from areal_jax.formats.safetensors_file import DTYPES, SafetensorsError, StoredTensor, list_tensors
-from areal_jax.models.layers import FORMS
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, leaf_at, nest
+from areal_jax.models.weights import FORMS, Params, leaf_at, nest
 from areal_jax.types import Tree
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax import files
-from areal_jax.formats.hf import HfTensor, hf_tensors, require_merged
 from areal_jax.formats.hf_config import CONFIG, HfError, hf_config, read_json
-from areal_jax.formats.hf_directory import INDEX, WEIGHTS
+from areal_jax.formats.hf_directory import INDEX, WEIGHTS, HfTensor, hf_tensors, require_merged
 from areal_jax.formats.safetensors_file import write_tensors
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, leaf_at

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.learning.weights.trained_leaves import CRITIC, Trainable
-from areal_jax.models.lora import is_adapter
+from areal_jax.models.weights import is_adapter
 from areal_jax.sharding.rules import WeightAxes
 from areal_jax.types import Tree
 

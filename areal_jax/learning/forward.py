@@ -3,7 +3,7 @@
 Dense layers see one flat stream of tokens. On a mesh the stream is ordered by device, so that flattening moves no data:
 [R, T], with R sharded over data, fsdp and expert, S shards together, and T over context, is viewed as
 [S, context, R / S, T / context] and flattened from there. If `context` > 1, the tokens of a row
-are in slice order (sharding/slices.py); only attention and the choice of the predicting tokens depend on it.
+are in slice order (sharding/placement.py); only attention and the choice of the predicting tokens depend on it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Attend, Constrain
-from areal_jax.models.expert_mesh import make_mix
 from areal_jax.models.expert_products import Mixer
-from areal_jax.models.experts import Routed, Routing
+from areal_jax.models.experts import Routed, Routing, make_mix
 from areal_jax.models.logprobs import TokenFunction, sharded_token_logprobs, token_logprobs
-from areal_jax.sharding.mesh import ROW_AXES, TOKEN_AXES
-from areal_jax.sharding.rules import data_shards
-from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices
+from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
+from areal_jax.sharding.rules import ROW_AXES, TOKEN_AXES, data_shards
 from areal_jax.types import Tree
 
 Rows = Mapping[str, jax.Array]  # fields of a micro-batch [R, ...], see `train_step.training_rows`

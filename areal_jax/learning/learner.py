@@ -39,9 +39,8 @@ from areal_jax.learning.weights.host_copies import HostCopies
 from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot, take_snapshot
 from areal_jax.learning.weights.trained_leaves import Params
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
-from areal_jax.native.kept_blocks import free_kept_blocks
-from areal_jax.native.preference import preferred
+from areal_jax.models.weights import stack_layers
+from areal_jax.native.compiled_library import free_kept_blocks, preferred
 from areal_jax.sharding.placement import gather
 from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, TokenArrays, Trajectory, TrajectoryGroup, Tree
@@ -52,11 +51,11 @@ class SpmdLearner:
 
     The learner owns its buffers: it copies the weights that it is given, `publish` and `save` return copies, and an
     update replaces weights and optimizer state in place. On a mesh that spans processes, every process has a learner
-    and calls the same commands in the same order (distributed/leader.py); each packs the same groups to the same rows.
+    and calls the same commands in the same order (distributed/remote_learner.py); each packs the same groups to the same rows.
     """
 
     announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`
-    # the learners of other processes that must write a checkpoint, or a version, too (distributed/leader.py)
+    # the learners of other processes that must write a checkpoint, or a version, too (distributed/remote_learner.py)
     followers = writers = ()
 
     def __init__(

@@ -18,7 +18,7 @@ from areal_jax.learning.packing.packing import empty_batch, pack
 from areal_jax.learning.packing.packing_report import PackingReport
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
-from areal_jax.models.expert_mesh import require_experts
+from areal_jax.models.experts import require_experts
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import data_shards, row_sharding

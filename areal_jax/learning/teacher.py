@@ -18,8 +18,8 @@ from areal_jax.learning.vocabulary_statistics import TeacherForm
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.trained_leaves import Params
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import stack_layers
 from areal_jax.sharding.placement import place
 from areal_jax.types import PackedBatch, Tree
 

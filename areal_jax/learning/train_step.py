@@ -38,8 +38,7 @@ from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import measure_balance
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
-from areal_jax.sharding.rules import replicated
-from areal_jax.sharding.shares import Shares
+from areal_jax.sharding.rules import Shares, replicated
 from areal_jax.types import PackedBatch, Tree
 
 # what differs from call to call, see `training_scalars`; and 'teacher', the weights of one that a step itself reads

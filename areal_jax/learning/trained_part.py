@@ -22,8 +22,7 @@ from areal_jax.learning.weights.interchange import export_weights
 from areal_jax.learning.weights.trained_leaves import Params, Trainable
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import logical_axes
-from areal_jax.sharding.rules import param_shardings, replicated
-from areal_jax.sharding.shares import Shares
+from areal_jax.sharding.rules import Shares, param_shardings, replicated
 from areal_jax.types import Tree
 
 Declared = tuple[CompiledPrograms, str, tuple[Tree, ...]]  # a program by its name, and arguments of its shapes

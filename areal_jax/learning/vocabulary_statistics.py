@@ -19,11 +19,10 @@ from areal_jax.learning.objective.objective import (
     STATISTICS,
     Objective,
 )
-from areal_jax.models.clamped_entropy import clamped_entropy, count_kept
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.vocabulary_divergence import token_divergences
-from areal_jax.models.vocabulary_tiles import over_mesh
-from areal_jax.sharding.mesh import TOKEN_AXES
+from areal_jax.models.logprobs import over_mesh
+from areal_jax.models.vocabulary_divergence import clamped_entropy, count_kept, token_divergences
+from areal_jax.sharding.rules import TOKEN_AXES
 from areal_jax.types import Tree
 
 _Arrays = tuple[jax.Array, ...]

@@ -17,19 +17,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.models import initial, native_layers
-from areal_jax.models.activations import ACTIVATIONS, Activations
+from areal_jax.models import native_layers
+from areal_jax.models import weights as initial
 from areal_jax.models.block import Layer, Rotation, rms_norm
-from areal_jax.models.experts import Routed, Routing, follow_choice
-from areal_jax.models.layers import FORMS, stack_layers
-from areal_jax.models.logprobs import Ranking, rank_tokens
-from areal_jax.models.lora import Lora
+from areal_jax.models.experts import Routed, Routing, follow_choice, rotary
+from areal_jax.models.logprobs import Ranking, effective_temperature, rank_tokens
 from areal_jax.models.native_layers import KeysAndValues, Read, Stepped
-from areal_jax.models.quantized import QUANTIZED, Quantized, rank_logits
-from areal_jax.models.rotary import rotary
+from areal_jax.models.quantized import ACTIVATIONS, QUANTIZED, Activations, Quantized, rank_logits
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.vocabulary_tiles import effective_temperature
-from areal_jax.models.weights import Params, map_matrices, nest, weight_table
+from areal_jax.models.weights import FORMS, Lora, Params, map_matrices, nest, stack_layers, weight_table
 from areal_jax.types import Tree
 
 # (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window) -> (out [T, H, D], cache of the layer)
@@ -218,7 +214,7 @@ class Decoder:
         read: Read,
         temperature: jax.Array,
     ) -> Stepped:
-        """`hidden` and `logits` of one token a row, over the cache of attention/native.py, as one kernel.
+        """`hidden` and `logits` of one token a row, over the cache of attention/choose.py, as one kernel.
 
         Args:
           tokens, positions: int32 [B].

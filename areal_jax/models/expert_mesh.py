@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.models.expert_check import choose_checked_mixer
 from areal_jax.models.expert_products import Mixer
+from areal_jax.models.experts import choose_checked_mixer
 from areal_jax.models.shape import ModelConfig
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from areal_jax.models.vocabulary_tiles import (
+from areal_jax.models.logprobs import (
     LOWEST,
     Index,
     choose_chunk,

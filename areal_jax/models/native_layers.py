@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.activations import is_in_panels
 from areal_jax.models.block import AttendLayer, Rotation
 from areal_jax.models.experts import columns_of_pass
 from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, Ranking
-from areal_jax.models.quantized import Quantized
+from areal_jax.models.quantized import Quantized, is_in_panels
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
 from areal_jax.native import compiled_library as library

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from areal_jax.models.activations import Activations, Rows
-from areal_jax.models.logprobs import Ranking
-from areal_jax.models.vocabulary_tiles import scale_logits
+from areal_jax.models.logprobs import Ranking, scale_logits
+from areal_jax.models.quantized import Activations, Rows
 from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import BYTE_GROUP, BYTE_ROWS, host_view, pack_bytes
 
@@ -122,7 +121,7 @@ def _rows_of(table: Quantized, tokens: jax.Array) -> jax.Array:
 
 
 def _panels(matrix: jax.Array, *, by_rows: bool) -> Quantized:
-    """[..., in, out], or with `by_rows` [..., out, in]. Outside jax.jit no program of XLA runs, see activations.py."""
+    """[..., in, out], or with `by_rows` [..., out, in]. Outside jax.jit no program of XLA runs, see quantized.py."""
     if matrix.ndim == 2 and isinstance(matrix, jax.Array) and (view := host_view(matrix)) is not None:
         packed, scales = pack_bytes(view, by_rows=by_rows)
         put = lambda array: jax.device_put(array, matrix.sharding)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from areal_jax.models.vocabulary_tiles import (
+from areal_jax.models.logprobs import (
     LOWEST,
     Index,
     choose_chunk,

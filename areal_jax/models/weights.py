@@ -17,9 +17,8 @@ import jax
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.families import FAMILIES, Init, Weight
-from areal_jax.models.lora import ADAPTERS, Lora
-from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weight_rows import LAYERS, layers_of, letter_sizes, rows_of
+from areal_jax.models.shape import LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
+from areal_jax.models.weights import ADAPTERS, Lora
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
 

@@ -83,7 +83,7 @@ def pack_bytes(matrix: np.ndarray, *, by_rows: bool) -> tuple[np.ndarray, np.nda
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
-    """From the beginning of a cache line on, in memory of kept_blocks.py. The library must be registered."""
+    """From the beginning of a cache line on, in memory of compiled_library.py. The library must be registered."""
     kernels, size = library.register(), math.prod(shape) * np.dtype(dtype).itemsize
     allocate = kernels.areal_jax_allocate
     allocate.restype = ctypes.c_void_p

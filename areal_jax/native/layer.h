@@ -235,7 +235,7 @@ inline void NormalizeHead(float* head, int64_t dim, const float* norm, float eps
   for (int64_t i = 0; i < dim; ++i) head[i] = head[i] * factor * norm[i];
 }
 
-// Norm of a head, where there is one, and rotation of its pairs (j, j + D / 2) (models/rotary.py, rotate).
+// Norm of a head, where there is one, and rotation of its pairs (j, j + D / 2) (models/experts.py, rotate).
 inline void TurnHead(float* head, int64_t dim, const float* norm, float eps, const float* cosine, const float* sine) {
   if (norm) NormalizeHead(head, dim, norm, eps);
   const int64_t half = dim / 2;

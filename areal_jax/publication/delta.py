@@ -26,10 +26,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.native import changes as kernels
+from areal_jax.native import arrays as kernels
 from areal_jax.native import compiled_library as library
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import change_of_sums, unfinite_bits
+from areal_jax.publication.versions import PublicationError
 
 MOST_ELEMENTS = 1 << 32  # of a leaf: positions are 32 bits
 LARGE_GAP = 255

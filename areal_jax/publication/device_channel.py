@@ -10,9 +10,17 @@ from collections.abc import Collection
 
 import jax
 
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.manifest import LeafDigest, device_manifest, finite_manifest, manifest_hash, require_equal
-from areal_jax.publication.unchanged import Mover, UnchangedLeaves, by_path
+from areal_jax.publication.manifest import (
+    LeafDigest,
+    Mover,
+    UnchangedLeaves,
+    by_path,
+    device_manifest,
+    finite_manifest,
+    manifest_hash,
+    require_equal,
+)
+from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.placement import Place
 from areal_jax.types import PublishedWeights, Tree
 

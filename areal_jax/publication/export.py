@@ -10,8 +10,8 @@ from areal_jax.formats.hf_directory import WEIGHT_DTYPES
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.export import write_hf_directory
+from areal_jax.publication.versions import PublicationError
 
 FILE_BYTES = 5_000_000_000  # largest file of weights
 

@@ -1,7 +1,7 @@
 """Publication through the file system: a directory of Hugging Face safetensors per version, for servers to load.
 
 app/parts/engines.py builds the channel for publication.channel=files, and a server loads versions with `find_version`
-and `load_version`. version_directory.py writes, versions.py names and locks directories, manifest.py checks the values.
+and `load_version`. export.py writes, versions.py names and locks directories, manifest.py checks the values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from areal_jax.formats.hf_directory import load_hf_weights, map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, HfFiles, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.export import PartWriter, write_hf_directory
 from areal_jax.publication.manifest import (
     LeafDigest,
     Manifest,
+    UnchangedLeaves,
+    by_path,
     decode_manifest,
     encode_manifest,
     finite_host_manifest,
@@ -31,11 +33,9 @@ from areal_jax.publication.manifest import (
     manifest_hash,
     require_equal,
 )
-from areal_jax.publication.part_writer import PartWriter
-from areal_jax.publication.unchanged import UnchangedLeaves, by_path
-from areal_jax.publication.version_directory import write_hf_directory
 from areal_jax.publication.versions import (
     MANIFEST,
+    PublicationError,
     clear_versions,
     keep_while_read,
     parse_version,
@@ -43,7 +43,7 @@ from areal_jax.publication.versions import (
     version_path,
 )
 from areal_jax.sharding.placement import Place
-from areal_jax.sharding.shares import is_shared
+from areal_jax.sharding.rules import is_shared
 from areal_jax.types import PublishedWeights, Tree
 
 _FOREIGN = ''  # manifest hash of a directory that another program wrote

@@ -15,12 +15,11 @@ from areal_jax.files import remove_directory
 from areal_jax.formats.hf_config import CONFIG, read_hf_config
 from areal_jax.formats.hf_export import COMPANIONS, HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.export import write_hf_directory
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import encode_manifest
 from areal_jax.publication.record import Held, Record, RecordReceiver, put_leaf
-from areal_jax.publication.version_directory import write_hf_directory
-from areal_jax.publication.versions import MANIFEST, list_versions, version_path
+from areal_jax.publication.versions import MANIFEST, PublicationError, list_versions, version_path
 from areal_jax.publication.weight_buffers import WeightBuffers, decode_delta
 from areal_jax.types import Tree
 

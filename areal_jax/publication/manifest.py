@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from areal_jax.native.arrays import host_view, sum_words
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
 

@@ -18,12 +18,10 @@ from areal_jax import files
 from areal_jax.formats.hf_export import HfCompanions, HfFiles, plan_hf_files
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import leaf_at
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.export import finish_directory, open_directory, writing
 from areal_jax.publication.manifest import decode_manifest, encode_manifest, finite_host_manifest, manifest_hash
-from areal_jax.publication.version_directory import finish_directory, open_directory, writing
-from areal_jax.publication.versions import MANIFEST, clear_versions, version_path
-from areal_jax.sharding.rules import path_name
-from areal_jax.sharding.shares import SharedLeaf
+from areal_jax.publication.versions import MANIFEST, PublicationError, clear_versions, version_path
+from areal_jax.sharding.rules import SharedLeaf, path_name
 from areal_jax.types import Tree
 
 

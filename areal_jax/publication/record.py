@@ -16,8 +16,8 @@ from typing import Literal, Protocol, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import LeafDigest, decode_manifest, encode_manifest, manifest_hash
+from areal_jax.publication.versions import PublicationError
 from areal_jax.types import Tree
 
 Part: TypeAlias = bytes | bytearray | memoryview  # C-contiguous bytes

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Mapping
 import jax
 import numpy as np
 
-from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.manifest import LeafDigest, leaves_by_path
 from areal_jax.publication.record import Held, Record, RecordReceiver, RecordSender
-from areal_jax.publication.version_encoder import Leaves, VersionEncoder, wrap_whole
+from areal_jax.publication.record_channel import Leaves, VersionEncoder, wrap_whole
+from areal_jax.publication.versions import ChainFull, PublicationError
 from areal_jax.publication.weights_reader import WeightsReader
 from areal_jax.sharding.placement import Place
-from areal_jax.sharding.shares import is_shared
+from areal_jax.sharding.rules import is_shared
 from areal_jax.types import PublicationSize, PublishedWeights, Tree
 
 

@@ -16,7 +16,7 @@ from areal_jax.formats.hf_config import HfError
 from areal_jax.formats.hf_directory import INDEX, WEIGHTS
 from areal_jax.formats.hf_export import HfFiles, write_record
 from areal_jax.formats.safetensors_file import SafetensorsError
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 
 ANOTHER = 'name another publication.directory'
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import LeafDigest, finite_host_manifest, unfinite_error
 from areal_jax.publication.record import Held, Part, Record, RecordHeader, leaf_bytes
+from areal_jax.publication.versions import PublicationError
 
 Leaves = Mapping[str, np.ndarray]  # by path, in the order of the paths
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Collection, Iterator
 
 from areal_jax import files
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 
 MANIFEST = 'manifest.json'
 DELTA = '.delta'  # ending of the file of a delta

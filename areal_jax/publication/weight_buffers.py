@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.publication.delta import Changes, add_sums, apply_changes, decode_changes
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import LeafDigest, Manifest, digest_leaf, manifest_hash, require_equal
 from areal_jax.publication.record import Held, Record, RecordHeader
+from areal_jax.publication.versions import PublicationError
 
 _LINE = 64  # bytes, at which jax takes an array as it is
 

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Record, RecordReceiver, put_leaf
+from areal_jax.publication.versions import PublicationError
 from areal_jax.publication.weight_buffers import Delta, WeightBuffers, decode_delta
 from areal_jax.sharding.placement import Place
 from areal_jax.sharding.rules import path_name

@@ -10,7 +10,7 @@ from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import counts, number
+from areal_jax.telemetry.metrics import counts, number
 
 
 def token_age(metrics: Metrics) -> contents.MeanMax:

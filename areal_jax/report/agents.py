@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import TypedDict, cast
 
-from areal_jax.events.episode_events import FinishEvent
-from areal_jax.events.schema import Event
-from areal_jax.report.lane_intervals import lane_intervals
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.events.schema import Event, FinishEvent
+from areal_jax.report.event_log import lane_intervals
+from areal_jax.telemetry.progress import format_number, format_percent
 
 HEAD = ('agents', 'number', '')
 _CACHED = 'the others were prefilled; room for the open conversations: rollout.cache_tokens'

@@ -9,9 +9,9 @@ from typing import NotRequired, TypedDict
 
 from areal_jax.events.schema import Event
 from areal_jax.report.engines.engine_presence import find_presence, restrict
-from areal_jax.report.window import Window
+from areal_jax.report.event_log import Window
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 Metrics = Sequence[Line]  # of the updates, in order
 

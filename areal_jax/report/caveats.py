@@ -6,20 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from areal_jax.control.group_filter import BY_REWARD
+from areal_jax.control.buffer import BY_REWARD
 from areal_jax.events.schema import Event
-from areal_jax.report.aggregates import Metrics
-from areal_jax.report.censoring import warn_of_censoring
-from areal_jax.report.draw_ledger import conservation
-from areal_jax.report.ratios import warn_of_wrong_versions
+from areal_jax.report.aggregates import Metrics, conservation
+from areal_jax.report.engine_work import warn_of_wrong_versions
 from areal_jax.report.report_keys import OptimizerSteps, Report
+from areal_jax.report.token_fates import warn_of_censoring
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.hook import FIELD as HOOK
-from areal_jax.telemetry.numerals import format_number
-from areal_jax.telemetry.row_thread import warn_of_rows
-from areal_jax.telemetry.tracking import FIELD as TRACKER
-from areal_jax.telemetry.values import counts, number
+from areal_jax.telemetry.hook import warn_of_rows
+from areal_jax.telemetry.metrics import counts, number
+from areal_jax.telemetry.progress import format_number
+from areal_jax.telemetry.trackers import FIELD as TRACKER
 
 LAG_BUDGET_S = 0.2  # of the event loop after warm-up
 AT_BOUND_SHARE = 0.99  # of the tokens of an update: it sits at the bound

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from areal_jax.control.group_filter import BY_REWARD
+from areal_jax.control.buffer import BY_REWARD
 from areal_jax.events.schema import Event
 from areal_jax.labels import SCORED
 from areal_jax.report import report_keys as contents
@@ -22,9 +22,9 @@ from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import outside_evaluation
 from areal_jax.report.token_fates import has_lengths
 from areal_jax.telemetry import names
-from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.metrics import Line, counts, number
+from areal_jax.telemetry.progress import format_number
 from areal_jax.telemetry.token_ledger import IN_BATCH, tell_fates
-from areal_jax.telemetry.values import Line, counts, number
 from areal_jax.types import NOT_GENERATED
 
 _GENERATED, _DROPPED = 'generated', 'dropped'

@@ -8,7 +8,7 @@ from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import RunFacts, visible_only_share
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.telemetry.progress import format_number, format_percent
 
 HEAD = ('answers of code', 'first update', 'last update', 'mean')
 

@@ -12,12 +12,11 @@ from typing import Literal, TypeAlias, cast
 from areal_jax.events.schema import Event
 from areal_jax.lanes import EVALUATION_WORK, is_engine_lane
 from areal_jax.report import statistics
-from areal_jax.report.lane_intervals import LaneInterval, lane_intervals
+from areal_jax.report.event_log import LaneInterval, Window, lane_intervals, window
 from areal_jax.report.report_keys import CurveEnds, CurveRow, Interval, Report
 from areal_jax.report.statistics import mean_interval, score_interval
-from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.telemetry.progress import format_number, format_percent
 
 Kind: TypeAlias = Literal['greedy', 'sampled']
 KINDS: tuple[Kind, ...] = ('greedy', 'sampled')

@@ -11,8 +11,8 @@ from typing import cast
 
 from areal_jax.events.schema import Event, PrefillEvent
 from areal_jax.report import report_keys as contents
-from areal_jax.report.lane_intervals import event_intervals, lane_intervals
-from areal_jax.telemetry.numerals import format_number
+from areal_jax.report.event_log import event_intervals, lane_intervals
+from areal_jax.telemetry.progress import format_number
 
 FIRST_WITH_REBUILDS = 4  # version of the log that tells rebuilt tokens from prompts
 

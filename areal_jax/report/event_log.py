@@ -8,7 +8,7 @@ from typing import cast
 
 from areal_jax import files
 from areal_jax.events.schema import Event, find_fault, require_known_version
-from areal_jax.telemetry.json_lines import parse_json_lines
+from areal_jax.telemetry.metrics import parse_json_lines
 
 
 def load_events(path: pathlib.Path | str) -> list[Event]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from areal_jax.events.schema import Event, RunDoneEvent, RunStartEvent
 from areal_jax.lanes import EVALUATION_REWARD, EVALUATION_WORK
-from areal_jax.report.window import Window
+from areal_jax.report.event_log import Window
 
 ROUNDING = 1e-6  # seconds by which rounding may make an interval end after the next one starts
 _KNOWN = frozenset(('seq', 'time', 'lane', 'kind', 'run', 'work', 'amount'))  # fields that are no detail of the work

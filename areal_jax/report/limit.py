@@ -13,18 +13,19 @@ from typing import Any, cast
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane, is_publish_lane
 from areal_jax.report.engines.engine_presence import find_presence, restrict
-from areal_jax.report.lane_intervals import (
+from areal_jax.report.event_log import (
     LaneInterval,
+    Window,
     busy_share,
     group_by_lane,
     lane_intervals,
     lane_seconds,
     of_training,
+    window,
 )
 from areal_jax.report.report_keys import Busy, Time
-from areal_jax.report.window import Window, window
 from areal_jax.telemetry.facts import RunFacts
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.telemetry.progress import format_number, format_percent
 
 OWN_DEVICES = 'lanes own their devices: max(lane seconds)'
 VIRTUAL = 'virtual clock, every lane has its own modelled time: max(lane seconds)'

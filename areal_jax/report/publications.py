@@ -8,8 +8,8 @@ from statistics import median
 from typing import TypedDict, cast
 
 from areal_jax.events.schema import Event
-from areal_jax.report.lane_intervals import lane_intervals
-from areal_jax.telemetry.numerals import format_bytes, format_number
+from areal_jax.report.event_log import lane_intervals
+from areal_jax.telemetry.progress import format_bytes, format_number
 
 HEAD = (
     *('version sent as', 'versions', 'bytes', 'changed'),

@@ -15,9 +15,9 @@ from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.statistics import ratio_interval
 from areal_jax.telemetry import names
-from areal_jax.telemetry.ages import first_age
-from areal_jax.telemetry.numerals import format_number, format_percent
-from areal_jax.telemetry.values import number
+from areal_jax.telemetry.metrics import number
+from areal_jax.telemetry.names import first_age
+from areal_jax.telemetry.progress import format_number, format_percent
 
 _PARTS = ('total', 'mismatch', 'drift', 'inside')
 _ROUNDING = 1e-6  # nats: a larger difference between a log-ratio and the sum of its parts is a wrong version

@@ -13,44 +13,44 @@ from statistics import median
 from typing import cast
 
 from areal_jax import files
+from areal_jax.control.buffer import BY_REWARD
 from areal_jax.control.episode import LOST
-from areal_jax.control.group_filter import BY_REWARD
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event, InterruptEvent
 from areal_jax.report import aggregates, statistics
 from areal_jax.report import engine_work as generation
 from areal_jax.report import report_keys as contents
-from areal_jax.report.age_table import age_histograms, token_age, token_age_steps
 from areal_jax.report.agents import summarize_agents
-from areal_jax.report.aggregates import Metrics
+from areal_jax.report.aggregates import Metrics, ledger, server_rows
 from areal_jax.report.caveats import find_caveats
-from areal_jax.report.censoring import censoring
 from areal_jax.report.code_verdicts import summarize_code
-from areal_jax.report.curve import curve_ends, evaluation_cache_bytes, evaluation_curve, evaluation_lane_share
-from areal_jax.report.draw_ledger import ledger
+from areal_jax.report.engine_work import ratio_split, ratios_by_age, summarize_experts
 from areal_jax.report.engines.classes import summarize_classes
-from areal_jax.report.event_log import load_events, outside_evaluation
-from areal_jax.report.limit import as_report, busy_shares, measure_limit
+from areal_jax.report.event_log import Window, load_events, outside_evaluation, publication_rows, window
+from areal_jax.report.limit import (
+    as_report,
+    busy_shares,
+    curve_ends,
+    evaluation_cache_bytes,
+    evaluation_curve,
+    evaluation_lane_share,
+    measure_limit,
+)
 from areal_jax.report.pages.energy_section import summarize_energy
 from areal_jax.report.pages.html_page import FILE as HTML_PAGE
 from areal_jax.report.pages.html_page import render_html
 from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.pages.run_plots import write_plots
 from areal_jax.report.pages.web_page import describe_missing_library
-from areal_jax.report.publications import publication_rows
-from areal_jax.report.ratios import ratio_split, ratios_by_age, summarize_experts
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
-from areal_jax.report.servers import server_rows
 from areal_jax.report.statistics import mean_interval, paired_interval, score_interval
 from areal_jax.report.timeline import write_timeline
-from areal_jax.report.token_fates import token_fates
-from areal_jax.report.window import Window, window
+from areal_jax.report.token_fates import age_histograms, censoring, token_age, token_age_steps, token_fates
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EVALUATIONS, EvaluationScores, RunFacts, VersionScores, read_curve
-from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.values import number
+from areal_jax.telemetry.metrics import number, plain
 
 FILE = 'report.json'
 PAGE = 'report.md'

@@ -11,11 +11,10 @@ from typing import NotRequired, TypedDict
 from areal_jax.report.agents import AgentSummary
 from areal_jax.report.aggregates import Ends as Ends
 from areal_jax.report.aggregates import MeanMax as MeanMax
-from areal_jax.report.aggregates import Mismatch
+from areal_jax.report.aggregates import Mismatch, ServerRow
 from areal_jax.report.engines.classes import ClassRow
+from areal_jax.report.event_log import PublicationRow
 from areal_jax.report.pages.energy_section import EnergySummary
-from areal_jax.report.publications import PublicationRow
-from areal_jax.report.servers import ServerRow
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 

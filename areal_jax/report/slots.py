@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, cast
 
 from areal_jax.events.schema import DecodeEvent, EvaluationDecodeEvent, Event
-from areal_jax.report.lane_intervals import LaneInterval, event_intervals
+from areal_jax.report.event_log import LaneInterval, event_intervals
 
 DecodeKind = Literal['decode', 'evaluation_decode']
 

@@ -10,10 +10,10 @@ from typing import NotRequired, TypedDict
 from areal_jax import files
 from areal_jax.events.schema import Event
 from areal_jax.lanes import lane_group
-from areal_jax.report.draw_ledger import DrawLedger
-from areal_jax.report.lane_intervals import LaneInterval, lane_intervals
-from areal_jax.report.slots import SlotSpan, slot_spans
-from areal_jax.telemetry.json_lines import plain
+from areal_jax.report.aggregates import DrawLedger
+from areal_jax.report.event_log import LaneInterval, lane_intervals
+from areal_jax.report.timeline import SlotSpan, slot_spans
+from areal_jax.telemetry.metrics import plain
 
 FILE = 'timeline.json'
 _INSTANTS = (

@@ -8,9 +8,9 @@ from areal_jax.events.schema import Event
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.telemetry.metrics import number
+from areal_jax.telemetry.progress import format_number, format_percent
 from areal_jax.telemetry.token_ledger import DROPPED, FIRST_VERSION, IN_BATCH, UNFINISHED, TokenLedger, tell_fates
-from areal_jax.telemetry.values import number
 
 
 def token_fates(events: Sequence[Event], metrics: Metrics, *, finished: bool) -> contents.TokenFates | None:

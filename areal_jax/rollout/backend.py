@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, check, find
-from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.rollout.backend import SamplingSupport
 from areal_jax.types import LARGEST_LOGPROB, GenerationRequest, Weights
 
 State = Any  # a backend's own: its KV cache, a tree of arrays

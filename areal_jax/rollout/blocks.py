@@ -1,6 +1,6 @@
 """The blocks of an engine's KV cache: which are free, who refers to them, and the prompts of open requests.
 
-cache_table.py gives them to requests. Host side only: what a block holds is known here and in block_index.py, never
+cache_table.py gives them to requests. Host side only: what a block holds is known here and in blocks.py, never
 looked up on the device.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from areal_jax.rollout.block_index import BlockIndex
+from areal_jax.rollout.blocks import BlockIndex
 
 PrefixKey = tuple[int, bytes]  # policy version and RunningRequest.prompt_key: KV of other weights is never found
 

@@ -16,8 +16,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.block_index import BlockIndex, extend_digests
-from areal_jax.rollout.blocks import BlockPool, CachedSequence, Prefix, PrefixIndex, PrefixKey
+from areal_jax.rollout.blocks import (
+    BlockIndex,
+    BlockPool,
+    CachedSequence,
+    Prefix,
+    PrefixIndex,
+    PrefixKey,
+    extend_digests,
+)
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.types import is_repeated
 

@@ -17,7 +17,7 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane, wake_name
 from areal_jax.protocols import Clock
 from areal_jax.rollout.backend import DecodeBackend
-from areal_jax.rollout.pinned import PinnedRequests, alone
+from areal_jax.rollout.local_engine import PinnedRequests, alone
 from areal_jax.rollout.running_request import RunningRequest
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep
 from areal_jax.rollout.stream import IN_TRAINING, TRAINING, DecodeStream, EngineWeights, LogprobFailure

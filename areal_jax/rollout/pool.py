@@ -1,6 +1,6 @@
 """The engines of a run: which of them generates a request, and what is done to all of them.
 
-The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone. pooled_generation.py is a
+The controller and the workflows use it; it knows engines by protocols.RolloutEngine alone. pool.py is a
 request here, which goes on elsewhere when its engine leaves.
 """
 
@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, RolloutEngine
-from areal_jax.rollout.load_ledger import Ledger
-from areal_jax.rollout.pooled_generation import PooledGeneration
-from areal_jax.rollout.requirements import Requirement, require_capabilities
-from areal_jax.rollout.spare_engines import SLOW, SpareEngines
+from areal_jax.rollout.pool import PooledGeneration, Requirement, require_capabilities
+from areal_jax.rollout.spare_engines import SLOW, Ledger, SpareEngines
 from areal_jax.types import GenerationRequest, PublishedWeights
 
 Result = TypeVar('Result')

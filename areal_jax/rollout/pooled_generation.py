@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from areal_jax.protocols import Clock, Event, Generation
-from areal_jax.rollout.load_ledger import Entry, Ledger
+from areal_jax.rollout.spare_engines import Entry, Ledger
 from areal_jax.types import NOT_GENERATED, EngineFinish, GenerationRequest, Segment
 
 

@@ -15,10 +15,8 @@ import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_request
 from areal_jax.protocols import Clock
-from areal_jax.rollout.answer import SegmentIterator
-from areal_jax.rollout.block_index import root_digest
-from areal_jax.rollout.blocks import CachedSequence
-from areal_jax.rollout.stop_strings import StopSearch
+from areal_jax.rollout.blocks import CachedSequence, root_digest
+from areal_jax.rollout.running_request import SegmentIterator, StopSearch
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate, is_repeated, repeat
 
 _NO_LOGPROBS, _NO_COLUMNS = np.zeros(0, np.float32), dict[str, np.ndarray]()
@@ -79,7 +77,7 @@ class RunningRequest(SegmentIterator):
         self.cached: CachedSequence | None = (
             None  # its part of the KV cache; cache_table.py keeps it and the next three
         )
-        self.prompt_digests: Sequence[bytes] | None = None  # of the prompt without its last token, see block_index.py
+        self.prompt_digests: Sequence[bytes] | None = None  # of the prompt without its last token, see blocks.py
         self.cached_tokens: int | None = None  # of the prompt, which others had computed as it began; None = it has not
         self.retractions = 0  # times that its KV was given up and had to be computed again
         self._given = np.asarray(request.prompt_tokens, np.int32)  # the samples of a group share it

@@ -14,7 +14,7 @@ from areal_jax.rollout.backend import DecodeBackend, DecodeRow, PrefillBucket, P
 from areal_jax.rollout.blocks import CachedSequence, Prefix
 from areal_jax.rollout.cache_table import CacheTable
 from areal_jax.rollout.running_request import RunningRequest
-from areal_jax.rollout.slot_table import SlotTable
+from areal_jax.rollout.scheduler import SlotTable
 
 NO_PREFILL = PrefillBucket(0, 0)
 MOST_PREFILLED = 4  # longest pieces, in tokens, between two dispatches of decoding

@@ -2,7 +2,7 @@
 
 Requests wait in a queue. A pass takes as many of them as a row holds, in their order, and runs on the engine's lane
 between two dispatches with the weights then in use, so that every sequence has the log-probs of one version. It neither
-reads nor writes the cache of the engine. decode/scoring.py implements ScoringBackend in JAX.
+reads nor writes the cache of the engine. decode/jax_backend.py implements ScoringBackend in JAX.
 """
 
 from __future__ import annotations

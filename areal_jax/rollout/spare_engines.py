@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.protocols import Clock
-from areal_jax.rollout.load_ledger import Ledger
+from areal_jax.rollout.spare_engines import Ledger
 
 SLOW = 0.7  # of the speed of the fastest engines: those with less are slow
 PUBLICATIONS = 3  # in a row after which a class is left out

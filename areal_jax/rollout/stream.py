@@ -1,6 +1,6 @@
 """One set of decoding slots: the requests in and before them, their KV cache, and the dispatches that serve them.
 
-LocalEngine has a stream for training, and pinned.py one for evaluation beside it. A stream runs one dispatch at a time;
+LocalEngine has a stream for training, and local_engine.py one for evaluation beside it. A stream runs one dispatch at a time;
 scheduler.py plans it, and the owner of the stream chooses its weights.
 """
 
@@ -15,11 +15,9 @@ from areal_jax.columns import ColumnArrays, cut
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, DecodeRow, Span, State
-from areal_jax.rollout.running_request import RunningRequest
-from areal_jax.rollout.sampling_support import SamplingError
+from areal_jax.rollout.backend import DecodeBackend, DecodeOutput, DecodeRow, SamplingError, Span, State
+from areal_jax.rollout.running_request import RunningRequest, StopSearch
 from areal_jax.rollout.scheduler import DecodeStep, PrefillStep, Scheduler
-from areal_jax.rollout.stop_strings import StopSearch
 from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import GenerationRequest, Weights, Work
 

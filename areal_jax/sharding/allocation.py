@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from areal_jax.config.cluster import ENGINES, EnginesLayout, LearnerLayout, require_fit
 from areal_jax.config.ranges import ConfigError
 from areal_jax.lanes import engine_lane
-from areal_jax.sharding.mesh import make_mesh, mesh_of
+from areal_jax.sharding.rules import make_mesh, mesh_of
 
 EngineDevices: TypeAlias = tuple[jax.Device, ...]  # of one engine and of this process, one or more
 

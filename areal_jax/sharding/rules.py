@@ -17,7 +17,7 @@ from jax.tree_util import KeyPath
 
 from areal_jax.config.cluster import LEARNER, STRATEGY
 from areal_jax.config.ranges import ConfigError
-from areal_jax.sharding.mesh import ROW_AXES
+from areal_jax.sharding.rules import ROW_AXES
 from areal_jax.types import Tree
 
 

@@ -1,6 +1,6 @@
 """Whole leaves for each process of a mesh that spans several, by exchanging shards: no process gets a whole tree.
 
-The learner's program of publication ends with `Shares.spread`, publication/part_writer.py reads the result. Leaves of
+The learner's program of publication ends with `Shares.spread`, publication/export.py reads the result. Leaves of
 equal shape are stacked, one for each process; a program whose result is cut along that axis moves every shard to the
 process of its leaf, as an all-to-all. Where fewer leaves than processes are left, the others get zeros, which are never
 read. Inside a process a leaf is cut over the devices again, so that no device holds more than its part of it.

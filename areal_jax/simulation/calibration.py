@@ -6,7 +6,7 @@ Work of a kind takes
 
 where `overlap` is the part of the seconds in which another lane of engines and learner was busy, and `share` is one
 number for the learner and one for engines: with c = 1 / (1 - share) work takes c times as long while two lanes are
-busy, which is `contention` of shared_cores.py. Cores are not shared evenly: a dispatch of decoding waits behind the
+busy, which is `contention` of simulated_clock.py. Cores are not shared evenly: a dispatch of decoding waits behind the
 operations of an update, which has them queued ahead and hardly slows down. Coefficients are at least 0.
 """
 
@@ -26,8 +26,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.events.schema import DecodeEvent, Event, PrefillEvent
 from areal_jax.lanes import LEARNER, is_engine_lane
-from areal_jax.report.lane_intervals import LaneInterval, event_intervals, lane_intervals
-from areal_jax.simulation.shared_cores import Contention
+from areal_jax.report.event_log import LaneInterval, event_intervals, lane_intervals
+from areal_jax.simulation.simulated_clock import Contention
 from areal_jax.types import Work
 
 BASE, FORMAT = 'base', 2

@@ -9,8 +9,7 @@ from typing import cast
 import numpy as np
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
 from areal_jax.types import GenerationRequest, repeat
 
 LOGPROB = -1.0  # of every token

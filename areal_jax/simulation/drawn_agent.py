@@ -10,8 +10,7 @@ import numpy as np
 
 from areal_jax import lanes
 from areal_jax.agents.agent_workflow import AgentWorkflow
-from areal_jax.agents.conversation import Message, Messages, Tools
-from areal_jax.agents.dialogue import Budgets, Dialogue
+from areal_jax.agents.dialogue import Budgets, Dialogue, Message, Messages, Tools
 from areal_jax.control.episode import Episode
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.simulation.count_backend import result_tokens

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.events.episode_events import FinishEvent
 from areal_jax.events.schema import FILE as EVENTS
-from areal_jax.events.schema import Event
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.events.schema import Event, FinishEvent
+from areal_jax.report.event_log import lane_intervals
 from areal_jax.simulation import draws
 from areal_jax.simulation.lengths import Lengths
 from areal_jax.types import NOT_GENERATED

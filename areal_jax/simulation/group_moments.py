@@ -6,8 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from areal_jax.simulation.distributions import Mixture
-from areal_jax.simulation.lengths import Lengths
+from areal_jax.simulation.lengths import Lengths, Mixture
 
 _REACH, _STEP = 6.0, 0.01  # of the grid of normal numbers
 _RESTS = 4000  # steps of the grid of what is left of an answer

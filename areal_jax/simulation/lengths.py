@@ -11,7 +11,7 @@ import math
 
 from areal_jax.config.ranges import COUNT, SHARE, ConfigError
 from areal_jax.simulation import draws
-from areal_jax.simulation.distributions import Distribution, Mixture, move, parse_distribution, same_form
+from areal_jax.simulation.lengths import Distribution, Mixture, move, parse_distribution, same_form
 
 ANSWER = 'answer'  # kind of the numbers that are drawn
 OF_PROMPT, OF_PART = '/prompt', '/part'  # what is drawn besides an answer's own number

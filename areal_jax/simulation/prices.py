@@ -13,10 +13,8 @@ from areal_jax.config.cluster import EnginesLayout, LearnerLayout
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.simulation.chips import Chip, find_chip
 from areal_jax.simulation.drawn_task import Answers
-from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import ModelShape
+from areal_jax.simulation.prices import Chip, ModelShape, Reached, Roofline, find_chip, step_overhead_s
 from areal_jax.types import Work
 
 STATE_BYTES = 12  # of a parameter: weight and two moments, float32

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from areal_jax.control.clocks.virtual import Price
-from areal_jax.simulation.chips import Chip
-from areal_jax.simulation.shapes import QWEN3_8B, ModelShape
+from areal_jax.simulation.prices import QWEN3_8B, Chip, ModelShape
 from areal_jax.types import Work
 
 WEIGHT_BYTES = 2  # 16-bit weights, as they decode and are published

@@ -6,8 +6,7 @@ import dataclasses
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import suggest
-from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.models.weight_rows import LAYERS, count_parameters
+from areal_jax.models.shape import LAYERS, Experts, ModelConfig, count_parameters
 
 CACHE_BYTES = 2  # of each number of the KV cache, 16 bit
 

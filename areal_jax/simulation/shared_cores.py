@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from areal_jax.control.clocks.lanes import Interval
+from areal_jax.control.clocks.loop import Interval
 from areal_jax.lanes import LEARNER
 
 

@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from areal_jax import protocols
-from areal_jax.control.clocks.lanes import Interval, Lane
-from areal_jax.control.clocks.loop import Block, Event, Ready
+from areal_jax.control.clocks.loop import Block, Event, Interval, Lane, Ready
 from areal_jax.control.clocks.virtual import NANOSECONDS, Price, VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.lanes import LEARNER, is_engine_lane, pinned_wake_name, wake_name
 from areal_jax.simulation.count_backend import Jump
-from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention, SharedCores
+from areal_jax.simulation.simulated_clock import NO_CONTENTION, Contention, SharedCores
 
 _LANES = 1 << 48  # above any number of a request: at equal times the lane decides, then the order of requests
 _Entry = Interval | tuple[signal.Signals, protocols.Event] | Callable[[], None]  # of the clock's heap

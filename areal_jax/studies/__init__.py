@@ -2,6 +2,6 @@
 
 plan.py says what is decided before any result is seen. stages.py makes arms of it. Lock-step arms train as programs of
 arms/, a process each (arm_programs.py, train_program.py), natural ones as runs of main_train, a process each. score.py
-scores final weights, arm_records.py reads what the arms left, findings.py holds it against the plan, page.py and
+scores final weights, arm_records.py reads what the arms left, page.py holds it against the plan, page.py and
 figures.py write it down, study.py does one after the other.
 """

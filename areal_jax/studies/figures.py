@@ -11,11 +11,10 @@ import numpy as np
 
 from areal_jax.app.sweep.sweep_results import DIRECTORY
 from areal_jax.report.pages.colors import BLUE, PALETTE, order_shades
-from areal_jax.report.pages.metric_curves import moving_mean
-from areal_jax.report.pages.run_plots import label_axes, make_figure, save_figure
-from areal_jax.studies import findings
+from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure
+from areal_jax.studies import page
 from areal_jax.studies.arm_records import Record, Records
-from areal_jax.studies.findings import eta_records, lag_records
+from areal_jax.studies.page import eta_records, lag_records
 from areal_jax.studies.plan import Plan
 
 if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
@@ -71,7 +70,7 @@ def _draw_curve(axes: Axes, records: Sequence[Record], label: str, color: str) -
 
 
 def _draw_throughput(plan: Plan, records: Records, axes: Axes) -> None:
-    rates = [(eta, findings.throughput(records, eta)) for eta in plan.natural.etas]
+    rates = [(eta, page.throughput(records, eta)) for eta in plan.natural.etas]
     known = [(f'{eta:g}', rate) for eta, rate in rates if rate is not None]
     axes.bar([name for name, _ in known], [rate for _, rate in known], color=BLUE, width=0.6)
     for index, (_, rate) in enumerate(known):

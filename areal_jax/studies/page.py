@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Sequence
 
 from areal_jax.app.sweep.sweep_results import render_table
-from areal_jax.studies import findings
+from areal_jax.studies import page
 from areal_jax.studies.arm_records import Record, Records
-from areal_jax.studies.findings import Comparison, eta_records, lag_records
+from areal_jax.studies.page import Comparison, check_controls, decide_statements, eta_records, lag_records
 from areal_jax.studies.plan import Plan
-from areal_jax.studies.statements import check_controls, decide_statements
 
 FILE = 'study.md'
 
@@ -93,10 +92,10 @@ def _differences(plan: Plan, records: Records) -> list[str]:
     first = plan.lock_step.lags[0]
     compared = {
         **{
-            f'{method}, minus lag {first}': findings.compare_lags(plan, records, method)
+            f'{method}, minus lag {first}': page.compare_lags(plan, records, method)
             for method in plan.lock_step.methods
         },
-        'decoupled minus plain': findings.compare_methods(plan, records, 'plain', 'decoupled'),
+        'decoupled minus plain': page.compare_methods(plan, records, 'plain', 'decoupled'),
     }
     rows = []
     for lag in plan.lock_step.lags:
@@ -121,7 +120,7 @@ def _difference(plan: Plan, one: Comparison) -> str:
 def _slopes(plan: Plan, records: Records) -> str:
     said = []
     for method in plan.lock_step.methods:
-        if found := findings.dose_slope(plan, records, method):
+        if found := page.dose_slope(plan, records, method):
             mean, bounds = found
             interval = f' [{bounds.low:+.4f}, {bounds.high:+.4f}]' if bounds else ''
             said.append(f'{method} {mean:+.4f}{interval}')
@@ -134,7 +133,7 @@ def _natural(plan: Plan, records: Records) -> list[str]:
     for eta in part.etas:
         arms = {method: eta_records(records, method, eta) for method in part.methods}
         every = [record for found in arms.values() for record in found]
-        rate = findings.throughput(records, eta)
+        rate = page.throughput(records, eta)
         rows.append(
             (
                 f'{eta:g}',
@@ -155,7 +154,7 @@ def _natural(plan: Plan, records: Records) -> list[str]:
     differences = [
         (f'{one.label:g}', method, _difference(plan, one))
         for method in part.methods
-        for one in findings.compare_etas(plan, records, method)
+        for one in page.compare_etas(plan, records, method)
     ]
     sections += [render_table(('eta', 'method', f'score minus eta {part.etas[0]:g}'), differences)]
     return [*sections, *_variants(plan, records)]
@@ -175,9 +174,9 @@ def _variants(plan: Plan, records: Records) -> list[str]:
 
 
 def _rates(plan: Plan, records: Records) -> list[str]:
-    part, knees = plan.lock_step, findings.find_rates(plan, records)
+    part, knees = plan.lock_step, page.find_rates(plan, records)
     methods = list(dict.fromkeys(part.rate_from.values()))
-    means = {method: findings.rate_means(plan, records, method) for method in methods}
+    means = {method: page.rate_means(plan, records, method) for method in methods}
     rows = [
         (f'{rate:g}', *(f'{means[method][rate]:.3f}' if rate in means[method] else '-' for method in methods))
         for rate in part.rates
@@ -191,12 +190,12 @@ def _rates(plan: Plan, records: Records) -> list[str]:
 
 
 def _pilot(plan: Plan, records: Records) -> list[str]:
-    spreads, count = findings.pilot_spreads(plan, records), len(plan.lock_step.seeds)
+    spreads, count = page.pilot_spreads(plan, records), len(plan.lock_step.seeds)
     rows = [
         (
             name,
             f'{spread.deviation:.4f}',
-            f'{findings.smallest_difference(spread.deviation, count, plan.margins):.4f}',
+            f'{page.smallest_difference(spread.deviation, count, plan.margins):.4f}',
             f'{spread.pairing.error_factor:.2f}' if spread.pairing else '-',
         )
         for name, spread in spreads.items()

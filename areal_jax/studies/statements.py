@@ -6,9 +6,9 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from areal_jax.studies import findings
+from areal_jax.studies import page
 from areal_jax.studies.arm_records import Record, Records
-from areal_jax.studies.findings import BETTER, EQUAL, UNDECIDED, WORSE, Comparison
+from areal_jax.studies.page import BETTER, EQUAL, UNDECIDED, WORSE, Comparison
 from areal_jax.studies.plan import Plan
 from areal_jax.studies.stages import CONTROLS, KNOWN, SAME_A, SAME_B, SHUFFLED, ZERO_RATE
 
@@ -37,8 +37,8 @@ def check_controls(plan: Plan, records: Records) -> list[Outcome]:
 def decide_statements(plan: Plan, records: Records) -> list[Outcome]:
     """The statements of the plan, in their order."""
     lags = plan.lock_step.lags
-    plain, decoupled = (findings.compare_lags(plan, records, method) for method in ('plain', 'decoupled'))
-    between = findings.compare_methods(plan, records, 'plain', 'decoupled')
+    plain, decoupled = (page.compare_lags(plan, records, method) for method in ('plain', 'decoupled'))
+    between = page.compare_methods(plan, records, 'plain', 'decoupled')
     worse, better = ([lag for lag in wanted if lag in lags] for wanted in (_WORSE_AT, _BETTER_AT))
     low = [lag for lag in lags[1:] if lag <= _EQUAL_UP_TO]
     return [
@@ -64,7 +64,7 @@ def _decide_throughput(plan: Plan, records: Records) -> Outcome:
     first, second, *_ = etas = plan.natural.etas
     margins = plan.margins
     text = f'eta {second:g} is faster than eta {first:g}, and beyond eta {margins.flat_from:g} little is gained'
-    rates = {eta: findings.throughput(records, eta) for eta in (first, second, margins.flat_from, etas[-1])}
+    rates = {eta: page.throughput(records, eta) for eta in (first, second, margins.flat_from, etas[-1])}
     known = {eta: rate for eta, rate in rates.items() if rate is not None}
     if len(known) < len(rates):
         return Outcome(text, UNDECIDED, 'an arm of it has not finished')

@@ -24,7 +24,7 @@ from areal_jax.studies.arms.arm_training import ArmResult, train_arms
 from areal_jax.studies.score import make_scorer
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE as METRICS
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 
 def train(path: pathlib.Path) -> int:

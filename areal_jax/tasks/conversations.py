@@ -8,12 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.line_keys import OF_MESSAGES, LineKeys, refuse, says_something
 from areal_jax.tasks.task import TaskError
-from areal_jax.tasks.user_lines import require_text
-from areal_jax.text.chat_template import ConversationError, Messages, Tools
-from areal_jax.text.shown_tools import require_shown
-from areal_jax.text.template_messages import for_template
+from areal_jax.tasks.user_lines import OF_MESSAGES, LineKeys, refuse, require_text, says_something
+from areal_jax.text.chat_template import ConversationError, Messages, Tools, for_template, require_shown
 from areal_jax.text.tokenizer import Tokenizer
 
 _TURN = ('role', 'content', 'tool_calls', 'tool_call_id', 'name')  # of a message for a chat template

@@ -10,10 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.conversations import encode_prompts, read_tools, require_conversation, take_keys
-from areal_jax.tasks.line_keys import OF_DEMONSTRATIONS, LineKeys
+from areal_jax.tasks.demonstrations import encode_prompts, read_tools, require_conversation, take_keys
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
-from areal_jax.tasks.user_lines import read_objects, require_text
+from areal_jax.tasks.user_lines import OF_DEMONSTRATIONS, LineKeys, read_objects, require_text
 from areal_jax.text.chat_template import Messages, TokenizerError, Tools
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
@@ -43,7 +42,7 @@ class Demonstration:
 
 
 class Given(Protocol):
-    """What supervised training draws: a Demonstration, or a pair of answers (pairs.py)."""
+    """What supervised training draws: a Demonstration, or a pair of answers (demonstrations.py)."""
 
     @property
     def prompt_tokens(self) -> np.ndarray: ...
@@ -155,7 +154,7 @@ def read_demonstrations(
     A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
     ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
     that do not begin with one of their own. The chat template shows the `tools` of a line that has some, and what it
-    reads of earlier messages. Other keys that would change what is trained are refused (line_keys.py). The side is
+    reads of earlier messages. Other keys that would change what is trained are refused (user_lines.py). The side is
     decided by a hash of the first user message, so that a question with several answers is on one side, and on the same
     as in the task 'jsonl'.
 

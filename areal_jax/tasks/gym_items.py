@@ -16,8 +16,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from areal_jax.files import JsonObject
-from areal_jax.workers.batch_process import count_processes, run_processes
 from areal_jax.workers.descendants import die_with_parent
+from areal_jax.workers.worker_process import count_processes, run_processes
 
 _PER_PROCESS = 100  # items that are worth another process, which imports for about a second
 

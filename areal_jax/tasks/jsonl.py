@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
-from areal_jax.tasks.answers import exact, expressions, integer, mathematics, normalised, number
+from areal_jax.tasks.answers import exact, integer, mathematics, normalised, number
 from areal_jax.tasks.answers import gold_answers as golds
 from areal_jax.tasks.answers.extraction import MARK, last_boxed, last_marked
 from areal_jax.tasks.answers.number_reader import MOST_DIGITS
-from areal_jax.tasks.line_keys import OF_TASKS, LineKeys
 from areal_jax.tasks.task import ListedTask, Problem, Scorer, Split, TaskError, hash_fraction
-from areal_jax.tasks.user_lines import read_objects, require_text
+from areal_jax.tasks.user_lines import OF_TASKS, LineKeys, read_objects, require_text
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 
 _QUESTION = ('question', 'problem')  # names of the prompt; the first that a line has counts
@@ -61,7 +60,7 @@ def build(tokenizer: Tokenizer, path: str, answer: str, system_prompt: str, held
     """The distinct questions of the file, split by a hash of the question. Raises TaskError for a bad line."""
     if not path:
         raise TaskError("task.name='jsonl' needs task.path: a file of JSON lines with question and answer")
-    if answer == 'math' and not expressions.is_installed():
+    if answer == 'math' and not mathematics.is_installed():
         raise TaskError(f"task.answer='math' needs the package math-verify: {describe_install('tasks')}")
     sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
     for problem in read_problems(pathlib.Path(path), answer):

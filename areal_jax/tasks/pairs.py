@@ -8,11 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.conversations import encode_prompts, read_tools, require_conversation, take_keys
-from areal_jax.tasks.demonstrations import Demonstrations, Given, encode_answer, solve_task
-from areal_jax.tasks.line_keys import OF_PAIRS, LineKeys
+from areal_jax.tasks.demonstrations import (
+    Demonstrations,
+    Given,
+    encode_answer,
+    encode_prompts,
+    read_tools,
+    require_conversation,
+    solve_task,
+    take_keys,
+)
 from areal_jax.tasks.task import Split, Task, TaskError, hash_fraction
-from areal_jax.tasks.user_lines import read_objects, require_text
+from areal_jax.tasks.user_lines import OF_PAIRS, LineKeys, read_objects, require_text
 from areal_jax.text.chat_template import Messages, Tools
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.other_formats import HEAD_BYTES, describe_other_format
 from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.user_lines import HEAD_BYTES, describe_other_format
 
 _LONGEST_LINE = 16 * 2**20  # bytes: bounds memory; a prompt of that length fits no model
 _BYTE_ORDER_MARK = b'\xef\xbb\xbf'

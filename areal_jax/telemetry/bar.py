@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.progress import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Group

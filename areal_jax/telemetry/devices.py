@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from areal_jax import files
 from areal_jax.errors import show
 from areal_jax.events.records import check_of, name_type
 from areal_jax.labels import CODE
-from areal_jax.telemetry.energy.description import EnergyFacts
+from areal_jax.telemetry.energy.meters import EnergyFacts
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'facts.json'
@@ -52,7 +52,7 @@ _ARE_ROWS = check_of(list[_Row])
 
 @dataclasses.dataclass(frozen=True)
 class VersionScores:
-    """Scores of one version, evaluated beside training. Producer: evaluation/during_training.py."""
+    """Scores of one version, evaluated beside training. Producer: evaluation/evaluator.py."""
 
     version: int
     seconds: float  # clock seconds that it took

@@ -12,8 +12,8 @@ import pathlib
 from areal_jax import files
 from areal_jax.errors import UserError
 from areal_jax.plugins import Function, raising_user_error
-from areal_jax.telemetry.row_thread import RowThread, finite, read_progress
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.hook import RowThread, finite, read_progress
+from areal_jax.telemetry.metrics import Line
 
 FIELD = 'telemetry.hook'
 FILE = 'hook.json'  # in the workdir: the last step that the function was given

@@ -13,10 +13,16 @@ from typing import TypeVar, cast
 
 from areal_jax import files
 from areal_jax.errors import show
-from areal_jax.telemetry.json_lines import plain, read_json_lines, require_fields, rewrite_json_lines
+from areal_jax.telemetry.metrics import (
+    Line,
+    TensorBoardWriter,
+    Value,
+    plain,
+    read_json_lines,
+    require_fields,
+    rewrite_json_lines,
+)
 from areal_jax.telemetry.names import EVALUATION, EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
-from areal_jax.telemetry.tensorboard import TensorBoardWriter
-from areal_jax.telemetry.values import Line, Value
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'

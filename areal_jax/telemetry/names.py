@@ -195,7 +195,7 @@ MISMATCH_OF_TURN = (
     'mismatch/turn/'  # prefix, with answers of several turns; what follows is 1, 2, ... and n or mean_abs
 )
 
-# prefix; what follows is a range of ages (telemetry/ages.py) and tokens, effective_sample_size, clip_fraction or kl: as
+# prefix; what follows is a range of ages (telemetry/names.py) and tokens, effective_sample_size, clip_fraction or kl: as
 # the metrics loss/... of these names, of the trained tokens of these ages
 BY_AGE = 'by_age/'
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, Value, counts, number
+from areal_jax.telemetry.metrics import Line, Value, counts, number
 
 
 class OptimizerAges:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from areal_jax.telemetry import names
-from areal_jax.telemetry.bar import Bar
-from areal_jax.telemetry.numerals import format_duration
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
+from areal_jax.telemetry.progress import Bar, format_duration
 
 HEADER = (
     'reward: mean of the batch | age: versions behind of the trained tokens | gen, train: tokens per second | '

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict, cast
 
 from areal_jax import files
+from areal_jax.telemetry.metrics import Line
 from areal_jax.telemetry.names import STEP
-from areal_jax.telemetry.values import Line
 
 MOST_WAITING = 1000  # rows; one that comes then is left out
 FLUSH_S = 20.0  # the end of the run waits so long for all that is left, and no longer: the receiver may hang

@@ -10,7 +10,7 @@ import pathlib
 import time
 from typing import TYPE_CHECKING
 
-from areal_jax.telemetry.values import Line, Value
+from areal_jax.telemetry.metrics import Line, Value
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter

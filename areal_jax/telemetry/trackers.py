@@ -1,4 +1,4 @@
-"""Experiment trackers: what wandb, mlflow and trackio are told of a run. telemetry/tracking.py feeds them.
+"""Experiment trackers: what wandb, mlflow and trackio are told of a run. telemetry/trackers.py feeds them.
 
 Each keeps its data on this machine where no account and no server is named: their own environment variables say
 where they send it. A run is found again by its token, so that a resumed run goes on in it.
@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from areal_jax.config import flatten
 from areal_jax.telemetry import names
-from areal_jax.telemetry.wandb_file import last_step_in
+from areal_jax.telemetry.trackers import last_step_in
 
 Row = Mapping[str, float]
 Config = Mapping[str, object]  # nested by section

@@ -12,9 +12,9 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 from areal_jax import files
-from areal_jax.telemetry.row_thread import MOST_WAITING, RowFacts, RowThread, finite, read_progress
+from areal_jax.telemetry.hook import MOST_WAITING, RowFacts, RowThread, finite, read_progress
+from areal_jax.telemetry.metrics import Line
 from areal_jax.telemetry.trackers import TrackedRun, Tracker
-from areal_jax.telemetry.values import Line
 
 FIELD = 'telemetry.tracker'
 FILE = 'tracker.json'  # in the workdir

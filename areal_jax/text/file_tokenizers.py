@@ -15,22 +15,23 @@ from areal_jax.text.bpe import build_bpe, naming, require_id, require_tokens
 from areal_jax.text.chat_template import (
     ChatTemplate,
     ConversationError,
+    Extension,
     GivenTemplate,
     Messages,
     TokenizerError,
     Tools,
+    require_names,
+    shows_results,
 )  # fmt: skip
 from areal_jax.text.decoding import TokenBytes, read_token_bytes
-from areal_jax.text.extension import Extension
-from areal_jax.text.shown_tools import require_names, shows_results
 from areal_jax.text.spellings import Spellings
-from areal_jax.text.tokenizer import SizedTokenizer
-from areal_jax.text.tokenizer_files import (
+from areal_jax.text.tokenizer import (  # fmt: skip
     CONFIG,
     DEFAULT,
     TEMPLATE,
     TOKENIZER,
     WITH_TOOLS,
+    SizedTokenizer,
     add_tokens,
     describe_tokenizer,
     read_end_ids,
@@ -39,7 +40,7 @@ from areal_jax.text.tokenizer_files import (
     read_object,
     token_text,
     with_ends,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,9 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from areal_jax.errors import show
-from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools
+from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools, can_extend
 from areal_jax.text.decoding import TokenBytes
-from areal_jax.text.extension import can_extend
 
 
 class Tokenizer(Protocol):

@@ -1,6 +1,6 @@
 """Becomes another program that the kernel kills when the caller ends: `python -I -S FILE PARENT_PID COMMAND ...`.
 
-Run by its path (agents/mcp_process.py), so that it starts in a few milliseconds: it imports nothing of this package.
+Run by its path (agents/mcp_tools.py), so that it starts in a few milliseconds: it imports nothing of this package.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """One worker process: a request out, its reply back, and a kill that always works.
 
 The coroutines run on the I/O loop of the clock, everything else on the host's thread. The pipes are in
-workers/pipes.py.
+workers/worker_process.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from areal_jax.files import JsonObject, decode_json
 from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
-from areal_jax.workers.exits import ENDED, SCORER_DIED, USAGE
-from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
 from areal_jax.workers.sandbox.levels import wrap_command
+from areal_jax.workers.worker_process import ENDED, SCORER_DIED, USAGE, WorkerDiedError, WorkerPipes
 
 REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
 _KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel

@@ -12,12 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.agents.agent_workflow import AgentWorkflow
-from areal_jax.agents.dialogue import Budgets, Dialogue
+from areal_jax.agents.agent_workflow import AgentWorkflow, ProgramAgent
+from areal_jax.agents.dialogue import Budgets, Dialogue, NotationParser, TokenizerFormat
 from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
-from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_host import FunctionHost
-from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
@@ -30,7 +28,7 @@ from areal_jax.learning.train_step import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.text.file_tokenizers import GgufTokenizer

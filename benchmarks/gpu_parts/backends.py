@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from areal_jax.models.attention import BACKENDS, AttentionError, choose_implementation, local_device, self_check
-from areal_jax.rollout.decode.attention import cache_check as check
+from areal_jax.rollout.decode.attention import choose as check
 from areal_jax.rollout.decode.attention.choose import IMPLEMENTATIONS, Demand
 from areal_jax.rollout.decode.attention.choose import choose_implementation as choose_cache_attention
 from benchmarks.gpu_parts.cells import Cells, run_part

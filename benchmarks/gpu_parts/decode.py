@@ -19,7 +19,7 @@ from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.device_channel import DeviceChannel
+from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillPiece, Span
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import GenerationRequest, SamplingParams

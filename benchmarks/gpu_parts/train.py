@@ -27,9 +27,8 @@ from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import token_logprobs
 from areal_jax.models.shape import ModelConfig
-from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.placement import place
-from areal_jax.sharding.rules import replicated
+from areal_jax.sharding.rules import make_mesh, replicated
 from areal_jax.types import TrajectoryGroup
 from benchmarks.case import learner_settings, make_groups
 from benchmarks.gpu_parts.cells import Cells, device_memory, measure_time, run_part

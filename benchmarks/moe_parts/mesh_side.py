@@ -58,8 +58,7 @@ def update_once(config: Any, params: Any, axes: Mapping[str, int]) -> tuple[dict
 
     from areal_jax.learning.learner import SpmdLearner
     from areal_jax.models.decoder import Decoder
-    from areal_jax.sharding.mesh import make_mesh
-    from areal_jax.sharding.rules import path_name
+    from areal_jax.sharding.rules import make_mesh, path_name
     from tests.learning.examples import learner_settings, make_optimizer, random_groups
 
     rows = {'row_tokens': 128, 'row_loss_tokens': 96, 'rows_per_microbatch': 8}

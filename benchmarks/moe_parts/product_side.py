@@ -20,7 +20,7 @@ def prepare(arguments: dict[str, Any]) -> Start:
     import jax
 
     from areal_jax.native import compiled_library
-    from areal_jax.native.kept_blocks import keep_blocks
+    from areal_jax.native.compiled_library import keep_blocks
 
     keep_blocks()  # as a learner does
     if arguments['mixer'] == 'native':

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.simulation.chips import H800
-from areal_jax.simulation.closed_forms.throughput import stale_share
-from areal_jax.simulation.closed_forms.ungated import staleness
-from areal_jax.simulation.group_moments import group_moments
+from areal_jax.simulation.closed_forms.throughput import stale_share, staleness
+from areal_jax.simulation.drawn_answers import group_moments
 from areal_jax.simulation.lengths import parse_lengths
-from areal_jax.simulation.roofline import Reached, Roofline
-from areal_jax.simulation.shapes import find_shape
+from areal_jax.simulation.prices import H800, Reached, Roofline, find_shape
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.constants import PASSES, R1_LENGTHS
 

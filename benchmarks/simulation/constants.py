@@ -21,10 +21,16 @@ import hashlib
 import json
 from typing import Generic, TypeVar
 
-from areal_jax.simulation.chips import ASSUMED_NIC_BYTES_S, CHIPS
-from areal_jax.simulation.planner.published_ranges import PUBLISHED
-from areal_jax.simulation.roofline import BATCH_ONE, MEMORY_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES
-from areal_jax.simulation.shapes import SHAPES
+from areal_jax.simulation.planner.advice import PUBLISHED
+from areal_jax.simulation.prices import (
+    ASSUMED_NIC_BYTES_S,
+    BATCH_ONE,
+    CHIPS,
+    MEMORY_SHARE,
+    OPTIMIZER_BYTES,
+    SHAPES,
+    WEIGHT_BYTES,
+)
 
 DATE = '2026-11-27'
 _Value = TypeVar('_Value', int, float, str)

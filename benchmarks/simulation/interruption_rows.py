@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.simulation.closed_forms.throughput import useful_share_of_interrupted, useful_share_of_waiting
-from areal_jax.simulation.group_moments import rests
+from areal_jax.simulation.drawn_answers import rests
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.comparison import Comparison, Result, lanes
 from benchmarks.simulation.setting import Setting

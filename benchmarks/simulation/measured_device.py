@@ -13,9 +13,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.simulation.chips import H200
-from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import shape_of
+from areal_jax.simulation.prices import H200, Reached, Roofline, shape_of, step_overhead_s
 from benchmarks.gpu_parts.shapes import SHAPES, decode_case, mean_positions
 
 MEASURED = pathlib.Path(__file__).parents[1] / 'results' / 'gpu_h200.json'

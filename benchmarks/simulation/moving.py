@@ -24,7 +24,7 @@ from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.events.schema import Event
 from areal_jax.files import write_json
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line
 
 CONFIG = 'configs/simulate/moving.py'
 MEASURED = 120  # updates, of which each quarter has its lengths; the run has more, so that engines stay supplied

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from areal_jax.simulation.closed_forms.throughput import stale_share
-from areal_jax.simulation.closed_forms.ungated import staleness
-from areal_jax.studies.findings import smallest_difference
+from areal_jax.simulation.closed_forms.throughput import stale_share, staleness
+from areal_jax.studies.page import smallest_difference
 from areal_jax.studies.plan import Margins
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.comparison import Comparison, Result, largest_error, median_error

@@ -30,13 +30,10 @@ from typing import Any
 
 from areal_jax.app.simulate.planning import MOST_SIMULATIONS, WINDOW, simulate_plan
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.chips import find_chip
-from areal_jax.simulation.planner.neighbours import Search
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, worth
-from areal_jax.simulation.planner.prediction import choose_start, list_plans
-from areal_jax.simulation.planner.published_ranges import find_interval
+from areal_jax.simulation.planner.advice import find_interval
+from areal_jax.simulation.planner.neighbours import Outcome, Plan, Search, Setting, choose_start, list_plans, worth
 from areal_jax.simulation.planner.question import describe_lengths, make_setting
-from areal_jax.simulation.shapes import find_shape
+from areal_jax.simulation.prices import find_chip, find_shape
 
 ANSWERS = 64
 CORES = 2

@@ -19,8 +19,7 @@ from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.event_log import load_events
 from areal_jax.telemetry import names
-from areal_jax.telemetry.metrics import read_metrics
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line, read_metrics
 from benchmarks.simulation import constants
 from benchmarks.simulation.setting import Setting, build_config
 

@@ -6,7 +6,7 @@ so; here an answer that would be too old is not begun, and every update is publi
 
 from __future__ import annotations
 
-from areal_jax.simulation.chips import H100
+from areal_jax.simulation.prices import H100
 from benchmarks.simulation import constants
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.comparison import Comparison, Result, lanes, median_error

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.agents.conversation import Conversation
+from areal_jax.agents.dialogue import Conversation
 from areal_jax.control.episode import Episode
 from areal_jax.types import NOT_GENERATED, Segment
 from tests.agents.toy_format import CLOSE, ToyFormat, reply, result, user

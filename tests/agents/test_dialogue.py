@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.agents.agent_workflow import AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue, EpisodeEnd, ToolFailedError
-from areal_jax.checkpoint.state import _decode_episode, _encode_episode
+from areal_jax.checkpoint.store import _decode_episode, _encode_episode
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.episode_description import describe_episode

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from areal_jax.agents.agent_workflow import OfferedTools
 from areal_jax.agents.dialogue import ToolFailedError
-from areal_jax.agents.offered_tools import OfferedTools
 from tests.agents.test_dialogue import Run, saved
 from tests.agents.toy_format import ids_of, user
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.agents.conversation import Conversation
-from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
+from areal_jax.agents.dialogue import Conversation, NotationParser, TokenizerFormat
 from areal_jax.control.episode import Episode
-from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
 from areal_jax.types import Segment
 from tests.text.test_extension import HERMES, build
 

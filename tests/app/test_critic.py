@@ -13,7 +13,7 @@ from areal_jax.app.library import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_directory import load_hf
-from areal_jax.formats.value_head import FILE, ValueHeadError, read_value_head, write_value_head
+from areal_jax.formats.safetensors_file import FILE, ValueHeadError, read_value_head, write_value_head
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import export_hf
 from areal_jax.telemetry.metrics import read_metrics

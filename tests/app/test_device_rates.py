@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.app.parts.part_settings import build_allocation, build_device_rates
 from areal_jax.config import TrackedConfig
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals
 from areal_jax.telemetry import devices
 from areal_jax.telemetry.devices import Peak
 from areal_jax.telemetry.metrics import read_metrics

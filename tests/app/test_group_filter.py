@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.control.group_filter import NoSignalError
+from areal_jax.control.buffer import NoSignalError
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, train_until_killed
 from tests.control.test_controller import assert_admission_bound, assert_conserved

@@ -18,11 +18,11 @@ from areal_jax.app.command_line import load_config
 from areal_jax.app.model.model import describe_model
 from areal_jax.app.roles.serve import load_directory
 from areal_jax.config import TrackedConfig
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.files_channel import FilesChannel
+from areal_jax.publication.versions import PublicationError
 from areal_jax.rollout.http.service import UpdateError, WeightsDirectory
+from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import read_registry
-from areal_jax.rollout.servers.server_fit import ServerFacts
 from areal_jax.types import PublishedWeights
 from tests.app.test_main_train import ROOT, environment
 from tests.rollout.decode.examples import DECODER

@@ -20,7 +20,7 @@ from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.export import export_hf
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 from areal_jax.rollout.stream import LogprobError
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, small_config

@@ -20,8 +20,8 @@ from areal_jax.app.run.run import LocalRollout, Run, RunKind
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.errors import ExitCode
 from areal_jax.lanes import LEARNER
-from areal_jax.report.draw_ledger import conservation
-from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.report.aggregates import conservation
+from areal_jax.rollout.servers.keeper import MismatchWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.types import Work
 from tests.app import small

@@ -13,8 +13,8 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.clients.own import OwnEngine
+from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import ServerEntry
-from areal_jax.rollout.servers.server_fit import ServerFacts
 from tests.app.small import small_config
 
 

@@ -7,9 +7,8 @@ import pathlib
 import pytest
 
 from areal_jax.app.simulate.simulated_site import build_simulation
-from areal_jax.report.event_log import load_events
-from areal_jax.report.lane_intervals import lane_intervals
-from areal_jax.telemetry.energy.power_table import POWER
+from areal_jax.report.event_log import lane_intervals, load_events
+from areal_jax.telemetry.energy.meters import POWER
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import small_config
 

@@ -10,8 +10,8 @@ from areal_jax.app.parts import task_builder
 from areal_jax.control.failures import UnverifiedError
 from areal_jax.tasks import token_reversal
 from areal_jax.tasks.answers import mathematics
-from areal_jax.tasks.scoring.audit import Audit
 from areal_jax.tasks.scoring.score_call import UNPARSED, score_answer
+from areal_jax.tasks.scoring.verifier import Audit
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, call_after, equal
 from tests.tasks import hostile_scorers

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.telemetry.resources import cpu_seconds
+from areal_jax.telemetry.devices import cpu_seconds
 from benchmarks.whole_system import EventUpdates, PrintedUpdates, System, summarize
 
 BUSY = """

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_jax.report.draw_ledger import ledger
+from areal_jax.report.aggregates import ledger
 
 CHECKPOINTS = 'checkpoints'
 _SHOWN = 5  # violations of one rule that are written out

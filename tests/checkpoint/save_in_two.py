@@ -21,11 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.distributed.follower import COMMANDS, follow
-from areal_jax.distributed.invitation import accept_invitation, invite
-from areal_jax.distributed.leader import CommandLeader
 from areal_jax.distributed.peers import Peers
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.distributed.remote_learner import CommandLeader
+from areal_jax.distributed.rendezvous import accept_invitation, invite
 from areal_jax.sharding.placement import copy_shards, place_regions
+from areal_jax.sharding.rules import make_mesh
 
 SHAPE, LEAVES = (4096, 4096), 16  # 64 MiB each, 1 GiB in all
 

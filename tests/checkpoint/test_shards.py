@@ -17,13 +17,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.checkpoint import shards
-from areal_jax.checkpoint.pieces import CheckpointError, named_leaves
-from areal_jax.checkpoint.shards import write_shards
+from areal_jax.checkpoint.shards import CheckpointError, TreeReader, named_leaves, write_shards
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.checkpoint.trees import TreeReader
-from areal_jax.models.layers import unstack_layers
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import unstack_layers
 from areal_jax.sharding.placement import HostShards, copy_shards, place, place_regions
+from areal_jax.sharding.rules import make_mesh
 
 _WHOLE = {
     'layers': {'gate': np.arange(3 * 8 * 4, dtype=np.float32).reshape(3, 8, 4), 'norm': np.ones((3, 4), np.float32)},

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from areal_jax import columns
-from areal_jax.checkpoint import state as records
-from areal_jax.checkpoint.state import RunStateError, decode_run_state, encode_run_state
+from areal_jax.checkpoint import store as records
+from areal_jax.checkpoint.store import RunStateError, decode_run_state, encode_run_state
 from areal_jax.control.episode import Episode, Row, RunningGroup
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import areal_jax.checkpoint
-from areal_jax.checkpoint.pieces import named_leaves
+from areal_jax.checkpoint.shards import named_leaves
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 
 KILLED_SAVER = pathlib.Path(__file__).with_name('killed_saver.py')

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from areal_jax.commands.catalogue import find_commands
+from areal_jax.commands.command import find_commands
 from areal_jax.commands.completion import render
 from areal_jax.config.declarations import FIELDS
 

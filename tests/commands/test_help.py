@@ -14,9 +14,17 @@ import pytest
 from areal_jax import __main__ as program
 from areal_jax.app.command_line import parse_command, parse_flags
 from areal_jax.app.evaluate.evaluation_config import adapt_config
-from areal_jax.commands.catalogue import find_commands, list_words
-from areal_jax.commands.command import Command, Example, Parser, list_flags
-from areal_jax.commands.help import answer, describe_version, render_help
+from areal_jax.commands.command import (
+    Command,
+    Example,
+    Parser,
+    answer,
+    describe_version,
+    find_commands,
+    list_flags,
+    list_words,
+    render_help,
+)
 from areal_jax.config import validate, validate_scoring
 from areal_jax.config.declarations import FIELDS
 from areal_jax.errors import ExitCode

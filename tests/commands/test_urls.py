@@ -8,8 +8,7 @@ import pytest
 
 import areal_jax
 from areal_jax.app.evaluate.evaluation_config import choose_source
-from areal_jax.commands.catalogue import find_commands
-from areal_jax.commands.command import PATHS, list_flags
+from areal_jax.commands.command import PATHS, find_commands, list_flags
 from areal_jax.config import default_config, require_local_fields, validate
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.fields import ChoiceOrOwn, Path, Text

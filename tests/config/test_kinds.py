@@ -24,7 +24,7 @@ CLIENTS = {client.name: client for kind in SERVERS.values() for client in kind.c
 NAMES = {*SERVERS, *CHANNELS, *CLIENTS}
 # 'files' of a dictionary of results, 'device' of an axis of places, and 'stream' of prompts and of answers over HTTP
 # are other words
-OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/shares.py': {'device'}} | {
+OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/rules.py': {'device'}} | {
     f'areal_jax/{path}.py': {'stream'}
     for path in (
         *('app/run/supervised', 'checkpoint/state', 'control/controller'),

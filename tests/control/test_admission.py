@@ -1,10 +1,10 @@
-"""control/admission.py and slot_demand.py: groups by the need of the slots, whatever the lengths of the answers are."""
+"""control/gate.py and slot_demand.py: groups by the need of the slots, whatever the lengths of the answers are."""
 
 import math
 
 import pytest
 
-from areal_jax.report.draw_ledger import conservation
+from areal_jax.report.aggregates import conservation
 from tests.toys import PRICES, ToyRun
 
 SLOW_DECODING = PRICES | {'train': 0.0005}

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 
+from areal_jax.control.buffer import BoundedQueue
 from areal_jax.control.clocks.loop import DeadlockError, StallError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.queues import BoundedQueue
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.types import Work
 

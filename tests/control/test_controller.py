@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.config.ranges import ConfigError
+from areal_jax.control.buffer import NoSignalError
 from areal_jax.control.clocks.loop import DeadlockError
 from areal_jax.control.failures import UnverifiedError
-from areal_jax.control.group_filter import NoSignalError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 

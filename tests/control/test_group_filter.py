@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from areal_jax.control.buffer import GroupFilter, NoSignalError, equal_rewards, success_rate
 from areal_jax.control.episode import Episode, Row, RunningGroup
-from areal_jax.control.group_filter import GroupFilter, NoSignalError, equal_rewards, success_rate
 from areal_jax.learning.objective.rewards import has_signal
 from areal_jax.types import Prompt, Segment, TrajectoryGroup, Verdict
 

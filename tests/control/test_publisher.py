@@ -3,8 +3,8 @@
 import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
+from areal_jax.control.controller import Publisher, Update
 from areal_jax.control.event_writer import EventLog, check_types
-from areal_jax.control.publisher import Publisher, Update
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.types import PublicationSize, PublishedWeights
 

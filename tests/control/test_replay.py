@@ -12,9 +12,16 @@ import time
 import pytest
 
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
-from areal_jax.control.event_writer import EventLog, check_of
-from areal_jax.control.recording import COMPLETIONS, Recording, ReplayError, find_starts, require_whole
+from areal_jax.control.clocks.virtual import EndOfLogError, ReplayClock
+from areal_jax.control.event_writer import (
+    COMPLETIONS,
+    EventLog,
+    Recording,
+    ReplayError,
+    check_of,
+    find_starts,
+    require_whole,
+)
 from areal_jax.types import Work
 from tests.toys import ToyRun
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.control.schedule import VersionRing, parse_schedule
+from areal_jax.control.lock_step import VersionRing, parse_schedule
 
 
 @pytest.mark.parametrize('content', ['1 two', '1\n-1\n', '0.5', ''])

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from areal_jax.checkpoint.state import decode_run_state, encode_run_state
+from areal_jax.checkpoint.store import decode_run_state, encode_run_state
 from areal_jax.report.rules.log_rules import find_violation
 from tests.report.rules.toy_logs import LIMITS, log_of
 from tests.toys import PRICES, ToyRun

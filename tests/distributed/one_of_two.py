@@ -29,9 +29,9 @@ SHORT_DEADLINE_S = 15.0
 def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
     jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=2, process_id=index)
     from areal_jax.distributed.follower import follow
-    from areal_jax.distributed.invitation import accept_invitation, invite
-    from areal_jax.distributed.leader import CommandLeader
     from areal_jax.distributed.peers import Peers
+    from areal_jax.distributed.remote_learner import CommandLeader
+    from areal_jax.distributed.rendezvous import accept_invitation, invite
     from tests.learning.test_meshes import ADAM, GROUPS, PARAMS, SGD, make_learner
 
     params = PARAMS
@@ -88,9 +88,9 @@ def main(index: int, port: int, directory: pathlib.Path, what: str) -> None:
 def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
     """Two versions, before and after an update; each process notes the bytes that it has fetched to its host."""
     from areal_jax.distributed.follower import follow
-    from areal_jax.publication.part_writer import PartWriter
+    from areal_jax.publication.export import PartWriter
     from areal_jax.sharding import placement
-    from areal_jax.sharding.shares import SharedLeaf
+    from areal_jax.sharding.rules import SharedLeaf
     from tests.learning.test_meshes import CONFIG
 
     fetched, join = [], SharedLeaf.join
@@ -101,7 +101,7 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
         met = _wait_for_controller(index, directory)
         serve(met.connection, met.hello.role, reports=index == 0)
     elif index:
-        from areal_jax.distributed.invitation import accept_invitation
+        from areal_jax.distributed.rendezvous import accept_invitation
 
         serve(accept_invitation('', DEADLINE_S))
     else:
@@ -110,8 +110,7 @@ def _publish(index: int, directory: pathlib.Path, learner, what: str) -> None:
 
 
 def _wait_for_controller(index: int, directory: pathlib.Path):
-    from areal_jax.distributed.handshake import Hello, Listener
-    from areal_jax.distributed.key import key_path, load_key
+    from areal_jax.distributed.handshake import Hello, Listener, key_path, load_key
 
     with Listener('127.0.0.1', 0, load_key(key_path(directory)), Hello(f'learner {index}', '')) as listener:
         (directory / f'address_{index}.partial').write_text(listener.address)
@@ -121,9 +120,9 @@ def _wait_for_controller(index: int, directory: pathlib.Path):
 
 def _lead_publication(directory: pathlib.Path, learner) -> None:
     from areal_jax.checkpoint.store import CheckpointStore
-    from areal_jax.distributed.invitation import invite
-    from areal_jax.distributed.leader import CommandLeader
     from areal_jax.distributed.peers import Peers
+    from areal_jax.distributed.remote_learner import CommandLeader
+    from areal_jax.distributed.rendezvous import invite
     from areal_jax.publication.files_channel import FilesChannel
     from tests.learning.test_meshes import CONFIG, GROUPS
 

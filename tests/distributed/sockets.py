@@ -3,7 +3,7 @@
 import os
 import socket
 
-from areal_jax.distributed.wire import Connection
+from areal_jax.distributed.peers import Connection
 
 
 def send_raw(connection: Connection, content: bytes) -> None:

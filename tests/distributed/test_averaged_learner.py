@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
 from areal_jax.distributed.averages import Average, AverageError, Averages
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.blockwise.examples import (
     DECODER,
     FIRST_GROUPS,

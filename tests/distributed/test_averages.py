@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed.averages import AverageError, Averages, mean_blocks
-from areal_jax.distributed.codec import encode
+from areal_jax.distributed.messages import encode
 
 
 def make_block(value, shape=(2,)):

@@ -10,9 +10,19 @@ import struct
 import numpy as np
 import pytest
 
-from areal_jax.checkpoint.pieces import ArrayShape, Piece, StoredArray
-from areal_jax.distributed.codec import CodecError, decode, describe_arrays, encode
-from areal_jax.distributed.messages import Answer, Command, Failure, Message, decode_message, encode_message
+from areal_jax.checkpoint.shards import ArrayShape, Piece, StoredArray
+from areal_jax.distributed.messages import (
+    Answer,
+    CodecError,
+    Command,
+    Failure,
+    Message,
+    decode,
+    decode_message,
+    describe_arrays,
+    encode,
+    encode_message,
+)
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 

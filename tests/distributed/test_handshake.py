@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from areal_jax.distributed import handshake, wire
+from areal_jax.distributed import handshake, peers
 from areal_jax.distributed.handshake import Hello, Listener, connect, digest_config
-from areal_jax.distributed.wire import Frame, WireError, WrongKeyError, send_all
+from areal_jax.distributed.peers import Frame, WireError, WrongKeyError, send_all
 from areal_jax.errors import LostPeerError, UserError
 
 _KEY, _CONFIG = bytes(range(32)), digest_config({'run': {'steps': 3}})
@@ -60,7 +60,7 @@ def test_who_has_another_key_is_turned_away_and_told(listener):
 def test_who_only_repeats_what_it_has_seen_is_turned_away(listener):
     """A client without the key, which sends the server's own proof back."""
     with socket.create_connection((listener.host, listener.port), timeout=5) as own:
-        own.sendall(wire.MAGIC + bytes(32))
+        own.sendall(peers.MAGIC + bytes(32))
         greeting = own.recv(16 + 32 + 32, socket.MSG_WAITALL)
         own.sendall(greeting[-32:])
         assert own.recv(1) == b''

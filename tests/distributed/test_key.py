@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from areal_jax.distributed.key import KeyFileError, key_path, load_key
+from areal_jax.distributed.handshake import KeyFileError, key_path, load_key
 
 
 def test_all_who_come_at_the_same_time_have_one_key_that_nobody_else_can_read(tmp_path):
@@ -67,7 +67,7 @@ def test_a_key_of_another_user_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('content', [b'short', b'x' * 70, b'ab' * 33])
 def test_a_file_that_holds_no_key_is_refused(tmp_path, monkeypatch, content):
-    monkeypatch.setattr('areal_jax.distributed.key.BEING_WRITTEN_S', 0.1)
+    monkeypatch.setattr('areal_jax.distributed.handshake.BEING_WRITTEN_S', 0.1)
     path = key_path(tmp_path)
     load_key(path)
     path.write_bytes(content)

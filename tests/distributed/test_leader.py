@@ -10,9 +10,8 @@ import pytest
 
 from areal_jax.distributed import follower as following
 from areal_jax.distributed.follower import follow
-from areal_jax.distributed.leader import CommandLeader
-from areal_jax.distributed.peers import CommandError, Peers
-from areal_jax.distributed.wire import make_pair
+from areal_jax.distributed.peers import CommandError, Peers, make_pair
+from areal_jax.distributed.remote_learner import CommandLeader
 
 
 class _Recorder:

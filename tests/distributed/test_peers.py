@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from areal_jax.distributed import peers as module
-from areal_jax.distributed.codec import CodecError
-from areal_jax.distributed.messages import CHECKPOINT, CLOSE, LEARNER, Answer, Command
-from areal_jax.distributed.peers import CommandError, Peer, Peers
-from areal_jax.distributed.wire import WireError, make_pair
+from areal_jax.distributed.messages import CHECKPOINT, CLOSE, LEARNER, Answer, CodecError, Command
+from areal_jax.distributed.peers import CommandError, Peer, Peers, WireError, make_pair
 from tests.distributed.sockets import cut, send_raw
 
 

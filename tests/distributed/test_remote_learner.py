@@ -11,16 +11,15 @@ import threading
 import numpy as np
 import pytest
 
-from areal_jax.checkpoint.pieces import ArrayShape
+from areal_jax.checkpoint.shards import ArrayShape
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.messages import Command, RemoteError, RemoteUserError, RemoteValueError
-from areal_jax.distributed.peers import CommandError, Peers
+from areal_jax.distributed.peers import CommandError, Peers, make_pair
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
-from areal_jax.distributed.wire import make_pair
 from areal_jax.errors import LostPeerError, UserError
 from areal_jax.learning.update_price import UpdatePrice
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.host_shards import HostShards
 from tests.distributed.sockets import cut
 from tests.learning.examples import random_groups
@@ -57,7 +56,7 @@ class _Learner:
 
 
 class _Versions:
-    """What a process writes of a version; see publication/part_writer.py."""
+    """What a process writes of a version; see publication/export.py."""
 
     def __init__(self, index):
         self.index, self.error = index, None

@@ -19,8 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.distributed.handshake import Hello, connect
-from areal_jax.distributed.key import key_path, load_key
+from areal_jax.distributed.handshake import Hello, connect, key_path, load_key
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version

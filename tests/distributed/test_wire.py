@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from areal_jax.distributed.wire import Connection, Frame, WireError, make_pair, send_all
+from areal_jax.distributed.peers import Connection, Frame, WireError, make_pair, send_all
 from tests.distributed.sockets import send_raw
 
 _FRAMES = [Frame.of(body) for body in (b'', b'first', bytes(range(256)) * 5000)]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from areal_jax.control.failures import UnverifiedError
-from areal_jax.evaluation.during_training import PoolAtVersion
+from areal_jax.evaluation.evaluator import PoolAtVersion
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.toys import PRICES, STOP, ToyRun, length, token, toy_prompt
 

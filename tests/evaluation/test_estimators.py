@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from areal_jax.evaluation.estimators import bootstrap_intervals, majority_score, pass_at_k, sizes_of_k
+from areal_jax.evaluation.results import bootstrap_intervals, majority_score, pass_at_k, sizes_of_k
 
 
 @pytest.mark.parametrize('rewards', [[0, 0, 1, 0, 1], [0.2, 0.8, 0.8, -1.0, 0.5, 1.0], [0.0], [1, 1, 1]])

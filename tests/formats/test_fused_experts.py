@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from areal_jax.formats.hf import from_hf_names, to_hf_names
 from areal_jax.formats.hf_config import HfError, read_hf_config
-from areal_jax.formats.hf_directory import load_hf, map_hf_weights
+from areal_jax.formats.hf_directory import from_hf_names, load_hf, map_hf_weights, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
 from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.models.weights import logical_axes
+from areal_jax.models.weights import logical_axes, stack_layers
 from areal_jax.publication.export import export_hf
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import param_shardings
+from areal_jax.sharding.rules import make_mesh, param_shardings
 
 QWEN = ModelConfig(
     vocab_size=29, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=24, rope_theta=100.0,

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.formats.hf import WeightsError, from_hf_names, to_hf_names
+from areal_jax.formats.hf_directory import WeightsError, from_hf_names, to_hf_names
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import Lora
 
 TIED = ModelConfig(
     vocab_size=11, d_model=6, n_layers=11, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=10, rope_theta=500.0

@@ -15,13 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from areal_jax.formats import hf_directory
-from areal_jax.formats.hf import hf_tensors, to_hf_names
 from areal_jax.formats.hf_config import HfError, hf_config
-from areal_jax.formats.hf_directory import INDEX, WEIGHTS, load_hf
+from areal_jax.formats.hf_directory import INDEX, WEIGHTS, hf_tensors, load_hf, to_hf_names
 from areal_jax.formats.safetensors_file import list_tensors, write_tensors
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import stack_layers
 from areal_jax.publication.export import export_hf
 from tests.publication.tiny import assert_bit_equal, host_params
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.models import expert_check
-from areal_jax.models.expert_mesh import make_mix
+from areal_jax.models import experts as expert_check
 from areal_jax.models.expert_products import choose_mixer
+from areal_jax.models.experts import make_mix
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.publication.device_channel import DeviceChannel
+from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.publication.manifest import device_manifest, host_manifest
 from areal_jax.sharding.placement import move_to
 from tests.gpu.test_training import groups, make_learner, params  # noqa: F401 fixtures

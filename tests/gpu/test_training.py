@@ -9,7 +9,7 @@ import pytest
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.attention import choose_implementation, local_device
 from areal_jax.models.decoder import Decoder
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from benchmarks.gpu_parts.shapes import TINY
 from tests.learning.examples import learner_settings, make_optimizer, random_groups
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.app.roles.server_program import find_directory
 from areal_jax.registry.entries import read_entries
-from areal_jax.report.draw_ledger import conservation
+from areal_jax.report.aggregates import conservation
 from tests.launch.test_local import is_alive
 from tests.launch.test_role_runs import ROOT, Launched
 

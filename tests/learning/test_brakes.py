@@ -17,7 +17,7 @@ from areal_jax.learning.brakes import (
     take_along,
 )
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, learner_settings, make_optimizer, random_groups, tiny_decoder
 
 _DECODER = tiny_decoder(n_layers=1)

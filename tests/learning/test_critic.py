@@ -19,8 +19,8 @@ from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory
 

@@ -11,7 +11,7 @@ import pytest
 from areal_jax.learning import row_layout as layout
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.attention.cudnn import MAX_SEGMENTS
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import (
     group,

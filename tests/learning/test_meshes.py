@@ -13,7 +13,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups
 
 CONFIG = ModelConfig(

@@ -9,9 +9,9 @@ import pytest
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.moving_learner import MovingLearner
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups
 
 CONFIG = ModelConfig(

@@ -25,7 +25,7 @@ from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.trained_leaves import CRITIC
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 

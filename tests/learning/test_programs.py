@@ -16,8 +16,8 @@ from areal_jax.learning.learner_state import describe_state, place_state
 from areal_jax.learning.programs import CompiledPrograms
 from areal_jax.learning.train_step import Programs
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 
 _GROUPS = random_groups(5, 5)

@@ -19,7 +19,7 @@ from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, measure_balance
 from areal_jax.models.shape import Experts
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, segment, tiny_decoder, trajectory
 from tests.rollout.decode.examples import whole_attention

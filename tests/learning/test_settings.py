@@ -14,7 +14,7 @@ from areal_jax.learning.objective import advantages, surrogates
 from areal_jax.learning.optimizer.directions import DIRECTIONS
 from areal_jax.learning.optimizer.optimizer import Schedule
 from areal_jax.learning.settings import LearnerSettings, OptimizerSettings
-from areal_jax.models import decoder, lora
+from areal_jax.models import decoder, weights
 from areal_jax.models.attention import backends
 from areal_jax.sharding import rules
 from tests.learning.examples import learner_settings
@@ -76,13 +76,13 @@ def test_every_declared_choice_is_implemented_and_nothing_else(path, implemented
 
 
 def test_adapters_are_declared_for_every_projection_that_can_have_them():
-    assert FIELDS['lora.targets'].default == lora.TARGETS
+    assert FIELDS['lora.targets'].default == weights.TARGETS
 
 
 def test_no_setting_that_a_config_field_decides_has_a_second_default():
     with_default = {
         field.name
-        for kind in (LearnerSettings, OptimizerSettings, Schedule, lora.Lora)
+        for kind in (LearnerSettings, OptimizerSettings, Schedule, weights.Lora)
         for field in dataclasses.fields(kind)
         if field.default is not dataclasses.MISSING
     }

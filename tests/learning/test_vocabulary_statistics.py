@@ -14,7 +14,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REVERSE_KL, STATISTICS
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.models.decoder import Decoder
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings
 from tests.learning.test_meshes import CONFIG, GROUPS, PARAMS, SGD
 from tests.learning.test_objectives_packed import AllStatistics

@@ -31,8 +31,8 @@ def export(directory: pathlib.Path) -> None:
     from safetensors.numpy import save_file
 
     from areal_jax.formats.gguf import find_package_file, load_gguf
-    from areal_jax.formats.hf import to_hf_names
     from areal_jax.formats.hf_config import hf_config
+    from areal_jax.formats.hf_directory import to_hf_names
     from areal_jax.text.file_tokenizers import GgufTokenizer
 
     path = find_package_file(PACKAGE_FILE)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from areal_jax.models.clamped_entropy import clamped_entropy, count_kept
-from areal_jax.models.logprobs import token_logprobs
-from areal_jax.models.vocabulary_tiles import over_mesh
+from areal_jax.models.logprobs import over_mesh, token_logprobs
+from areal_jax.models.vocabulary_divergence import clamped_entropy, count_kept
 
 N, D, V, KEPT = 8, 6, 104, 73
 RATES = np.linspace(0.5, 2.0, N, dtype=np.float32)

@@ -17,9 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
-from areal_jax.models.layers import stack_layers, unstack_layers
-from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
+from areal_jax.models.weights import TARGETS, Lora, stack_layers, unstack_layers
 from areal_jax.native import compiled_library as library
 from tests.models import reference
 

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from areal_jax.models.expert_mesh import make_mix
 from areal_jax.models.expert_products import mix_blocks
-from areal_jax.sharding.mesh import TOKEN_AXES, make_mesh
+from areal_jax.models.experts import make_mix
+from areal_jax.sharding.rules import TOKEN_AXES, make_mesh
 from tests.models.test_expert_products import NAMES, Case, make_inputs
 
 CASE = Case(8, 3, 24, 20, 48, none=0.2)

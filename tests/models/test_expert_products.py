@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models import expert_check
+from areal_jax.models import experts as expert_check
 from areal_jax.models.expert_products import choose_mixer, mix_blocks, mix_native, mix_ragged
 from areal_jax.native import compiled_library as library
 

@@ -13,8 +13,8 @@ import pytest
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, choose_experts
-from areal_jax.models.lora import Lora
 from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.weights import Lora
 
 EXPERTS = Experts(6, 2, 12)
 CONFIG = ModelConfig(

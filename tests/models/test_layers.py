@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from areal_jax.models.layers import stack_layers, unstack_layers
+from areal_jax.models.weights import stack_layers, unstack_layers
 
 N_LAYERS = 3
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
-from areal_jax.models.lora import TARGETS, Lora, attach_adapters, is_adapter, merge_adapters
 from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import TARGETS, Lora, attach_adapters, is_adapter, merge_adapters, stack_layers
 
 CONFIG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0,

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
-from areal_jax.models.logprobs import sum_blocks
-from areal_jax.models.lora import Lora
+from areal_jax.models.logprobs import scale_logits, sum_blocks
 from areal_jax.models.native_layers import Read
 from areal_jax.models.shape import Experts
-from areal_jax.models.vocabulary_tiles import scale_logits
+from areal_jax.models.weights import Lora, stack_layers
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.attention.native import NativeAttention
+from areal_jax.rollout.decode.attention.choose import NativeAttention
 from tests.models.test_decoder import VARIANTS, assert_close, causal, hidden_of, logits_of, scattered
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')

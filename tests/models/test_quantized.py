@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import stack_layers
 from areal_jax.models.logprobs import rank_tokens
 from areal_jax.models.native_layers import Read
 from areal_jax.models.quantized import Int8Rows, Quantized, quantize, rank_logits
+from areal_jax.models.weights import stack_layers
 from areal_jax.native import compiled_library as library
 from tests.models.test_decoder import VARIANTS, logits_of, scattered
 from tests.models.test_native_layers import CHUNK_TOKENS, attend_with, make_batch, rows_of_layers

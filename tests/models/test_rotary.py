@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.rotary import rotary, rotate, stretch
+from areal_jax.models.experts import rotary, rotate, stretch
 from areal_jax.models.shape import Llama3Scaling
 from tests.models import reference
 

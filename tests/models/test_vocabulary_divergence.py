@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from areal_jax.models.logprobs import over_mesh
 from areal_jax.models.vocabulary_divergence import token_divergences
-from areal_jax.models.vocabulary_tiles import over_mesh
 
 N, D, OTHER, V = 8, 6, 10, 104  # tiles of 30 leave 14 columns over; a half and a quarter of V are slices
 RATES = np.linspace(0.5, 2.0, N, dtype=np.float32)

@@ -16,18 +16,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from areal_jax.formats.hf import hf_tensors
-from areal_jax.formats.hf_directory import load_hf
+from areal_jax.formats.hf_directory import hf_tensors, load_hf
 from areal_jax.models import families
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import COMMON, FAMILIES, Family, Init
-from areal_jax.models.layers import stack_layers
-from areal_jax.models.lora import TARGETS, Lora
 from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.models.weights import find_leaf, leaf_at, logical_axes, nest, weight_table
+from areal_jax.models.weights import TARGETS, Lora, find_leaf, leaf_at, logical_axes, nest, stack_layers, weight_table
 from areal_jax.publication.export import export_hf
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import param_shardings, path_name
+from areal_jax.sharding.rules import make_mesh, param_shardings, path_name
 
 LLAMA = ModelConfig(
     vocab_size=29, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=40, rope_theta=100.0,

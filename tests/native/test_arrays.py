@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from areal_jax.models.activations import NativeColumns
+from areal_jax.models.quantized import NativeColumns
 from areal_jax.native import compiled_library as library
 from areal_jax.native.arrays import empty_aligned, host_view, pack_panels, sum_words
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.activations import Columns, NativeColumns
+from areal_jax.models.quantized import Columns, NativeColumns
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.attention.native import NativeAttention
+from areal_jax.rollout.decode.attention.choose import NativeAttention
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason='this machine has no C++ compiler')
 NATIVE = NativeColumns()

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models.activations import NativeColumns
 from areal_jax.models.expert_products import mix_native
+from areal_jax.models.quantized import NativeColumns
 from areal_jax.native import compiled_library as library
-from areal_jax.native.preference import preferred
+from areal_jax.native.compiled_library import preferred
 from tests.native.test_kernels import multiply, normal
 from tests.rollout.decode.examples import Decoding, backend, request
 

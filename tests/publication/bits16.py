@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
-from areal_jax.publication.failures import ChainFull, PublicationError
 from areal_jax.publication.manifest import host_manifest, manifest_hash
 from areal_jax.publication.record import Held, Record
 from areal_jax.publication.record_channel import RecordChannel
+from areal_jax.publication.versions import ChainFull, PublicationError
 from tests.publication.tiny import CONFIG, host_params
 
 

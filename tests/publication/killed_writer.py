@@ -14,7 +14,7 @@ import numpy as np
 import safetensors.numpy  # noqa: F401  the children should write at once, not import
 
 from areal_jax.formats.hf_export import plan_hf_files
-from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.export import write_hf_directory
 from tests.publication.tiny import ABSTRACT, CONFIG
 
 

@@ -12,8 +12,8 @@ from areal_jax.publication.delta import (
     decode_changes,
     encode_changes,
 )
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import host_manifest
+from areal_jax.publication.versions import PublicationError
 
 SIDES = [pytest.param(None, id='kernel'), pytest.param(False, id='numpy')]
 PAYLOADS = np.array([0x7FC1, 0xFFC2, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x7FFF], np.uint16)  # NaN, inf, -0.0, ...

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.publication.device_channel import DeviceChannel
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.publication.manifest import host_manifest, manifest_hash
+from areal_jax.publication.versions import PublicationError
 from areal_jax.types import PublishedWeights
 from tests.host_reads import record_reads
 

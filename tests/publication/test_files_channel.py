@@ -24,11 +24,10 @@ from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.formats.hf_export import HfCompanions
 from areal_jax.formats.safetensors_file import StoredTensor
 from areal_jax.publication import manifest
-from areal_jax.publication.device_channel import DeviceChannel
 from areal_jax.publication.export import export_hf
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
+from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, find_version, load_version
 from areal_jax.publication.manifest import host_manifest, manifest_hash
+from areal_jax.publication.versions import PublicationError
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
 KILLED_WRITER = pathlib.Path(__file__).with_name('killed_writer.py')

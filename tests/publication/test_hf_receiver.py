@@ -7,11 +7,11 @@ import pytest
 from areal_jax import files
 from areal_jax.formats.hf_export import HfCompanions
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
-from areal_jax.publication.hf_receiver import HfReceiver, copy_template
 from areal_jax.publication.record import Record
 from areal_jax.publication.record_channel import RecordChannel
+from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.weight_buffers import HfReceiver, copy_template
 from tests.publication.bits16 import Carrier, held_of, make_versions, over
 from tests.publication.tiny import CONFIG, assert_bit_equal
 

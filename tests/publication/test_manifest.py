@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from areal_jax.native import compiled_library as library
 from areal_jax.publication import manifest
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import (
     decode_manifest,
     device_manifest,
@@ -25,6 +24,7 @@ from areal_jax.publication.manifest import (
     require_equal,
     weights_sha256,
 )
+from areal_jax.publication.versions import PublicationError
 
 
 @pytest.fixture(params=['kernels', 'numpy and jax'])

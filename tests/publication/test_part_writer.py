@@ -14,12 +14,11 @@ from safetensors.numpy import load_file
 
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.formats.hf_export import HfCompanions
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.export import PartWriter
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.publication.part_writer import PartWriter
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.shares import SharedLeaf, Shares
+from areal_jax.publication.versions import PublicationError
+from areal_jax.sharding.rules import SharedLeaf, Shares, make_mesh
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 
 _COMPANIONS = HfCompanions(texts={'generation_config.json': '{}\n'})

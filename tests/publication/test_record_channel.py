@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.publication.device_channel import DeviceChannel
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_channel import FilesChannel
-from areal_jax.sharding.shares import SharedLeaf
+from areal_jax.publication.files_channel import DeviceChannel, FilesChannel
+from areal_jax.publication.versions import PublicationError
+from areal_jax.sharding.rules import SharedLeaf
 from tests.publication.bits16 import Carrier, first_version, held_of, make_versions, next_version, over
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 

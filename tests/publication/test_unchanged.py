@@ -9,11 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.publication.device_channel import DeviceChannel
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.files_channel import FilesChannel, find_version
-from areal_jax.publication.manifest import host_manifest, manifest_hash
-from areal_jax.publication.unchanged import Mover, UnchangedLeaves
+from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, find_version
+from areal_jax.publication.manifest import Mover, UnchangedLeaves, host_manifest, manifest_hash
+from areal_jax.publication.versions import PublicationError
 from areal_jax.types import PublishedWeights
 from tests.publication.tiny import CONFIG, assert_bit_equal, host_params
 

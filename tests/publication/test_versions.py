@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.versions import keep_while_read, list_versions, remove_unread, version_path
+from areal_jax.publication.versions import PublicationError, keep_while_read, list_versions, remove_unread, version_path
 
 ROOT = pathlib.Path(__file__).parents[2]
 READER = """

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from areal_jax.report.age_table import age_histograms, token_age, token_age_steps
+from areal_jax.report.token_fates import age_histograms, token_age, token_age_steps
 from tests.telemetry.logs import two_metrics
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.report.censoring import censoring, ks_distance, warn_of_censoring
 from areal_jax.report.report import build_report
+from areal_jax.report.token_fates import censoring, ks_distance, warn_of_censoring
 from tests.report.test_token_fates import START, rows, run
 from tests.telemetry.logs import event_log, two_facts, two_metrics
 from tests.telemetry.test_token_ledger import fates, finish

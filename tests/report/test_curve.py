@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from areal_jax.app.run.reports import alone_seconds
-from areal_jax.report import curve
-from areal_jax.report.lane_intervals import lane_intervals, lane_seconds, of_training
+from areal_jax.report import limit
+from areal_jax.report.event_log import lane_intervals, lane_seconds, of_training, window
 from areal_jax.report.limit import busy_shares
-from areal_jax.report.slots import slot_spans
-from areal_jax.report.timeline import build_timeline
-from areal_jax.report.window import window
+from areal_jax.report.timeline import build_timeline, slot_spans
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores
 from tests.telemetry.logs import dispatch, event_log, publish
 
@@ -55,8 +53,8 @@ ROWS = [
 
 
 def test_shares_are_seconds_of_the_evaluation_over_those_of_the_lanes():
-    assert curve.evaluation_lane_share(log()) == pytest.approx(1.5 / 8)
-    first, second = curve.evaluation_curve(log(), ROWS)
+    assert limit.evaluation_lane_share(log()) == pytest.approx(1.5 / 8)
+    first, second = limit.evaluation_curve(log(), ROWS)
     assert (first['version'], second['version']) == (1, 2)
     assert first['lane_seconds'] == pytest.approx(1 + 0.5 + 4)
     # from 3 s to 14 s: 5.5 s of the evaluation, 2 + 1.5 s of training
@@ -67,23 +65,23 @@ def test_shares_are_seconds_of_the_evaluation_over_those_of_the_lanes():
 
 def test_the_ends_are_of_the_problems_and_samples_between_them():
     before = EvaluationScores((1.0, 0.0, 0.0, 0.0, 1.0, 1.0), ((0.0, 1.0),) * 4 + ((1.0, 1.0),) * 2)
-    ends = curve.curve_ends(ROWS[1:], before, None)
+    ends = limit.curve_ends(ROWS[1:], before, None)
     assert (ends['greedy']['before']['mean'], ends['greedy']['before']['n']) == (0.25, 4)  # not 3 of 6
     assert ends['sampled']['before']['mean'] == 0.0  # the first of two samples
     assert (ends['greedy']['after'], ends['sampled']['after']) == (None, None)
-    assert curve.curve_ends(ROWS[:1], before, before)['sampled'] == {'before': None, 'after': None}
-    assert curve.curve_ends([], before, before) is None
+    assert limit.curve_ends(ROWS[:1], before, before)['sampled'] == {'before': None, 'after': None}
+    assert limit.curve_ends([], before, before) is None
 
 
 def test_without_evaluations_there_is_no_share():
     events = [event for event in log() if event['kind'] != 'evaluation_slots' and event.get('work') == 'decode']
-    assert curve.evaluation_lane_share(events) is None
-    assert curve.evaluation_cache_bytes(events) is None
-    assert curve.evaluation_curve(events, []) == []
+    assert limit.evaluation_lane_share(events) is None
+    assert limit.evaluation_cache_bytes(events) is None
+    assert limit.evaluation_curve(events, []) == []
 
 
 def test_the_bytes_are_those_of_all_engines():
-    assert curve.evaluation_cache_bytes(log()) == 6 * 2**20
+    assert limit.evaluation_cache_bytes(log()) == 6 * 2**20
 
 
 def test_lane_seconds_are_those_of_training_and_busy_shares_of_both():

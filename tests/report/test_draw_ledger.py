@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.draw_ledger import conservation, ledger
+from areal_jax.report.aggregates import conservation, ledger
 from tests.telemetry.logs import event_log, two_updates
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.lane_intervals import busy_share, lane_intervals, lane_seconds
-from areal_jax.report.window import Window, window
+from areal_jax.report.event_log import Window, busy_share, lane_intervals, lane_seconds, window
 from tests.telemetry.logs import event_log, two_updates, work
 
 

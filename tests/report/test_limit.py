@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals, window
 from areal_jax.report.limit import busy_shares, explain_gap, fill_seconds, measure_limit
-from areal_jax.report.window import window
 from tests.telemetry.logs import event_log, publish, two_facts, two_updates, work
 
 

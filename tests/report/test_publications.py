@@ -1,7 +1,7 @@
 """What each version took, from the events of a run."""
 
+from areal_jax.report.event_log import describe_publications, publication_rows
 from areal_jax.report.pages.markdown_page import render_page
-from areal_jax.report.publications import describe_publications, publication_rows
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import event_log, load, two_facts, two_metrics, two_updates
 

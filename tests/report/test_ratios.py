@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from areal_jax.report.engine_work import (
+    ratio_split,
+    ratios_by_age,
+    split_rows,
+    summarize_experts,
+    warn_of_wrong_versions,
+)
 from areal_jax.report.pages.markdown_page import render_page
-from areal_jax.report.ratios import ratio_split, ratios_by_age, split_rows, summarize_experts, warn_of_wrong_versions
 from areal_jax.report.report import build_report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates
 

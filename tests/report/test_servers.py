@@ -1,8 +1,8 @@
 """The servers of a run in its report."""
 
+from areal_jax.report.aggregates import describe_servers, server_rows
 from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.report import build_report
-from areal_jax.report.servers import describe_servers, server_rows
 from tests.telemetry.logs import event_log, two_facts, two_metrics, two_updates
 
 ENTRIES = [

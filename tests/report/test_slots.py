@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from areal_jax.report.slots import SlotSpan, decode_intervals, slot_spans
+from areal_jax.report.timeline import SlotSpan, decode_intervals, slot_spans
 from tests.telemetry.logs import dispatch, event_log, two_updates
 
 

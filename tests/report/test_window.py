@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from areal_jax.report.lane_intervals import busy_share
-from areal_jax.report.window import Window, evaluation_spans, window
+from areal_jax.report.event_log import Window, busy_share, evaluation_spans, window
 from tests.telemetry.logs import event_log, publish, two_updates
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_jax.rollout.block_index import BlockIndex, extend_digests, root_digest
+from areal_jax.rollout.blocks import BlockIndex, extend_digests, root_digest
 
 SIZE = 4
 

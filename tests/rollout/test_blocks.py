@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_jax.rollout.block_index import BlockIndex, extend_digests, root_digest
-from areal_jax.rollout.blocks import BlockPool, Prefix, PrefixIndex
+from areal_jax.rollout.blocks import BlockIndex, BlockPool, Prefix, PrefixIndex, extend_digests, root_digest
 
 SIZE = 4
 

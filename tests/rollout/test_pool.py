@@ -14,9 +14,9 @@ from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
-from areal_jax.rollout import requirements
-from areal_jax.rollout.load_ledger import Ledger
+from areal_jax.rollout import pool
 from areal_jax.rollout.pool import Pool
+from areal_jax.rollout.spare_engines import Ledger
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, Segment, Work
 from tests.rollout.toy_engine import ToyEngine
@@ -268,13 +268,11 @@ def test_an_engine_that_lacks_what_the_run_needs_is_refused_by_name():
         )
 
     needed = {
-        requirements.needs_pinned('evaluation.every=8'): 'keep the weights of an earlier version for an evaluation',
-        requirements.needs_logprobs('rollout.top_k=4', 'sampling'): "give log-probs of kind 'sampling'",
-        requirements.needs_update(
-            "rollout.kv_policy='recompute'", 'recompute'
-        ): "do 'recompute' with unfinished answers",
-        requirements.needs_spans('learning from its answers'): 'tell the version of each token',
-        requirements.needs_pause('taking checkpoints'): 'pause without aborting answers',
+        pool.needs_pinned('evaluation.every=8'): 'keep the weights of an earlier version for an evaluation',
+        pool.needs_logprobs('rollout.top_k=4', 'sampling'): "give log-probs of kind 'sampling'",
+        pool.needs_update("rollout.kv_policy='recompute'", 'recompute'): "do 'recompute' with unfinished answers",
+        pool.needs_spans('learning from its answers'): 'tell the version of each token',
+        pool.needs_pause('taking checkpoints'): 'pause without aborting answers',
     }
     log = EventLog()
     clock = VirtualClock({}, log, {})
@@ -282,9 +280,9 @@ def test_an_engine_that_lacks_what_the_run_needs_is_refused_by_name():
     for requirement, what in needed.items():
         name = 'engine/1' if requirement.holds(ToyEngine.capabilities) else 'engine/0'
         message = rf'^{name} cannot {what}.*, which {requirement.setting} needs: change that setting'
-        with pytest.raises(requirements.EngineError, match=message):
+        with pytest.raises(pool.EngineError, match=message):
             Pool(engines, clock, log, Supervisor(clock), [requirement])
-    Pool([ToyEngine(0, clock)], clock, log, Supervisor(clock), [requirements.needs_pinned('evaluation.every=8')])
+    Pool([ToyEngine(0, clock)], clock, log, Supervisor(clock), [pool.needs_pinned('evaluation.every=8')])
 
 
 def test_pinned_requests_do_not_move_those_of_training():

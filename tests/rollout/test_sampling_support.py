@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.rollout.sampling_support import SamplingError
+from areal_jax.rollout.backend import SamplingError
 from tests.rollout.engine_rig import SAMPLING, Rig, request
 
 WRONG = {

@@ -6,8 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from areal_jax.rollout.block_index import BlockIndex, Match
-from areal_jax.rollout.blocks import BlockPool
+from areal_jax.rollout.blocks import BlockIndex, BlockPool, Match
 from areal_jax.rollout.cache_table import CacheBudgetError
 from areal_jax.rollout.stream import IN_A_SERVER, LogprobError
 from areal_jax.types import Segment

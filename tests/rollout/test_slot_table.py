@@ -7,7 +7,7 @@ import numpy as np
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.rollout.running_request import RunningRequest
-from areal_jax.rollout.slot_table import SlotTable
+from areal_jax.rollout.scheduler import SlotTable
 from areal_jax.types import GenerationRequest, SamplingParams
 
 

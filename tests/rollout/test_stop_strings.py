@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.rollout.stop_strings import StopSearch
+from areal_jax.rollout.running_request import StopSearch
 from areal_jax.text.decoding import TokenBytes
 from areal_jax.types import Segment
 from tests.rollout.engine_rig import SAMPLING, Rig, collect, request

@@ -9,11 +9,11 @@ import pytest
 
 from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.ranges import ConfigError
-from areal_jax.sharding import allocation
-from areal_jax.sharding.allocation import allocate, allocate_engines
+from areal_jax.sharding import rules
+from areal_jax.sharding.rules import allocate, allocate_engines
 
 
-def _allocate(learner: str, engines: str) -> allocation.Allocation:
+def _allocate(learner: str, engines: str) -> rules.Allocation:
     return allocate(parse_learner(learner), parse_engines(engines))
 
 
@@ -83,9 +83,9 @@ def test_virtual_devices_share_the_cores():
             self.flat = devices
 
     one, two, three = (Accelerator(index) for index in range(3))
-    assert allocation.Allocation(Mesh(one), ((two,), (three,))).lanes_own_devices
-    assert not allocation.Allocation(Mesh(one), ((two,), (two,))).lanes_own_devices
-    assert not allocation.Allocation(Mesh(one, two), ((two, three),)).lanes_own_devices
+    assert rules.Allocation(Mesh(one), ((two,), (three,))).lanes_own_devices
+    assert not rules.Allocation(Mesh(one), ((two,), (two,))).lanes_own_devices
+    assert not rules.Allocation(Mesh(one, two), ((two, three),)).lanes_own_devices
 
 
 def test_too_few_devices_are_refused_with_both_fields():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 
 
 def test_mesh_takes_the_first_devices():

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.app.parts.compilations import CompilationCounter
-from areal_jax.sharding.mesh import make_mesh
 from areal_jax.sharding.placement import compile_move, copy_shards, gather, move_to, place, view_shards
+from areal_jax.sharding.rules import make_mesh
 from tests.host_reads import record_reads
 
 

@@ -8,11 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
 from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.models.weights import logical_axes
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import axes_of, data_shards, param_shardings, path_name, row_sharding
+from areal_jax.models.weights import Lora, logical_axes
+from areal_jax.sharding.rules import axes_of, data_shards, make_mesh, param_shardings, path_name, row_sharding
 
 _CONFIG = ModelConfig(
     vocab_size=50, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=40, rope_theta=1e4,

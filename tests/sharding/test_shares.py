@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.shares import SharedLeaf, Shares, is_shared
+from areal_jax.sharding.rules import SharedLeaf, Shares, is_shared, make_mesh
 
 _CUTS = {
     'rows': ({'fsdp': 8}, ('fsdp',)),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.sharding.slices import first_tokens, from_slices, slice_places, to_slices
+from areal_jax.sharding.placement import first_tokens, from_slices, slice_places, to_slices
 
 
 def test_each_device_holds_a_cheap_and_a_dear_half():

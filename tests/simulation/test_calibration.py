@@ -8,7 +8,7 @@ from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.config.ranges import ConfigError
 from areal_jax.report.event_log import load_events
 from areal_jax.simulation.calibration import Table, calibrate, read_gaps, read_table, write_table
-from areal_jax.simulation.shared_cores import Contention
+from areal_jax.simulation.simulated_clock import Contention
 from areal_jax.types import Work
 from tests.app.small import small_config
 

@@ -1,9 +1,9 @@
-"""simulation/chips.py: names are found, and peaks are those of one chip in one unit."""
+"""simulation/prices.py: names are found, and peaks are those of one chip in one unit."""
 
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.chips import A100, ASSUMED_NIC_BYTES_S, CHIPS, H100, H800, TPU7X, V5E, find_chip
+from areal_jax.simulation.prices import A100, ASSUMED_NIC_BYTES_S, CHIPS, H100, H800, TPU7X, V5E, find_chip
 
 
 @pytest.mark.parametrize(

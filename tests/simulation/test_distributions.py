@@ -1,11 +1,11 @@
-"""simulation/distributions.py: what texts mean, and what is refused."""
+"""simulation/lengths.py: what texts mean, and what is refused."""
 
 import statistics
 
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.distributions import (
+from areal_jax.simulation.lengths import (
     Constant,
     Exponential,
     Lognormal,

@@ -1,11 +1,11 @@
-"""simulation/group_moments.py: published moments, closed forms, and draws."""
+"""simulation/drawn_answers.py: published moments, closed forms, and draws."""
 
 import statistics
 
 import numpy as np
 import pytest
 
-from areal_jax.simulation.group_moments import group_moments, rests
+from areal_jax.simulation.drawn_answers import group_moments, rests
 from areal_jax.simulation.lengths import parse_lengths
 
 CAP = 27_648

@@ -1,12 +1,19 @@
-"""simulation/roofline.py: prices against numbers worked out by hand."""
+"""simulation/prices.py: prices against numbers worked out by hand."""
 
 import dataclasses
 
 import pytest
 
-from areal_jax.simulation.chips import H800
-from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import QWEN3_8B, R1_DISTILL_1_5B, R1_DISTILL_7B, ModelShape
+from areal_jax.simulation.prices import (
+    H800,
+    QWEN3_8B,
+    R1_DISTILL_1_5B,
+    R1_DISTILL_7B,
+    ModelShape,
+    Reached,
+    Roofline,
+    step_overhead_s,
+)
 from areal_jax.types import Work
 
 FULL = Reached(1.0, 1.0, 1.0)

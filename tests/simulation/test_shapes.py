@@ -1,4 +1,4 @@
-"""simulation/shapes.py: sizes against published ones, against the decoder's own weights, and experts by hand."""
+"""simulation/prices.py: sizes against published ones, against the decoder's own weights, and experts by hand."""
 
 import math
 import pathlib
@@ -11,7 +11,7 @@ from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.models.weights import weight_table
-from areal_jax.simulation.shapes import QWEN3_30B_A3B, R1_DISTILL_7B, SHAPES, ModelShape, find_shape, shape_of
+from areal_jax.simulation.prices import QWEN3_30B_A3B, R1_DISTILL_7B, SHAPES, ModelShape, find_shape, shape_of
 
 QWEN3_30B = pathlib.Path(__file__).parents[2] / 'configs' / 'shapes' / 'qwen3_30b_a3b'
 TINY = {'vocab_size': 48, 'd_model': 32, 'n_layers': 3, 'n_heads': 4, 'n_kv_heads': 2, 'head_dim': 16, 'd_ff': 40}

@@ -18,12 +18,11 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane, server_lanes
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.servers.registry_watch import RegistryWatch
-from areal_jax.rollout.servers.server_entries import ServerEntry, read_registry
+from areal_jax.rollout.http.clients.vllm import OwnDialect
+from areal_jax.rollout.servers.member import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, read_registry
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.soak.scores import TOLERANCE, Scores
 from tests.soak.sender import SenderProcess

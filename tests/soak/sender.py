@@ -25,7 +25,7 @@ from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import CONFIG as CONFIG_OF_RUN
 from areal_jax.config import TrackedConfig
 from areal_jax.files import JsonObject
-from areal_jax.publication.carriers.receivers import parse_version_name
+from areal_jax.publication.carriers.stream_receiver import parse_version_name
 from areal_jax.types import PublishedWeights
 from tests.chaos.processes import ROOT
 from tests.soak.scores import Scores

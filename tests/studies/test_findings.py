@@ -7,8 +7,9 @@ import pytest
 from scipy import stats
 
 from areal_jax.app.sweep.arms import ArmState
-from areal_jax.studies import findings
+from areal_jax.studies import page
 from areal_jax.studies.arm_records import Record
+from areal_jax.studies.page import check_controls, decide_statements
 from areal_jax.studies.stages import (
     CONTROLS,
     KNEE,
@@ -21,7 +22,6 @@ from areal_jax.studies.stages import (
     ZERO_RATE,
     Factors,
 )
-from areal_jax.studies.statements import check_controls, decide_statements
 from tests.studies.toy_study import change, read_study
 
 DONE = ArmState(300, True, True, True, '')
@@ -44,18 +44,18 @@ def lags(cost, spread=0.001, method='plain'):
 
 
 def verdicts(records, method='plain'):
-    return {one.label: one.verdict(PLAN.margins) for one in findings.compare_lags(PLAN, records, method)}
+    return {one.label: one.verdict(PLAN.margins) for one in page.compare_lags(PLAN, records, method)}
 
 
 def test_the_knee_is_the_largest_rate_within_the_slack_of_the_best():
     scores = {3e-4: 0.7, 1e-3: 0.95, 3e-3: 0.94, 1e-2: 0.92, 3e-2: 0.5}
     records = [record(KNEE, 'decoupled', 200, score, rate=rate, lag=0) for rate, score in scores.items()]
     records += [record(KNEE, 'weighted_pg', 200, 0.5, rate=1e-3, lag=0)]
-    assert findings.find_rates(PLAN, records) == {'plain': 3e-3, 'decoupled': 3e-3, 'weighted_pg': 1e-3}
+    assert page.find_rates(PLAN, records) == {'plain': 3e-3, 'decoupled': 3e-3, 'weighted_pg': 1e-3}
 
 
 def test_rates_are_not_known_before_the_sweep_of_the_rate():
-    assert findings.find_rates(PLAN, []) == {}
+    assert page.find_rates(PLAN, []) == {}
 
 
 def test_a_large_loss_is_worse_and_a_small_one_equal_and_a_noisy_one_not_decided():
@@ -70,7 +70,7 @@ def test_a_gain_is_better():
 
 
 def test_a_difference_is_decided_by_its_p_after_holm():
-    [first, *_] = found = findings.compare_lags(PLAN, lags(lambda lag: 0.08 if lag == 1 else 0.0, spread=0.02), 'plain')
+    [first, *_] = found = page.compare_lags(PLAN, lags(lambda lag: 0.08 if lag == 1 else 0.0, spread=0.02), 'plain')
     assert first.holm_p == pytest.approx(min(1, first.difference.p * len(found)))
     assert first.holm_p > first.difference.p
 
@@ -78,7 +78,7 @@ def test_a_difference_is_decided_by_its_p_after_holm():
 def test_the_smallest_difference_is_that_of_a_paired_t_test():
     n, spread = 5, 0.03
     expected = (stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)) * spread / math.sqrt(n)
-    assert findings.smallest_difference(spread, n, PLAN.margins) == pytest.approx(expected)
+    assert page.smallest_difference(spread, n, PLAN.margins) == pytest.approx(expected)
 
 
 def test_the_pilot_has_the_spread_of_paired_differences_and_what_pairing_bought():
@@ -87,7 +87,7 @@ def test_the_pilot_has_the_spread_of_paired_differences_and_what_pairing_bought(
     records = [record(PILOT, 'plain', seed, score, lag=0) for seed, score in enumerate(first)]
     second = [score - loss for score, loss in zip(first, losses, strict=True)]
     records += [record(PILOT, 'plain', seed, score, lag=lag) for seed, score in enumerate(second)]
-    [(name, spread)] = findings.pilot_spreads(PLAN, records).items()
+    [(name, spread)] = page.pilot_spreads(PLAN, records).items()
     assert name == f'plain: lag {lag} against 0'
     assert spread.deviation == pytest.approx(np.std(losses, ddof=1))
     # (0.01 + 0.0175) / 0.0025: the variances of both arms over that of the differences
@@ -95,7 +95,7 @@ def test_the_pilot_has_the_spread_of_paired_differences_and_what_pairing_bought(
 
 
 def test_the_slope_is_that_over_the_logarithm_of_the_lag():
-    mean, bounds = findings.dose_slope(PLAN, lags(lambda lag: 0.05 * math.log2(1 + lag), spread=0.0), 'plain')
+    mean, bounds = page.dose_slope(PLAN, lags(lambda lag: 0.05 * math.log2(1 + lag), spread=0.0), 'plain')
     assert mean == pytest.approx(-0.05)
     assert bounds.low == pytest.approx(bounds.high)
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.tasks.client_stream import ClientStream
-from areal_jax.tasks.task import ShuffledStream, TaskError
+from areal_jax.tasks.task import ClientStream, ShuffledStream, TaskError
 from areal_jax.types import Prompt
 
 

@@ -9,7 +9,7 @@ import pytest
 from areal_jax.config.declarations import choices
 from areal_jax.installation import describe_install
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.answers import expressions, integer
+from areal_jax.tasks.answers import integer, mathematics
 from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import TaskError
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -170,7 +170,7 @@ def test_bad_line_of_another_kind_is_named(path, kind, line, message):
 
 
 def test_without_math_verify_the_command_that_installs_it_is_named(path, monkeypatch):
-    monkeypatch.setattr(expressions, 'is_installed', lambda: False)
+    monkeypatch.setattr(mathematics, 'is_installed', lambda: False)
     with pytest.raises(TaskError, match=rf"^task\.answer='math' needs .*: {re.escape(describe_install('tasks'))}$"):
         jsonl.build(CharacterTokenizer(ASCII), str(path), 'math', '', 0.25)
 

@@ -10,10 +10,9 @@ import pytest
 
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.code import code_problems
-from areal_jax.tasks.demonstrations import read_demonstrations
-from areal_jax.tasks.line_keys import OF_CODE, OF_DEMONSTRATIONS, OF_MESSAGES, OF_PAIRS, OF_TASKS, LineKeys
-from areal_jax.tasks.pairs import read_pairs
+from areal_jax.tasks.demonstrations import read_demonstrations, read_pairs
 from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.user_lines import OF_CODE, OF_DEMONSTRATIONS, OF_MESSAGES, OF_PAIRS, OF_TASKS, LineKeys
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.text.test_extension import HERMES, build
 

@@ -13,10 +13,9 @@ from areal_jax.app.score.answer_files import read_answers
 from areal_jax.files import FileError
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.code import code_problems
-from areal_jax.tasks.demonstrations import read_demonstrations
-from areal_jax.tasks.other_formats import describe_other_format
-from areal_jax.tasks.pairs import read_pairs
+from areal_jax.tasks.demonstrations import read_demonstrations, read_pairs
 from areal_jax.tasks.task import TaskError
+from areal_jax.tasks.user_lines import describe_other_format
 from areal_jax.text.tokenizer import CharacterTokenizer
 
 ROWS = [{'question': 'q', 'answer': '1'}, {'question': 'r', 'answer': '2'}]

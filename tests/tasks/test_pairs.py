@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.tasks.pairs import contrast_task, read_pairs
+from areal_jax.tasks.demonstrations import contrast_task, read_pairs
 from areal_jax.tasks.task import TaskError
 from areal_jax.tasks.token_reversal import build, characters
 from areal_jax.text.tokenizer import CharacterTokenizer

@@ -5,13 +5,12 @@ import pytest
 from areal_jax.errors import UserError
 from areal_jax.plugins import load_function
 from areal_jax.tasks import registry
-from areal_jax.tasks.questions import question_task
 from areal_jax.tasks.scoring.scorer_process import load_scorer
-from areal_jax.tasks.task import TaskError, hash_fraction
+from areal_jax.tasks.task import TaskError, hash_fraction, question_task
 from areal_jax.text.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer('0123456789+=')
-TASK = """from areal_jax.tasks.questions import question_task
+TASK = """from areal_jax.tasks.task import question_task
 
 def build(tokenizer, digits=1, base=10, held_out_fraction=0.25):
     numbers = range(base**digits)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from areal_jax.telemetry.bar import Bar, can_show_bar
+from areal_jax.telemetry.progress import Bar, can_show_bar
 
 PARTS = """
 import sys, time

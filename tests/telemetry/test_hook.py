@@ -13,10 +13,9 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.plugins import load_function
-from areal_jax.telemetry import row_thread
-from areal_jax.telemetry.hook import FIELD, MetricsHook
+from areal_jax.telemetry import hook as row_thread
+from areal_jax.telemetry.hook import FIELD, MetricsHook, RowFacts, warn_of_rows
 from areal_jax.telemetry.metrics import MetricsWriter, read_metrics
-from areal_jax.telemetry.row_thread import RowFacts, warn_of_rows
 
 
 class Calls(list):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.files import FileError
-from areal_jax.telemetry.json_lines import plain, read_json_lines
+from areal_jax.telemetry.metrics import plain, read_json_lines
 
 BAD_LINES = {
     b'{"b"': 'is no JSON',

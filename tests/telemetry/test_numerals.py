@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
+from areal_jax.telemetry.progress import format_duration, format_number, format_percent
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from areal_jax.telemetry import names
-from areal_jax.telemetry.ages import age_ranges, first_age, range_label
-from areal_jax.telemetry.optimizer_ages import OptimizerAges
+from areal_jax.telemetry.devices import OptimizerAges
+from areal_jax.telemetry.names import age_ranges, first_age, range_label
 
 
 def row(histogram, steps, inside_mean=0.0, inside_max=0.0):

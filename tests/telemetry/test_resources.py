@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_jax.telemetry.resources import ResourceSampler, cpu_seconds, resident_bytes
+from areal_jax.telemetry.devices import ResourceSampler, cpu_seconds, resident_bytes
 
 MIB = 2**20
 

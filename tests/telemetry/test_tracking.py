@@ -10,10 +10,16 @@ import time
 
 import pytest
 
-from areal_jax.telemetry import row_thread
-from areal_jax.telemetry.trackers import TRACKERS, TrackedRun, Tracker
-from areal_jax.telemetry.tracking import TrackerFeed, read_token
-from areal_jax.telemetry.wandb_file import last_step_in, read_records
+from areal_jax.telemetry import hook
+from areal_jax.telemetry.trackers import (
+    TRACKERS,
+    TrackedRun,
+    Tracker,
+    TrackerFeed,
+    last_step_in,
+    read_records,
+    read_token,
+)
 from tests.telemetry.fake_trackers import Store, install
 
 KINDS = sorted(TRACKERS)
@@ -119,7 +125,7 @@ def test_a_row_that_the_tracker_refuses_holds_up_no_other(kind: str, store: Stor
 
 
 def test_a_tracker_that_hangs_holds_up_the_end_only_so_long(store: Store, kind: str, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(row_thread, 'FLUSH_S', 0.3)
+    monkeypatch.setattr(hook, 'FLUSH_S', 0.3)
     tracker, release = TRACKERS[kind](), threading.Event()
     monkeypatch.setattr(tracker, 'log', lambda step, row: release.wait(20))
     feed = open_feed(kind, tmp_path, tracker)

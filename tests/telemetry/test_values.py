@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.telemetry.values import counts, number
+from areal_jax.telemetry.metrics import counts, number
 
 LINE = {'loss': 0.5, 'ages': [3, 1], 'none': None, 'step': 2}
 

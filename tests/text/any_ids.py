@@ -20,9 +20,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from areal_jax import files
+from areal_jax.rollout.http.wire.answer_reader import AnswerText
 from areal_jax.rollout.http.wire.exchange import Finish
-from areal_jax.rollout.http.wire.text import AnswerText
-from areal_jax.rollout.stop_strings import StopSearch
+from areal_jax.rollout.running_request import StopSearch
 from areal_jax.text.decoding import TextDecoder, TokenBytes, read_token_bytes
 from tests.text import vocabularies
 

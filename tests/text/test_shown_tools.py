@@ -11,8 +11,7 @@ import pytest
 
 import areal_jax
 from areal_jax.agents.agent_workflow import AgentWorkflow
-from areal_jax.agents.dialogue import Dialogue
-from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
+from areal_jax.agents.dialogue import Dialogue, NotationParser, TokenizerFormat
 from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.library import build_run
 from areal_jax.app.model.text_model import TextModel
@@ -23,16 +22,14 @@ from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
-from areal_jax.rollout.http.server.texts import Texts
-from areal_jax.rollout.http.server.tokens import parse_tokenize
+from areal_jax.rollout.http.server.bridge import Texts
+from areal_jax.rollout.http.server.replies import parse_tokenize
 from areal_jax.rollout.http.wire import chat, messages, responses
+from areal_jax.rollout.http.wire.answer_reader import NOTATIONS
 from areal_jax.rollout.http.wire.exchange import RequestError, tokenize_call
-from areal_jax.rollout.http.wire.notation import NOTATIONS
-from areal_jax.tasks.demonstrations import read_demonstrations
-from areal_jax.tasks.pairs import read_pairs
+from areal_jax.tasks.demonstrations import read_demonstrations, read_pairs
 from areal_jax.tasks.task import TaskError
-from areal_jax.text.chat_template import ConversationError
-from areal_jax.text.shown_tools import ToolsNotShownError, require_shown
+from areal_jax.text.chat_template import ConversationError, ToolsNotShownError, require_shown
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.agents.gateway import rig
 from tests.agents.test_dialogue import BUDGETS, PROMPT, SAMPLING
@@ -272,9 +269,9 @@ def test_the_first_conversation_that_hides_something_is_named(smollm2_fields):
 # Nobody else makes prompts of conversations.
 
 CALLERS = {
-    'agents/tokenizer_format.py': 'require_shown',
-    'tasks/conversations.py': 'require_shown',
-    'rollout/http/server/texts.py': 'require_place',
+    'agents/dialogue.py': 'require_shown',
+    'tasks/demonstrations.py': 'require_shown',
+    'rollout/http/server/bridge.py': 'require_place',
     'tasks/task.py': None,  # questions of tasks, as user and system turns: no tools
     'text/tokenizer.py': None,  # the tokenizers themselves
     'text/file_tokenizers.py': None,

@@ -3,7 +3,7 @@
 import shutil
 
 import areal_jax
-from areal_jax.workers.code_version import digest_sources, read_code_version
+from areal_jax.installation import digest_sources, read_code_version
 
 
 def write(package, files):

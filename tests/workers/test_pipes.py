@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from areal_jax.workers.pipes import WorkerDiedError, WorkerPipes
+from areal_jax.workers.worker_process import WorkerDiedError, WorkerPipes
 
 
 class Ends(NamedTuple):

@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import tempfile
 
-from areal_jax.agents.environments.environment_client import EnvironmentClient, WireError
+from areal_jax.agents.environments.environment_host import EnvironmentClient, WireError
 from areal_jax.agents.environments.episode_record import EpisodeRecord, RecordError
 from areal_jax.agents.programs.endings import shorten
 from areal_jax.agents.programs.program_host import CommandHost, Ending, Job

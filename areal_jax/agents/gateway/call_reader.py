@@ -12,9 +12,8 @@ from typing import cast
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import chat, messages, responses
-from areal_jax.rollout.http.wire.column_fields import ASKED
-from areal_jax.rollout.http.wire.exchange import Call, Message, RequestError
-from areal_jax.rollout.http.wire.wishes import Required, describe_wishes, require_granted
+from areal_jax.rollout.http.wire.exchange import ASKED, Call, Message, RequestError
+from areal_jax.rollout.http.wire.openai import Required, describe_wishes, require_granted
 from areal_jax.types import SamplingParams
 
 DIALECTS: Mapping[str, ModuleType] = {

@@ -13,23 +13,19 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from aiohttp import web
 
-from areal_jax.agents.conversation import Messages, Tools
-from areal_jax.agents.gateway.call_reader import DIALECTS, read_asked_call, read_count
-from areal_jax.agents.gateway.reply_writer import MODEL, make_answers, render
-from areal_jax.agents.gateway.session import Session
+from areal_jax.agents.dialogue import Messages, Tools
+from areal_jax.agents.gateway.gateway import MODEL, make_answers, render
+from areal_jax.agents.gateway.session import DIALECTS, Session, read_asked_call, read_count
 from areal_jax.agents.programs.program_host import Ending, Job, ProgramHost
-from areal_jax.rollout.http.server.bodies import BODIES, Bodies
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.server.callers import refuse_pages
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
-from areal_jax.rollout.http.server.descriptors import count_connections
-from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.server.replies import Handler, guard
+from areal_jax.rollout.http.server.limits import Limits, count_connections
+from areal_jax.rollout.http.server.replies import BODIES, Bodies, Handler, guard
 from areal_jax.rollout.http.server.thread import bind, describe_url
 from areal_jax.rollout.http.wire.exchange import ReplyInfo, RequestError
-from areal_jax.rollout.http.wire.openai import render_models, require_unread
+from areal_jax.rollout.http.wire.openai import Required, find_misses, render_models, require_unread
 from areal_jax.rollout.http.wire.request_fields import read_integer
-from areal_jax.rollout.http.wire.wishes import Required, find_misses
 from areal_jax.types import Prompt, SamplingParams
 
 _BACKLOG = 1024

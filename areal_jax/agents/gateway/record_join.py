@@ -10,7 +10,7 @@ import numpy as np
 from areal_jax.agents.dialogue import Turn
 from areal_jax.agents.programs.program_host import SaidTurn
 from areal_jax.files import JsonObject
-from areal_jax.text.template_messages import read_arguments
+from areal_jax.text.chat_template import read_arguments
 
 
 def join_record(said: Sequence[SaidTurn], turns: Mapping[int, Sequence[Turn]]) -> tuple[list[int], int]:

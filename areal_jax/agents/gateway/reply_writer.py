@@ -24,8 +24,8 @@ from areal_jax.rollout.http.wire.exchange import (
     ToolCall,
     name_answers,
 )
-from areal_jax.rollout.http.wire.sse import DONE
-from areal_jax.rollout.http.wire.wishes import find_misses
+from areal_jax.rollout.http.wire.openai import find_misses
+from areal_jax.rollout.http.wire.sglang import DONE
 from areal_jax.types import Segment
 
 MODEL = 'policy'  # what the model of a run is called

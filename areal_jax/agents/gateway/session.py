@@ -10,8 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from areal_jax.agents.dialogue import Turn
-from areal_jax.agents.gateway.call_reader import AskedCall
-from areal_jax.agents.gateway.record_join import join_record
+from areal_jax.agents.gateway.session import AskedCall, join_record
 from areal_jax.agents.programs.program_host import Ending
 from areal_jax.errors import UserError, cut_text
 from areal_jax.files import JsonObject

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Collection, Mapping
 
 from areal_jax.agents.programs.program_supervisor import TAIL_BYTES
-from areal_jax.workers.exits import name_signal
+from areal_jax.workers.worker_process import name_signal
 
 _SECRET = re.compile(r'.*_(KEY|TOKEN)')  # names of variables
 _LONGEST_LINE, _LONGEST = 300, 500  # characters

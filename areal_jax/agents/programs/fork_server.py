@@ -28,8 +28,16 @@ import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))  # this copy of the package
 
-from areal_jax.agents.programs.program_supervisor import Supervisor, close_descriptors, start_program, watch_signals
-from areal_jax.agents.programs.python_program import find_python_program, import_as, is_python, run_python
+from areal_jax.agents.programs.program_supervisor import (
+    Supervisor,
+    close_descriptors,
+    find_python_program,
+    import_as,
+    is_python,
+    run_python,
+    start_program,
+    watch_signals,
+)
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, kill_processes, list_descendants
 
 del sys.path[0]

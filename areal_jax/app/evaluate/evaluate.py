@@ -32,20 +32,19 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.answers import Answer, AnsweredProblem, AnswerFile
 from areal_jax.evaluation.evaluator import Deliver, Evaluator
-from areal_jax.evaluation.results import Results, Tally
+from areal_jax.evaluation.results import Answer, AnsweredProblem, AnswerFile, Results, Tally
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.protocols import Event
-from areal_jax.publication.device_channel import DeviceChannel
+from areal_jax.publication.files_channel import DeviceChannel
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.stream import WITHOUT_TRAINING
-from areal_jax.sharding.allocation import allocate_engines
 from areal_jax.sharding.placement import move_to
+from areal_jax.sharding.rules import allocate_engines
 from areal_jax.tasks.registry import require_known
 from areal_jax.tasks.task import Task, TaskError
 from areal_jax.telemetry.progress import StartProgress

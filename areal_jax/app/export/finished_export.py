@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from areal_jax import files
 from areal_jax.errors import UserError
-from areal_jax.workers.code_version import __version__
+from areal_jax.installation import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

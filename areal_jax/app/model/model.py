@@ -22,7 +22,7 @@ from areal_jax.app.model.text_model import (
     split_checkpoint,
 )
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
-from areal_jax.checkpoint.pieces import StoredArray
+from areal_jax.checkpoint.shards import StoredArray
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.cluster import parse_learner
@@ -31,20 +31,16 @@ from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
-from areal_jax.formats.safetensors_file import SafetensorsError
-from areal_jax.formats.value_head import ValueHead, read_value_head
+from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora, merge_adapters
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, logical_axes
-from areal_jax.sharding.mesh import mesh_of
+from areal_jax.models.weights import Lora, Params, logical_axes, merge_adapters
 from areal_jax.sharding.placement import place_regions
-from areal_jax.sharding.rules import param_shardings, path_name
+from areal_jax.sharding.rules import mesh_of, param_shardings, path_name
 from areal_jax.text.file_tokenizers import HfTokenizer
-from areal_jax.text.tokenizer import Tokenizer, TokenizerError
-from areal_jax.text.tokenizer_files import TOKENIZER
+from areal_jax.text.tokenizer import TOKENIZER, Tokenizer, TokenizerError
 
 _SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
 _PARAMS = 'params'  # in the arrays of a checkpoint

@@ -22,23 +22,22 @@ from areal_jax.app.parts.part_settings import build_blocks, build_schedule, move
 from areal_jax.config import TrackedConfig
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve
 from areal_jax.config.ranges import ConfigError
-from areal_jax.distributed.key import key_path, load_key
-from areal_jax.distributed.wire import prove_as_client, prove_as_server
+from areal_jax.distributed.handshake import key_path, load_key
+from areal_jax.distributed.peers import prove_as_client, prove_as_server
 from areal_jax.learning.blockwise.block_learner import leaf_sizes
 from areal_jax.learning.blockwise.blocks import cut_blocks
 from areal_jax.models.decoder import Decoder
 from areal_jax.protocols import Channel
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender
-from areal_jax.publication.carriers.receivers import Reader, name_version, open_receiver
 from areal_jax.publication.carriers.shm_carrier import ShmSender
 from areal_jax.publication.carriers.shm_segment import remove_with_owner, segment_path, sweep
+from areal_jax.publication.carriers.stream_receiver import Reader, name_version, open_receiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
-from areal_jax.publication.device_channel import DeviceChannel
-from areal_jax.publication.files_channel import FilesChannel, VersionWriter
+from areal_jax.publication.files_channel import DeviceChannel, FilesChannel, VersionWriter
 from areal_jax.publication.record import Held, RecordReceiver, RecordSender
 from areal_jax.publication.record_channel import RecordChannel
-from areal_jax.sharding.allocation import Allocation
 from areal_jax.sharding.placement import Place
+from areal_jax.sharding.rules import Allocation
 from areal_jax.types import PublishedWeights, Tree
 
 

@@ -17,7 +17,7 @@ from areal_jax.config.cluster import DeviceSplit, parse_engines
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.frictions import TEMPERATURE
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, short_name
 from areal_jax.learning.moving_learner import MovingLearner
@@ -26,16 +26,14 @@ from areal_jax.models.weights import Params
 from areal_jax.protocols import RolloutEngine
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.backend import DecodeBackend
-from areal_jax.rollout.decode.ahead import compile_ahead
 from areal_jax.rollout.decode.decode_weights import PreparedWeights, share_prepared
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, share_backend
-from areal_jax.rollout.decode.parallel import weight_shardings
+from areal_jax.rollout.decode.generate import weight_shardings
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_ahead, share_backend
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.stream import IN_TRAINING, LogprobFailure
-from areal_jax.sharding.allocation import Allocation, EngineDevices, describe_hardware
 from areal_jax.sharding.placement import Place, compile_move
-from areal_jax.telemetry.numerals import format_bytes
-from areal_jax.telemetry.progress import StartProgress
+from areal_jax.sharding.rules import Allocation, EngineDevices, describe_hardware
+from areal_jax.telemetry.progress import StartProgress, format_bytes
 from areal_jax.types import PublishedWeights
 
 

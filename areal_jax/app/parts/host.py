@@ -31,17 +31,15 @@ from areal_jax.plugins import is_own
 from areal_jax.protocols import RolloutEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
-from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.keeper import MismatchWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.telemetry.energy.accounting import EnergyAccount
-from areal_jax.telemetry.energy.energy_model import DeviceSet
-from areal_jax.telemetry.energy.meters import POWERCAP, Meter, MeterError, RaplMeter, open_nvml
-from areal_jax.telemetry.trackers import TRACKERS, TrackedRun, Tracker
-from areal_jax.telemetry.tracking import FIELD, TrackerFeed, read_token
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.energy.meters import POWERCAP, DeviceSet, Meter, MeterError, RaplMeter, open_nvml
+from areal_jax.telemetry.metrics import Line
+from areal_jax.telemetry.trackers import FIELD, TRACKERS, TrackedRun, Tracker, TrackerFeed, read_token
 
 if TYPE_CHECKING:
-    from areal_jax.sharding.allocation import Allocation
+    from areal_jax.sharding.rules import Allocation
 
 
 _MOST_EPISODES = 1 << 16  # that wait for their programs at once: agent.programs bounds the programs

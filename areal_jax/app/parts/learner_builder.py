@@ -21,7 +21,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
 from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.handshake import digest_config
-from areal_jax.distributed.leader import CommandLeader
+from areal_jax.distributed.remote_learner import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.critic import VALUE_HEAD, make_value_head
 from areal_jax.learning.learner import SpmdLearner

@@ -19,15 +19,15 @@ from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
+from areal_jax.control.buffer import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
-from areal_jax.control.group_filter import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
-from areal_jax.control.schedule import CopyVersion, Schedule, VersionRing, parse_schedule
+from areal_jax.control.lock_step import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
 from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.plugins import is_own
-from areal_jax.rollout import requirements
-from areal_jax.rollout.requirements import Requirement
+from areal_jax.rollout import pool
+from areal_jax.rollout.pool import Requirement
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import SamplingParams
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
     from areal_jax.learning.settings import CriticSettings, LearnerSettings, OptimizerSettings, RatioSettings
-    from areal_jax.models.lora import Lora
-    from areal_jax.sharding.allocation import Allocation
+    from areal_jax.models.weights import Lora
+    from areal_jax.sharding.rules import Allocation
 
 
 def build_mesh(config: TrackedConfig) -> Mesh:
     """The learner's mesh; `build_allocation` has the same one."""
-    from areal_jax.sharding.mesh import mesh_of
+    from areal_jax.sharding.rules import mesh_of
 
     return mesh_of(parse_learner(config.cluster.learner))
 
 
 def build_allocation(config: TrackedConfig, split: DeviceSplit | None = None) -> Allocation:
     """The devices of the learner and of every engine in this process, of a split where devices move."""
-    from areal_jax.sharding.allocation import Allocation, allocate
+    from areal_jax.sharding.rules import Allocation, allocate
 
     if uses_servers(config):
         return Allocation(build_mesh(config), ())
@@ -93,7 +93,7 @@ def uses_servers(config: TrackedConfig) -> bool:
 
 
 def build_lora(config: TrackedConfig) -> Lora | None:
-    from areal_jax.models.lora import Lora
+    from areal_jax.models.weights import Lora
 
     lora = config.lora
     return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
@@ -293,16 +293,16 @@ def build_requirements(config: TrackedConfig) -> list[Requirement]:
     """What this run needs of every engine."""
     rollout, evaluation = config.rollout, config.evaluation
     needed = [
-        requirements.needs_logprobs('learning from its answers', 'behavior'),
-        requirements.needs_spans('learning from its answers'),
-        requirements.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
-        requirements.needs_pause('taking checkpoints'),
+        pool.needs_logprobs('learning from its answers', 'behavior'),
+        pool.needs_spans('learning from its answers'),
+        pool.needs_update(f'rollout.kv_policy={rollout.kv_policy!r}', rollout.kv_policy),
+        pool.needs_pause('taking checkpoints'),
     ]
     if cuts_softmax(config):
         setting = f'rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}'
-        needed.append(requirements.needs_logprobs(setting, 'sampling'))
+        needed.append(pool.needs_logprobs(setting, 'sampling'))
     if evaluation.every and not uses_servers(config):  # there it has engines of its own
-        needed.append(requirements.needs_pinned(f'evaluation.every={evaluation.every}'))
+        needed.append(pool.needs_pinned(f'evaluation.every={evaluation.every}'))
     return needed
 
 

@@ -36,13 +36,10 @@ from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.wire.column_form import ColumnForm, list_forms
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
-from areal_jax.rollout.servers.mismatch import MismatchWatch
-from areal_jax.rollout.servers.probe import Score
-from areal_jax.rollout.servers.registry_watch import RegistryWatch
-from areal_jax.rollout.servers.server_entries import ServerEntry, read_address, read_registry
-from areal_jax.rollout.servers.server_fit import LogprobsMode, ServerFacts, require_fit
+from areal_jax.rollout.servers.keeper import LogprobsMode, MismatchWatch, Score, ServerFacts, require_fit
+from areal_jax.rollout.servers.member import ProbeSettings, ServerSettings
+from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, read_address, read_registry
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import PublishedWeights, Work
 
 _CONTROL_CALLS = 4  # at the same time, to one server

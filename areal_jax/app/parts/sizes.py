@@ -26,13 +26,11 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import is_adapter
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, logical_axes
-from areal_jax.rollout.decode.parallel import weight_shardings
-from areal_jax.sharding.allocation import Allocation, EngineDevices
-from areal_jax.sharding.rules import data_shards, param_shardings, path_name, replicated
-from areal_jax.telemetry.numerals import format_bytes
+from areal_jax.models.weights import Params, is_adapter, logical_axes
+from areal_jax.rollout.decode.generate import weight_shardings
+from areal_jax.sharding.rules import Allocation, EngineDevices, data_shards, param_shardings, path_name, replicated
+from areal_jax.telemetry.progress import format_bytes
 from areal_jax.types import Tree
 
 _CGROUP_ROOT, _CGROUPS = pathlib.Path('/sys/fs/cgroup'), pathlib.Path('/proc/self/cgroup')

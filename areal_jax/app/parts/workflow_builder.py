@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from areal_jax import lanes, protocols
-from areal_jax.agents.agent_workflow import Agent, AgentWorkflow
-from areal_jax.agents.dialogue import Budgets, Dialogue
-from areal_jax.agents.offered_tools import OfferedTools
-from areal_jax.agents.program_agent import ProgramAgent
+from areal_jax.agents.agent_workflow import Agent, AgentWorkflow, OfferedTools, ProgramAgent
+from areal_jax.agents.dialogue import Budgets, Dialogue, NotationParser, TokenizerFormat
 from areal_jax.agents.programs.program_function import check_function
 from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, ProgramHost
 from areal_jax.agents.python_tool import PythonTool
-from areal_jax.agents.tokenizer_format import NotationParser, TokenizerFormat
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM, PYTHON
@@ -33,15 +30,14 @@ from areal_jax.errors import UserError
 from areal_jax.plugins import is_environment, is_own, load_function, raising_user_error
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.server.body_values import BodyBound
-from areal_jax.rollout.http.wire.answer_reader import AnswerParser
-from areal_jax.rollout.http.wire.notation import NOTATIONS
+from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
-from areal_jax.text.shown_tools import describe_untold
+from areal_jax.text.chat_template import describe_untold
 from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import Prompt, SamplingParams
-from areal_jax.workers.sandbox.packages import find_packages
+from areal_jax.workers.sandbox.landlock import find_packages
 
 
 def require_notation(name: str, field: str) -> None:

@@ -23,7 +23,7 @@ from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.sandbox_fields import HUMAN_EVAL, NAME
-from areal_jax.distributed.key import load_key
+from areal_jax.distributed.handshake import load_key
 from areal_jax.errors import UserError
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment

@@ -35,15 +35,13 @@ from areal_jax.config.cluster import list_roles, parse_learner
 from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.distributed.attempt import learner_name, read_attempt
-from areal_jax.distributed.handshake import Hello, connect, digest_config
-from areal_jax.distributed.key import key_path, load_key
+from areal_jax.distributed.handshake import Hello, connect, digest_config, key_path, load_key
 from areal_jax.distributed.messages import RemoteUserError, RemoteValueError
 from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.protocols import Learner
-from areal_jax.registry.entries import Entry
-from areal_jax.registry.presence import await_living
+from areal_jax.registry.entries import Entry, await_living
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, peak_flops

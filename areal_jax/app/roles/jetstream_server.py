@@ -17,7 +17,7 @@ from areal_jax.app.roles import own_server
 from areal_jax.app.roles.roles import RoleProcess
 from areal_jax.app.roles.server_front import Front, FrontKind, FrontParts
 from areal_jax.config.kinds import JETSTREAM_CLIENT
-from areal_jax.workers.interpreter import Interpreter
+from areal_jax.workers.descendants import Interpreter
 
 INTERPRETER = Interpreter(
     f'rollout.server={JETSTREAM_CLIENT.name!r}',

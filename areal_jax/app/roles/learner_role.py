@@ -17,11 +17,10 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
 from areal_jax.distributed.follower import follow
-from areal_jax.distributed.handshake import Hello, Listener, digest_config
-from areal_jax.distributed.invitation import accept_invitation
-from areal_jax.distributed.key import key_path, load_key
-from areal_jax.native.kept_blocks import keep_blocks
-from areal_jax.publication.part_writer import PartWriter
+from areal_jax.distributed.handshake import Hello, Listener, digest_config, key_path, load_key
+from areal_jax.distributed.rendezvous import accept_invitation
+from areal_jax.native.compiled_library import keep_blocks
+from areal_jax.publication.export import PartWriter
 from areal_jax.registry.entries import Entry
 
 

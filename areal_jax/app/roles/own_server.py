@@ -40,7 +40,7 @@ def serve_engine(
         await_controller(process, config, config.distributed.command_deadline_s)
 
         from areal_jax.app.roles.serve import serve_model  # here: jax and aiohttp take seconds
-        from areal_jax.native.kept_blocks import keep_blocks
+        from areal_jax.native.compiled_library import keep_blocks
         from areal_jax.rollout.http.server.thread import bind
 
         keep_blocks()

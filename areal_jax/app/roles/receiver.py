@@ -2,7 +2,7 @@
 --publication=DIR --template=VERSION --directory=DIR --port=PORT [...].
 
 server_program.py starts it next to its server, on the same machine. It takes versions from the learner by what changed
-(publication/hf_receiver.py); the client of the server asks for one before it tells the server to load it. It sends the
+(publication/weight_buffers.py); the client of the server asks for one before it tells the server to load it. It sends the
 key of the run, which this process has in its environment variable AREAL_JAX_API_KEY:
 
   POST /versions {"version": 4, "manifest_hash": "..."}
@@ -29,8 +29,8 @@ from areal_jax.app.process.setup import API_KEY, find_key
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject, decode_json
 from areal_jax.publication.carriers.files_carrier import FilesReceiver
-from areal_jax.publication.failures import PublicationError
-from areal_jax.publication.hf_receiver import HfReceiver, copy_template
+from areal_jax.publication.versions import PublicationError
+from areal_jax.publication.weight_buffers import HfReceiver, copy_template
 from areal_jax.rollout.http.wire.request_fields import read_integer
 
 _MOST_BYTES = 1 << 16  # of a request

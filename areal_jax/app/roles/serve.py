@@ -36,42 +36,38 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import Announce
 from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.installation import __version__
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite_shards
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.families import FAMILIES
 from areal_jax.protocols import Event
-from areal_jax.publication.carriers.delta_file import read_delta
-from areal_jax.publication.carriers.files_carrier import FilesReceiver
-from areal_jax.publication.carriers.receivers import parse_version_name
+from areal_jax.publication.carriers.files_carrier import FilesReceiver, read_delta
+from areal_jax.publication.carriers.stream_receiver import parse_version_name
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.record import Held, RecordReceiver
 from areal_jax.publication.versions import parse_delta, parse_version
 from areal_jax.publication.weights_reader import WeightsReader
-from areal_jax.registry.entries import FencedError
-from areal_jax.registry.heartbeat import Heartbeat
+from areal_jax.registry.entries import FencedError, Heartbeat
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
-from areal_jax.rollout.decode.scoring import JaxScoring
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, JaxScoring
+from areal_jax.rollout.http.server.bridge import Texts
 from areal_jax.rollout.http.server.callers import Callers
-from areal_jax.rollout.http.server.descriptors import raise_limit
-from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.limits import Limits, raise_limit
 from areal_jax.rollout.http.server.server_names import reachable
 from areal_jax.rollout.http.server.state import Facts
-from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.server.thread import ServedModel, describe_url
 from areal_jax.rollout.http.service import FIRST_LABEL, Action, GenerationService, UpdateError, WeightsDirectory
 from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.scoring import Scorer
+from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import describe_facts
-from areal_jax.rollout.servers.server_fit import ServerFacts
 from areal_jax.rollout.stream import IN_A_SERVER
-from areal_jax.sharding.allocation import allocate_engines, describe_hardware
 from areal_jax.sharding.placement import Place, move_to
+from areal_jax.sharding.rules import allocate_engines, describe_hardware
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import PublishedWeights, Weights
-from areal_jax.workers.code_version import __version__
 
 OpenReceiver: TypeAlias = Callable[[str], RecordReceiver]  # from an address
 

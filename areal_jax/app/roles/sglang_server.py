@@ -18,7 +18,7 @@ from areal_jax.app.process.ending import end_command
 from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, keep_environment, name_route_flag
 from areal_jax.config.kinds import SGLANG_CLIENT
 from areal_jax.errors import UserError
-from areal_jax.workers.interpreter import Interpreter
+from areal_jax.workers.descendants import Interpreter
 
 # SGLang refuses prompts of less than 6 tokens below its context, and cuts answers off 2 tokens below it
 _SPARE_TOKENS = 8

@@ -15,7 +15,7 @@ from absl import flags
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.roles.server_program import ServerCommand, ServerProgram, name_route_flag
 from areal_jax.config.kinds import VLLM_CLIENT
-from areal_jax.workers.interpreter import Interpreter
+from areal_jax.workers.descendants import Interpreter
 
 _VARIABLES = {
     'VLLM_SERVER_DEV_MODE': '1',  # the routes that control it

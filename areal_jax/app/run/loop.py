@@ -31,8 +31,7 @@ from areal_jax.app.run.reports import alone_seconds
 from areal_jax.app.run.run import Checkpoint, LoopSite, ModelText, RunContext, RunLearner, State, keep_rollouts
 from areal_jax.app.workdir.records import note_start
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
-from areal_jax.checkpoint.state import decode_run_state, encode_run_state
-from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.checkpoint.store import CheckpointError, decode_run_state, encode_run_state
 from areal_jax.config import TrackedConfig
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method
@@ -40,32 +39,27 @@ from areal_jax.config.sandbox_fields import find_sandbox_warnings
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import Controller, HostState
-from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.event_writer import EventLog, truncate_events
-from areal_jax.control.reallocation import Reallocation
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.reallocation import DeviceSite, Reallocation
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.during_training import EvaluationBeside
-from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.lanes import EVALUATION_REWARD
 from areal_jax.protocols import Channel, Pool
-from areal_jax.report.event_log import load_events
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals, load_events, window
 from areal_jax.report.report import write_report
-from areal_jax.report.window import window
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool as LocalPool
 from areal_jax.simulation.drawn_task import DrawnVerifier
 from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.facts import RunFacts
-from areal_jax.telemetry.metrics import MetricsWriter
+from areal_jax.telemetry.metrics import Line, MetricsWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.rollouts.writer import RolloutWriter
 from areal_jax.telemetry.token_ledger import LedgerError, TokenLedger
-from areal_jax.telemetry.values import Line
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import NOT_GENERATED, PublishedWeights, SamplingParams, Segment, Tree
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, try_sandbox

@@ -15,14 +15,13 @@ from areal_jax.config import TrackedConfig
 from areal_jax.control.controller import StepRecord
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.evaluation.during_training import EvaluationBeside
-from areal_jax.evaluation.evaluator import Evaluator
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import Event
 from areal_jax.labels import CODE, SCORED
 from areal_jax.protocols import Clock, Generator, Pool, Verifier
 from areal_jax.report.engine_work import RequestPauses
 from areal_jax.telemetry import names
-from areal_jax.telemetry.devices import DeviceRates
+from areal_jax.telemetry.devices import DeviceRates, OptimizerAges
 from areal_jax.telemetry.energy.accounting import EnergyAccount, EnergyState
 from areal_jax.telemetry.facts import (
     DURING,
@@ -33,11 +32,9 @@ from areal_jax.telemetry.facts import (
     read_scores,
     visible_only_share,
 )
-from areal_jax.telemetry.metrics import FILE, MetricsWriter, merge, read_metrics
-from areal_jax.telemetry.optimizer_ages import OptimizerAges
+from areal_jax.telemetry.metrics import FILE, MetricsWriter, Value, merge, number, read_metrics
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.token_ledger import LedgerState, TokenLedger
-from areal_jax.telemetry.values import Value, number
 from areal_jax.types import Prompt
 
 

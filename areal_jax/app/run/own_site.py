@@ -58,13 +58,13 @@ from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.config.splits import list_splits, replace_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.handshake import digest_config
-from areal_jax.distributed.invitation import invite
-from areal_jax.distributed.leader import CommandLeader
 from areal_jax.distributed.peers import Peers
+from areal_jax.distributed.remote_learner import CommandLeader
+from areal_jax.distributed.rendezvous import invite
 from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER
 from areal_jax.learning.learner import SpmdLearner
@@ -78,8 +78,7 @@ from areal_jax.publication.manifest import weights_sha256
 from areal_jax.publication.record_channel import RecordChannel
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.sharding.allocation import Allocation, EngineDevices
-from areal_jax.sharding.shares import is_shared
+from areal_jax.sharding.rules import Allocation, EngineDevices, is_shared
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.types import PublishedWeights, Tree, Work
 

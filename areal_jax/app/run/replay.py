@@ -1,7 +1,7 @@
 """Replay: a run of the real clock once more, from its config and its log, with every event and weight compared.
 
 Each start of the program is replayed as it was: the first from update 0, the others from the checkpoints that the
-replay itself writes at the same events. control/clocks/replay.py has the clock.
+replay itself writes at the same events. control/clocks/virtual.py has the clock.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.kinds import find_server
 from areal_jax.config.objectives import DECOUPLED_PPO, find_objective
-from areal_jax.control.clocks.replay import EndOfLogError, ReplayClock
-from areal_jax.control.event_writer import EventLog, truncate_events
-from areal_jax.control.recording import Recording, ReplayError, find_starts, require_whole
+from areal_jax.control.clocks.virtual import EndOfLogError, ReplayClock
+from areal_jax.control.event_writer import EventLog, Recording, ReplayError, find_starts, require_whole, truncate_events
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import ErrorEvent, Event
 from areal_jax.files import FileError, write_json
-from areal_jax.tasks.scoring.recorded_worker import RecordedWorker
+from areal_jax.tasks.scoring.verifier import RecordedWorker
 from areal_jax.telemetry.facts import EVALUATIONS
 from areal_jax.telemetry.facts import FILE as FACTS
 from areal_jax.workers.worker_process import WorkerDiedError

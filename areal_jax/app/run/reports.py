@@ -27,25 +27,22 @@ from areal_jax.installation import find_command
 from areal_jax.lanes import LEARNER, is_engine_lane
 from areal_jax.report.aggregates import median
 from areal_jax.report.caveats import describe_unfinished, warn_of_skipped_steps
-from areal_jax.report.event_log import load_events
-from areal_jax.report.lane_intervals import LaneInterval, lane_intervals, of_training
-from areal_jax.report.pages.headline import LABEL, summarize_run
+from areal_jax.report.event_log import LaneInterval, Window, lane_intervals, load_events, of_training, window
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
+from areal_jax.report.pages.markdown_page import LABEL, summarize_run
 from areal_jax.report.pages.report_texts import describe_idle_fields, describe_prolongation
 from areal_jax.report.report import FILE, PAGE, count_optimizer_steps, load_run, write_report
 from areal_jax.report.report_keys import Report
 from areal_jax.report.run_record import Run
-from areal_jax.report.window import Window, window
 from areal_jax.telemetry import facts as fact_file
 from areal_jax.telemetry import metrics as metric_log
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EVALUATIONS, HELD_OUT_SCORES, EvaluationScores, RunFacts, read_scores
 from areal_jax.telemetry.hook import FIELD as HOOK
-from areal_jax.telemetry.json_lines import plain
-from areal_jax.telemetry.numerals import format_duration, format_number, format_percent
-from areal_jax.telemetry.row_thread import warn_of_rows
-from areal_jax.telemetry.tracking import FIELD as TRACKER
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.hook import warn_of_rows
+from areal_jax.telemetry.metrics import Line, number, plain
+from areal_jax.telemetry.progress import format_duration, format_number, format_percent
+from areal_jax.telemetry.trackers import FIELD as TRACKER
 
 
 def alone_seconds(intervals: Sequence[LaneInterval], within: Window, updates: int) -> dict[str, float | None]:

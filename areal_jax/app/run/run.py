@@ -40,9 +40,9 @@ from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Followe
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.clocks.loop import LoopClock
-from areal_jax.control.device_site import DeviceSite
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.files import DirectoryLock
 from areal_jax.plugins import load_function
@@ -52,18 +52,15 @@ from areal_jax.report.report import PAGE
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.registry import require_known
-from areal_jax.telemetry.devices import DeviceRates
+from areal_jax.telemetry.devices import DeviceRates, ResourceSampler
 from areal_jax.telemetry.facts import discard_facts
 from areal_jax.telemetry.hook import FIELD as HOOK
 from areal_jax.telemetry.hook import MetricsHook
-from areal_jax.telemetry.metrics import FILE, MetricsWriter, read_metrics
+from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
-from areal_jax.telemetry.resources import ResourceSampler
-from areal_jax.telemetry.rollouts.group_record import Decode
-from areal_jax.telemetry.rollouts.writer import RolloutWriter
-from areal_jax.telemetry.tracking import TrackerFeed
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.rollouts.writer import Decode, RolloutWriter
+from areal_jax.telemetry.trackers import TrackerFeed
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree, Weights
 

@@ -16,12 +16,10 @@ from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.objectives import find_objective
 from areal_jax.models.weights import Params
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.sharding.allocation import Allocation
+from areal_jax.sharding.rules import Allocation
 from areal_jax.telemetry import names
-from areal_jax.telemetry.metrics import merge
-from areal_jax.telemetry.numerals import format_duration
-from areal_jax.telemetry.progress import describe_skipped_steps
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line, merge
+from areal_jax.telemetry.progress import describe_skipped_steps, format_duration
 
 _OF_ROLLOUTS = ('reward/', 'staleness/', 'update/filtered_')  # learner metrics that only generated answers have
 

@@ -18,8 +18,8 @@ import numpy as np
 from areal_jax import files
 from areal_jax.errors import UserError
 from areal_jax.files import FileError, JsonObject
-from areal_jax.tasks.other_formats import HEAD_BYTES, describe_other_format
 from areal_jax.tasks.task import ListedTask, Problem, Split, Task
+from areal_jax.tasks.user_lines import HEAD_BYTES, describe_other_format
 from areal_jax.types import FinishReason, Prompt, Verdict
 
 _QUESTION = 'question'
@@ -131,7 +131,7 @@ def _shorten(value: object) -> str:
 # The answers that areal-score is given: a file of JSON lines, read line by line.
 #
 # A line names a problem and has `answer`, a text, or `answers`, a list of texts or objects. The lines of an
-# evaluation's answers.jsonl (evaluation/answers.py) are such lines.
+# evaluation's answers.jsonl (evaluation/results.py) are such lines.
 
 
 _LONGEST_LINE = 64 << 20  # bytes: bounds memory

@@ -21,9 +21,7 @@ from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
 from areal_jax.files import read_json
 from areal_jax.lanes import LEARNER, is_engine_lane
-from areal_jax.report.event_log import load_events
-from areal_jax.report.lane_intervals import busy_share, lane_intervals, of_training
-from areal_jax.report.window import window
+from areal_jax.report.event_log import busy_share, lane_intervals, load_events, of_training, window
 from areal_jax.simulation.calibration import Table, calibrate, write_table
 
 # of a prediction: nothing to look at but its log

@@ -32,18 +32,27 @@ from areal_jax.simulation.planner.advice import (
     count_devices,
     count_running_groups,
     device_hours,
+    find_interval,
     joules_a_token,
     list_trades,
     make_load,
 )
 from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
-from areal_jax.simulation.planner.neighbours import Search, refine
-from areal_jax.simulation.planner.plan_setting import Answers, Outcome, Plan, Setting, Simulate, fits
-from areal_jax.simulation.planner.prediction import choose_start, predict
-from areal_jax.simulation.planner.published_ranges import find_interval
+from areal_jax.simulation.planner.neighbours import (
+    Answers,
+    Outcome,
+    Plan,
+    Search,
+    Setting,
+    Simulate,
+    choose_start,
+    fits,
+    predict,
+    refine,
+)
 from areal_jax.simulation.planner.question import describe_lengths, describe_log, require_batch
 from areal_jax.telemetry import names
-from areal_jax.telemetry.energy.energy_model import Energy
+from areal_jax.telemetry.energy.meters import Energy
 
 if TYPE_CHECKING:
     from areal_jax.events.schema import Event

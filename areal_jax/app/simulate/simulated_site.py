@@ -47,7 +47,7 @@ from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import Price, VirtualClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.schedule import VersionRing
+from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
@@ -57,19 +57,17 @@ from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.protocols import Clock, Learner, PromptStream, RolloutEngine
 from areal_jax.report.event_log import load_events
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.keeper import MismatchWatch
+from areal_jax.rollout.servers.member import ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.simulation.calibration import read_table
-from areal_jax.simulation.chips import find_chip
-from areal_jax.simulation.count_backend import CountBackend
-from areal_jax.simulation.count_learner import CountChannel, CountLearner, UpdateShape
-from areal_jax.simulation.drawn_agent import DrawnAgents
+from areal_jax.simulation.count_backend import CountBackend, CountChannel, CountLearner, UpdateShape
 from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups
 from areal_jax.simulation.drawn_task import (
     Answers,
     CountedPrompts,
+    DrawnAgents,
     DrawnPrompts,
     DrawnTask,
     DrawnVerifier,
@@ -80,18 +78,20 @@ from areal_jax.simulation.lengths import Lengths, parse_lengths
 from areal_jax.simulation.prices import (
     Cluster,
     LearnerDevices,
+    ModelShape,
+    Reached,
     RooflineSettings,
     build_cluster,
     check_memory,
+    find_chip,
+    find_shape,
     parse_chips,
     price_evaluations,
     price_roofline,
     price_tool,
+    shape_of,
 )
-from areal_jax.simulation.roofline import Reached
-from areal_jax.simulation.shapes import ModelShape, find_shape, shape_of
-from areal_jax.simulation.shared_cores import NO_CONTENTION, Contention
-from areal_jax.simulation.simulated_clock import SimulatedClock
+from areal_jax.simulation.simulated_clock import NO_CONTENTION, Contention, SimulatedClock
 from areal_jax.simulation.simulated_servers import ServerLog, SimulatedRegistry
 from areal_jax.telemetry.devices import DeviceRates
 from areal_jax.text.tokenizer import CharacterTokenizer
@@ -284,7 +284,7 @@ def read_update(config: TrackedConfig) -> tuple[UpdatePrice, UpdateShape]:
     return price, UpdateShape(learner.n_minibatches * learner.epochs, staleness.max_token_age if masks else None)
 
 
-# The devices of a simulated run, as they move between its learner and its engines. See control/device_site.py.
+# The devices of a simulated run, as they move between its learner and its engines. See control/reallocation.py.
 
 
 BuildEngine = Callable[[str, Sequence[int], PublishedWeights], LocalEngine]

@@ -13,7 +13,7 @@ import numpy as np
 from areal_jax import files
 from areal_jax.report.statistics import CONFIDENCE, cluster_interval
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.metrics import Line, number
 
 LAST_SHARE = 0.1  # of the updates, over which the last reward is a mean
 

@@ -20,8 +20,7 @@ from areal_jax import files
 from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.sweep.arms import ArmState
 from areal_jax.app.workdir.run_list import ENDED, LOG, STARTED, describe_code
-from areal_jax.telemetry.bar import Bar
-from areal_jax.telemetry.numerals import format_duration
+from areal_jax.telemetry.progress import Bar, format_duration
 
 _LOOK_S = 0.1  # between two looks at the processes
 _SHOW_S = 2.0  # between two counts on the bar, which read files of the arms

@@ -35,13 +35,12 @@ from areal_jax.app.sweep.endpoints import (
 from areal_jax.errors import UserError
 from areal_jax.installation import find_command
 from areal_jax.report.pages.colors import Look, choose_looks
-from areal_jax.report.pages.metric_curves import moving_mean, smoothing_window
-from areal_jax.report.pages.run_plots import label_axes, make_figure, save_figure
+from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure, smoothing_window
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.report.statistics import Interval, cluster_interval
 from areal_jax.telemetry.metrics import FILE as METRICS
 from areal_jax.telemetry.metrics import read_metrics
-from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.progress import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import FORMER, read_saved
 from areal_jax.errors import UserError
-from areal_jax.evaluation import answers
+from areal_jax.evaluation import results
 from areal_jax.events.records import check_of
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report import report
@@ -311,7 +311,7 @@ def _put_aside(workdir: pathlib.Path, names: Iterable[str]) -> list[str]:
 
 
 RESULTS = 'results.json'
-_OWN = {files.LOCK, CONFIG, WEIGHTS, EVENTS, answers.FILE, RESULTS}
+_OWN = {files.LOCK, CONFIG, WEIGHTS, EVENTS, results.FILE, RESULTS}
 _EVALUATION_WORKDIR_MAY_CHANGE = (
     'telemetry.',
     'task.verifier',
@@ -329,7 +329,7 @@ class EvaluationWorkdir:
     """
 
     def __init__(self, path: pathlib.Path, values: Mapping[str, Any], *, resume: bool):
-        self.path, self.answers, self.results = path, path / answers.FILE, path / RESULTS
+        self.path, self.answers, self.results = path, path / results.FILE, path / RESULTS
         self._values, self._resume = values, resume
         self._existed = path.exists()
 

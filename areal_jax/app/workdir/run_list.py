@@ -20,13 +20,13 @@ from areal_jax.app.workdir.run_directory import RESULTS
 from areal_jax.config import CONFIG, default_config, flatten
 from areal_jax.config.objectives import find_objective
 from areal_jax.errors import ExitCode, UserError
-from areal_jax.evaluation.answers import FILE as ANSWERS
+from areal_jax.evaluation.results import FILE as ANSWERS
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import DURING, EVALUATIONS
 from areal_jax.telemetry.metrics import FILE as METRICS
-from areal_jax.telemetry.numerals import format_bytes, format_duration, format_number
+from areal_jax.telemetry.progress import format_bytes, format_duration, format_number
 
 SWEEP = 'sweep.json'  # beside the workdirs of its arms
 LOG = 'output.log'  # in the workdir of an arm: what its process printed

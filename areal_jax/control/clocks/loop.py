@@ -21,9 +21,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from areal_jax import protocols
-from areal_jax.control.clocks.inbox import Inbox
 from areal_jax.control.clocks.io import IoLoop
-from areal_jax.control.clocks.lanes import Interval, Lane
+from areal_jax.control.clocks.loop import Inbox, Interval, Lane
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.types import Work

@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from areal_jax.control.clocks.lanes import Interval
-from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready, StallError
+from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, Interval, LoopClock, Ready, StallError
 from areal_jax.control.event_writer import EventLog, check_of
 from areal_jax.errors import name_type
 from areal_jax.lanes import is_upkeep_lane

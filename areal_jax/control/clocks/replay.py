@@ -10,10 +10,8 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from areal_jax.control.clocks.lanes import Interval
-from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, LoopClock, Ready
-from areal_jax.control.event_writer import EventLog
-from areal_jax.control.recording import Recording
+from areal_jax.control.clocks.loop import Block, Deadline, DeadlockError, Interval, LoopClock, Ready
+from areal_jax.control.event_writer import EventLog, Recording
 from areal_jax.events.schema import DeadlineEvent, RunDoneEvent, SignalEvent
 from areal_jax.protocols import Event
 

@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from areal_jax.control.clocks.lanes import Interval, Lane
-from areal_jax.control.clocks.loop import Block, CallDeadlineError, DeadlockError, LoopClock, Ready
+from areal_jax.control.clocks.loop import Block, CallDeadlineError, DeadlockError, Interval, Lane, LoopClock, Ready
 from areal_jax.control.event_writer import EventLog
 from areal_jax.protocols import Event
 from areal_jax.types import Work

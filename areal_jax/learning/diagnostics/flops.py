@@ -21,9 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from areal_jax.models.lora import Lora, is_adapter
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import WeightSpec, weight_table
+from areal_jax.models.weights import Lora, WeightSpec, is_adapter, weight_table
 from areal_jax.telemetry import names
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from areal_jax.learning.packing.rows import PADDING
 from areal_jax.telemetry import names
-from areal_jax.telemetry.ages import age_ranges, range_label
+from areal_jax.telemetry.names import age_ranges, range_label
 from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, concatenate
 
 # (groups, versions) -> float32 [versions, generated tokens in the order of the trajectories]

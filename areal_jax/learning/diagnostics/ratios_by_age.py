@@ -20,8 +20,7 @@ from areal_jax.learning.objective.sums import find_starts, sequence_sums
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.train_step import KnownTokens
-from areal_jax.telemetry.ages import age_ranges, range_label
-from areal_jax.telemetry.names import BY_AGE
+from areal_jax.telemetry.names import BY_AGE, age_ranges, range_label
 from areal_jax.types import PackedBatch
 
 _SUMS = ('tokens', 'weight', 'weight_sq', 'clipped', 'above', 'below', 'closed', 'kl', 'moved', 'stale')

@@ -14,7 +14,7 @@ import numpy as np
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.learning.passes import StepResult
 from areal_jax.telemetry import names
-from areal_jax.telemetry.ages import age_ranges, range_label
+from areal_jax.telemetry.names import age_ranges, range_label
 from areal_jax.types import PackedBatch, TrajectoryGroup
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.sharding.placement import gather, place
-from areal_jax.telemetry.numerals import format_bytes
+from areal_jax.telemetry.progress import format_bytes
 from areal_jax.types import Tree
 
 _FIELD = 'diagnostics.ring_bytes'

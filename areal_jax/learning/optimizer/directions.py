@@ -17,7 +17,7 @@ from jax.tree_util import KeyPath
 
 from areal_jax.learning.optimizer.quantized_moments import scale_by_adam
 from areal_jax.learning.settings import OptimizerSettings
-from areal_jax.models.layers import is_stacked
+from areal_jax.models.weights import is_stacked
 from areal_jax.sharding.rules import path_name
 
 
@@ -96,7 +96,7 @@ def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
 def clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
     """Scales every matrix to a root mean square of at most `threshold` (arXiv 1804.04235, section 6).
 
-    In a leaf that stacks layers (models/layers.py), each layer is scaled by itself, so that both forms of the weights
+    In a leaf that stacks layers (models/weights.py), each layer is scaled by itself, so that both forms of the weights
     take the same step.
     """
 

@@ -15,8 +15,7 @@ from jax.sharding import Sharding
 
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.layers import unstack_layers
-from areal_jax.models.lora import merge_adapters
+from areal_jax.models.weights import merge_adapters, unstack_layers
 from areal_jax.sharding.placement import Region, place_regions, view_shards
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from areal_jax.models.attention.flash import LSE_NAME, OUTPUT_NAME, Setting
-from areal_jax.models.attention.visibility import RowIds
+from areal_jax.models.attention.flash import LSE_NAME, OUTPUT_NAME, RowIds, Setting
 
 MAX_SEGMENTS = 64  # of a row, padding included; the saved log-sum-exp holds this many rows of [H, T]
 GROUPED_KEYS_FROM = (0, 11, 1)  # version of jax

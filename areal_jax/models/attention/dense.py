@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.attention import flash
-from areal_jax.models.attention.flash import GradientRows, Kernel, Keys, Rows, Setting, product, tile_gradients
-from areal_jax.models.attention.visibility import RowIds, stream_ids, visible
+from areal_jax.models.attention.flash import (
+    GradientRows,
+    Kernel,
+    Keys,
+    RowIds,
+    Rows,
+    Setting,
+    product,
+    stream_ids,
+    tile_gradients,
+    visible,
+)
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from areal_jax.models.attention.visibility import KeyIds, QueryIds, visible
+from areal_jax.models.attention.flash import KeyIds, QueryIds, visible
 
 INVISIBLE = -3e38  # score of a masked key: below every other score, and finite because -inf - -inf is NaN
 PALLAS_BLOCK = 64  # tokens: largest side of a tile of 'pallas'

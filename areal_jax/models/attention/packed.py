@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models.attention import blocked, cudnn, dense, splash
+from areal_jax.models.attention import blocked, cudnn, dense, flash
 from areal_jax.models.attention.backends import (
     BACKENDS,
     AttentionError,
@@ -21,8 +21,7 @@ from areal_jax.models.attention.backends import (
     local_device,
     missing_feature,
 )
-from areal_jax.models.attention.flash import PALLAS_BLOCK, Setting
-from areal_jax.models.attention.visibility import RowIds
+from areal_jax.models.attention.flash import PALLAS_BLOCK, RowIds, Setting
 
 MAX_TILE_TOKENS = max(blocked.BLOCK, PALLAS_BLOCK)  # every tile of our kernels divides it
 
@@ -119,7 +118,7 @@ def tile_tokens(row_tokens: int) -> int:
     return blocked.tile_tokens(row_tokens) if local_device()[0] == 'cpu' else PALLAS_BLOCK
 
 
-_MODULES = {'dense': dense, 'blocked': blocked, 'splash': splash, 'cudnn': cudnn}
+_MODULES = {'dense': dense, 'blocked': blocked, 'splash': flash, 'cudnn': cudnn}
 
 
 def _find_module(impl: str) -> types.ModuleType:

@@ -18,11 +18,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from areal_jax.models.attention import flash
-from areal_jax.models.attention.flash import INVISIBLE, PALLAS_BLOCK, GradientRows, Kernel, Keys, Rows, Setting
-from areal_jax.models.attention.visibility import (
+from areal_jax.models.attention.flash import (
+    INVISIBLE,
+    PALLAS_BLOCK,
+    GradientRows,
+    Kernel,
     KeyIds,
+    Keys,
     QueryIds,
     RowIds,
+    Rows,
+    Setting,
     pad_keys,
     pad_queries,
     stream_ids,

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from areal_jax.models.attention.flash import OUTPUT_NAME, Setting
-from areal_jax.models.attention.visibility import RowIds
+from areal_jax.models.attention.flash import OUTPUT_NAME, RowIds, Setting
 
 _LANES = 128  # tokens and head sizes are padded to multiples
 _MAX_BLOCK = 512  # tokens: side of a tile, where it divides the row

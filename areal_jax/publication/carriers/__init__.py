@@ -1,10 +1,10 @@
 """Carriers: how records of weights get from the learner to readers; each has a sender and a receiver (../record.py).
 
-files_carrier.py     directories of whole versions, and the files of delta_file.py
-shm_carrier.py       shared memory of a host; shm_segment.py, shm_record.py and shm_readers.py have its bytes
-stream_sender.py     sockets, with stream_receiver.py at the other end; stream_frames.py has what they say
+files_carrier.py     directories of whole versions, and the files of files_carrier.py
+shm_carrier.py       shared memory of a host; shm_segment.py, shm_carrier.py and shm_carrier.py have its bytes
+stream_sender.py     sockets, with stream_receiver.py at the other end; stream_socket.py has what they say
 
-receivers.py opens the receiver that an address names; chains.py says which records a reader needs, and which may go.
+stream_receiver.py opens the receiver that an address names; stream_sender.py says which records a reader needs, and which may go.
 
 docs/design/carriers.md has bytes, states and failures.
 """

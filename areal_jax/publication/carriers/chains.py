@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Record, RecordHeader
+from areal_jax.publication.versions import PublicationError
 
 
 def find_missing(chain: Sequence[Held], version: int, held: Held | None) -> range | None:

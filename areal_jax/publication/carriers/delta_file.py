@@ -13,8 +13,8 @@ import struct
 import zlib
 
 from areal_jax import files
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Record, decode_header
+from areal_jax.publication.versions import PublicationError
 
 _MAGIC = b'ARJDELTA'
 _PREFIX, _FIELDS = struct.Struct('<8sI'), struct.Struct('<qqI')

@@ -17,15 +17,15 @@ from areal_jax import files
 from areal_jax.formats.hf_directory import map_hf_weights
 from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
 from areal_jax.models.shape import ModelConfig
-from areal_jax.publication.carriers.delta_file import read_base, read_delta, write_delta
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.carriers.files_carrier import read_base, read_delta, write_delta
+from areal_jax.publication.export import write_hf_directory
 from areal_jax.publication.files_channel import not_as_published, parse_manifest
 from areal_jax.publication.manifest import encode_manifest, leaves_by_path
 from areal_jax.publication.record import Held, Part, Record, RecordHeader, leaf_bytes, tree_of_record
-from areal_jax.publication.version_directory import write_hf_directory
 from areal_jax.publication.versions import (
     KEPT,
     MANIFEST,
+    PublicationError,
     clear_versions,
     delta_path,
     keep_while_read,

@@ -13,8 +13,8 @@ from areal_jax.publication.carriers.shm_carrier import SCHEME as SHM
 from areal_jax.publication.carriers.shm_carrier import ShmReceiver
 from areal_jax.publication.carriers.stream_receiver import StreamReceiver
 from areal_jax.publication.carriers.stream_socket import TCP, UNIX, Prove
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, RecordReceiver
+from areal_jax.publication.versions import PublicationError
 
 
 @dataclasses.dataclass(frozen=True)

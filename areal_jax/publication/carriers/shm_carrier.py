@@ -12,12 +12,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from areal_jax.publication.carriers.chains import describe, find_missing, is_needed, require_next, require_parts
-from areal_jax.publication.carriers.shm_readers import ReaderRow, read_row
-from areal_jax.publication.carriers.shm_record import Entry, count_bytes, read_entries, read_record, write_record
+from areal_jax.publication.carriers.shm_carrier import (
+    Entry,
+    ReaderRow,
+    count_bytes,
+    read_entries,
+    read_record,
+    read_row,
+    write_record,
+)
 from areal_jax.publication.carriers.shm_segment import MOST_PLACES, Segment, create_segment, open_segment
-from areal_jax.publication.failures import ChainFull, PublicationError
+from areal_jax.publication.carriers.stream_sender import describe, find_missing, is_needed, require_next, require_parts
 from areal_jax.publication.record import Held, Record
+from areal_jax.publication.versions import ChainFull, PublicationError
 
 SCHEME = 'shm:'
 _PAGE_BYTES = 1 << 21  # places begin at huge pages, where the system has them

@@ -10,8 +10,8 @@ import dataclasses
 import struct
 import zlib
 
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held
+from areal_jax.publication.versions import PublicationError
 
 _ROW = struct.Struct('<I116sQqq64s')
 _CRC = struct.Struct('<I')

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Record, decode_header
+from areal_jax.publication.versions import PublicationError
 
 _PREFIX = struct.Struct('<8sqQQ64sI')
 _CRC = struct.Struct('<I')

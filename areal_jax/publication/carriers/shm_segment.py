@@ -1,7 +1,7 @@
 """The file in memory through which one process of a host hands weights to others: its bytes, its locks, its life.
 
     control     magic, owner, state; a row for each place; a row for each reader
-    place 0..   room for one chain (chains.py): records behind each other, as shm_record.py writes them
+    place 0..   room for one chain (stream_sender.py): records behind each other, as shm_carrier.py writes them
 
 Numbers have 64 bits in the order of bytes of the machine, and each is written in one store. docs/design/carriers.md has
 the table of all fields. shm_carrier.py has the sender and the receiver.
@@ -22,7 +22,7 @@ import sys
 
 from areal_jax.publication.carriers import open_file_locks
 from areal_jax.publication.carriers.open_file_locks import are_supported, find_locked, try_lock, unlock
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 from areal_jax.workers.descendants import MARK
 
 DIRECTORY = pathlib.Path('/dev/shm')
@@ -35,7 +35,7 @@ _MODE = 0o600  # weights are read by processes of one user
 # words of the control, counted in 8 bytes
 _MAGIC_AT, _OWNER_PID, _STATE, _PLACE_BYTES, _N_PLACES, _NEWEST = range(6)
 _PLACES_AT, _PLACE_WORDS = 64, 8  # of a place: sequence, number of records
-_READERS_AT = 4096  # in bytes; shm_readers.py says what a row holds
+_READERS_AT = 4096  # in bytes; shm_carrier.py says what a row holds
 READER_BYTES = 256
 _OPEN, _CLOSED = 1, 2
 

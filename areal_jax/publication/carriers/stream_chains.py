@@ -8,16 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.publication.carriers.chains import (
-    describe,
-    find_missing,
-    is_needed,
-    require_next,
-    require_parts,
-)
-from areal_jax.publication.carriers.stream_frames import Kind, Piece, encode_prefix
-from areal_jax.publication.failures import ChainFull, PublicationError
+from areal_jax.publication.carriers.stream_sender import describe, find_missing, is_needed, require_next, require_parts
+from areal_jax.publication.carriers.stream_socket import Kind, Piece, encode_prefix
 from areal_jax.publication.record import Held, Record
+from areal_jax.publication.versions import ChainFull, PublicationError
 
 Stop = Callable[[], None]  # ends a connection, so that its thread gives back what it was lent
 

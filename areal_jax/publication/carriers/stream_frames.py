@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from areal_jax.files import decode_json
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Part
+from areal_jax.publication.versions import PublicationError
 
 FRAME_BYTES = 1 << 20  # of a part in one frame; the sender computes the crc of one while the reader checks another
 _MOST_BYTES = 64 << 20  # of any payload; a header has about 100 bytes a leaf

@@ -1,6 +1,6 @@
 """Receives records of weights over a socket; a connection that breaks is opened again, and the record goes on.
 
-stream_sender.py is the other end, stream_frames.py has what they say.
+stream_sender.py is the other end, stream_socket.py has what they say.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from areal_jax.errors import UserError
-from areal_jax.publication.carriers.stream_frames import (
+from areal_jax.publication.carriers.stream_socket import (
     FrameError,
+    FrameSocket,
     Hello,
     Kind,
     Prefix,
+    Prove,
     Request,
+    connect,
     cut_pieces,
     encode_held,
     encode_hello,
     encode_request,
 )
-from areal_jax.publication.carriers.stream_socket import FrameSocket, Prove, connect
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Record, RecordHeader, decode_header
+from areal_jax.publication.versions import PublicationError
 
 _RETRY_S = 0.05
 _LINE_BYTES = 64

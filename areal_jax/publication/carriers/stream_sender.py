@@ -14,30 +14,28 @@ import time
 from collections.abc import Collection, Mapping
 
 from areal_jax.errors import UserError
-from areal_jax.publication.carriers.stream_chains import StoredRecord, StreamChains
-from areal_jax.publication.carriers.stream_frames import (
+from areal_jax.publication.carriers.stream_sender import StoredRecord, StreamChains
+from areal_jax.publication.carriers.stream_socket import (
+    TCP,
+    UNIX,
     FrameError,
+    FrameSocket,
     Hello,
     Kind,
+    Prove,
     Request,
     cut_pieces,
     decode_held,
     decode_hello,
     decode_request,
-)
-from areal_jax.publication.carriers.stream_socket import (
-    TCP,
-    UNIX,
-    FrameSocket,
-    Prove,
     listen_tcp,
     listen_unix,
     prepare,
     remove_unix,
     sweep_unix,
 )
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held, Record
+from areal_jax.publication.versions import PublicationError
 
 MOST_CONNECTIONS = 256  # readers, and those whose proof is under way
 _PAUSE_S = 0.1  # where the process has no more files or threads

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from areal_jax.config.addresses import address_family, join_address, split_address
-from areal_jax.publication.carriers.stream_frames import (
+from areal_jax.publication.carriers.stream_socket import (
     PREFIX_BYTES,
     Kind,
     Prefix,
@@ -24,11 +24,13 @@ from areal_jax.publication.carriers.stream_frames import (
     encode_prefix,
     require_payload,
 )
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Part
+from areal_jax.publication.versions import PublicationError
 
 UNIX, TCP = 'unix:', 'tcp:'
-Prove: TypeAlias = Callable[[socket.socket], object]  # proves the key of the run both ways; distributed/wire.py has two
+Prove: TypeAlias = Callable[
+    [socket.socket], object
+]  # proves the key of the run both ways; distributed/peers.py has two
 _MOST_PATH_BYTES = 107  # of sockaddr_un, without the zero at the end
 _FOLDER, _NAME, _UNBORN = 'areal_jax-weights-', 's', 'b'
 _BACKLOG = 128

@@ -10,8 +10,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from areal_jax.events.episode_events import FinishEvent
-from areal_jax.events.schema import Event
+from areal_jax.events.schema import Event, FinishEvent
 from areal_jax.labels import SCORED
 from areal_jax.types import NOT_GENERATED, UNSCORED
 

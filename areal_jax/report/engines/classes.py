@@ -12,11 +12,10 @@ from typing import TypedDict
 
 from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import EngineMismatch, MeanMax, Metrics, mismatch
-from areal_jax.report.engines.answer_tokens import split_batches
+from areal_jax.report.engines.classes import split_batches
 from areal_jax.report.engines.engine_presence import find_presence, restrict
-from areal_jax.report.lane_intervals import busy_share, group_by_lane, lane_intervals
-from areal_jax.report.window import Window
-from areal_jax.telemetry.numerals import format_number, format_percent
+from areal_jax.report.event_log import Window, busy_share, group_by_lane, lane_intervals
+from areal_jax.telemetry.progress import format_number, format_percent
 
 HEAD = (
     'class of engines', 'engines', 'tokens generated', 'share', 'tokens a second', 'idle', 'age, mean', 'oldest',

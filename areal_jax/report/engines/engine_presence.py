@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from areal_jax.events.schema import Event
-from areal_jax.report.window import Window
+from areal_jax.report.event_log import Window
 
 Presence = Mapping[str, Sequence[tuple[float, float]]]  # spans in clock seconds by engine, ascending
 

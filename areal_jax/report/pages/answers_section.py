@@ -10,8 +10,7 @@ from areal_jax.report.pages.report_texts import Table, Text
 from areal_jax.report.pages.web_page import Absent, Block
 from areal_jax.report.run_record import read_fields
 from areal_jax.telemetry.rollouts import views
-from areal_jax.telemetry.rollouts.reader import read_rollouts
-from areal_jax.telemetry.rollouts.views import GivenAnswer
+from areal_jax.telemetry.rollouts.views import GivenAnswer, read_rollouts
 
 _HEAD = ('Update, draw, answer', 'End of the prompt', 'Answer', 'Reward', 'Verdict', 'Advantage', 'Age', 'Tokens')
 _PROMPT, _ANSWER = 160, 400  # characters of each that are shown

@@ -7,8 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from areal_jax.errors import UserError
-from areal_jax.report.pages.headline import tell_headline
-from areal_jax.report.pages.markdown_page import render_part
+from areal_jax.report.pages.markdown_page import render_part, tell_headline
 from areal_jax.report.pages.report_texts import Items, Parts, Table, Text, tell_parts
 from areal_jax.report.run_record import Run, read_fields
 

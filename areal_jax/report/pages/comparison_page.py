@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from areal_jax.report.pages import charts as figures
 from areal_jax.report.pages.colors import Look, choose_looks
-from areal_jax.report.pages.comparison import Comparison
-from areal_jax.report.pages.metric_curves import CURVES, SPLIT, Curve, curve_points
+from areal_jax.report.pages.comparison_page import Comparison
 from areal_jax.report.pages.report_texts import Table, Text
+from areal_jax.report.pages.run_plots import CURVES, SPLIT, Curve, curve_points
 from areal_jax.report.pages.web_page import Absent, Block, Grid, Section, render_web_page
 from areal_jax.report.run_record import read_fields
-from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.progress import format_number
 
 
 def render_comparison_page(comparison: Comparison) -> str:

@@ -12,11 +12,9 @@ from typing import TypedDict
 from areal_jax.report.aggregates import Metrics, total, weighted_mean
 from areal_jax.telemetry import names
 from areal_jax.telemetry.energy.accounting import METERS
-from areal_jax.telemetry.energy.description import MODELLED, EnergyFacts
-from areal_jax.telemetry.energy.meters import NVML
-from areal_jax.telemetry.energy.power_table import DECODE, IDLE, STATES
-from areal_jax.telemetry.numerals import format_number, format_percent
-from areal_jax.telemetry.values import Line, number
+from areal_jax.telemetry.energy.meters import DECODE, IDLE, MODELLED, NVML, STATES, EnergyFacts
+from areal_jax.telemetry.metrics import Line, number
+from areal_jax.telemetry.progress import format_number, format_percent
 
 HEAD = ('energy', '')
 _UNITS = (('MJ', 1e6), ('kJ', 1e3), ('J', 1.0))

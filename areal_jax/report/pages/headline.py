@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, cast
 from areal_jax.report.pages.report_texts import Table, format_interval
 from areal_jax.report.report_keys import Interval, Report
 from areal_jax.telemetry.facts import HELD_OUT_SCORES
-from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_number, format_percent
+from areal_jax.telemetry.progress import format_bytes, format_gibibytes, format_number, format_percent
 
 Tone: TypeAlias = Literal['good', 'fair', 'bad', 'unknown']
 HEAD = ('question', 'answer', 'reading')

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from areal_jax.report.censoring import describe_censoring
 from areal_jax.report.pages import charts as figures
-from areal_jax.report.pages.answers_section import tell_answers
-from areal_jax.report.pages.headline import describe_state, lacks_evaluation, tell_headline
-from areal_jax.report.pages.metric_curves import (
+from areal_jax.report.pages.html_page import tell_answers
+from areal_jax.report.pages.markdown_page import describe_state, lacks_evaluation, tell_headline
+from areal_jax.report.pages.report_texts import Items, Parts, Table, Text, tell_parts
+from areal_jax.report.pages.run_plots import (
     AGREEMENT,
     CURVES,
     LEARNING,
@@ -23,13 +23,18 @@ from areal_jax.report.pages.metric_curves import (
     curve_points,
     describe_undrawn,
 )
-from areal_jax.report.pages.report_texts import Items, Parts, Table, Text, tell_parts
-from areal_jax.report.pages.slot_figure import MOST_INTERVALS, describe_slots, draw_slots, slot_keys
-from areal_jax.report.pages.slot_timeline import build_slot_timeline
+from areal_jax.report.pages.slot_figure import (
+    MOST_INTERVALS,
+    build_slot_timeline,
+    describe_slots,
+    draw_slots,
+    slot_keys,
+)
 from areal_jax.report.pages.web_page import Absent, Block, Chart, Folded, Grid, Section, Tiles, render_web_page
 from areal_jax.report.run_record import Run, read_fields
+from areal_jax.report.token_fates import describe_censoring
 from areal_jax.telemetry import names
-from areal_jax.telemetry.numerals import format_number
+from areal_jax.telemetry.progress import format_number
 
 FILE = 'report.html'
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_jax.report.pages.headline import headline_table
+from areal_jax.report.pages.markdown_page import headline_table
 from areal_jax.report.pages.report_texts import Items, Part, Parts, Table, tell_parts
 from areal_jax.report.report_keys import Report
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from areal_jax.report.aggregates import Metrics
 from areal_jax.telemetry import names
-from areal_jax.telemetry.numerals import format_number
-from areal_jax.telemetry.values import number
+from areal_jax.telemetry.metrics import number
+from areal_jax.telemetry.progress import format_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the pages of a report say: texts and tables, made once from report.json's content.
 
-markdown_page.py (report.md), html_page.py (report.html) and comparison.py show them.
+markdown_page.py (report.md), html_page.py (report.html) and comparison_page.py show them.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ from collections.abc import Mapping, Sequence
 
 from areal_jax.report.agents import HEAD as AGENTS_HEAD
 from areal_jax.report.agents import describe_agents
-from areal_jax.report.censoring import censoring_rows
+from areal_jax.report.aggregates import HEAD as SERVERS_HEAD
+from areal_jax.report.aggregates import describe_servers
 from areal_jax.report.code_verdicts import HEAD as CODE_HEAD
 from areal_jax.report.code_verdicts import describe_code
-from areal_jax.report.curve import HEAD, curve_rows, describe_cost
-from areal_jax.report.engine_work import describe_attention, work_rows
+from areal_jax.report.engine_work import (
+    age_rows,
+    describe_attention,
+    describe_experts,
+    describe_split,
+    route_rows,
+    split_rows,
+    work_rows,
+)
 from areal_jax.report.engines.classes import HEAD as CLASSES_HEAD
 from areal_jax.report.engines.classes import class_rows, describe_left_out
+from areal_jax.report.event_log import HEAD as PUBLICATIONS_HEAD
+from areal_jax.report.event_log import describe_publications
+from areal_jax.report.limit import HEAD, curve_rows, describe_cost
 from areal_jax.report.pages.energy_section import HEAD as ENERGY_HEAD
 from areal_jax.report.pages.energy_section import describe_energy, energy_rows
-from areal_jax.report.publications import HEAD as PUBLICATIONS_HEAD
-from areal_jax.report.publications import describe_publications
-from areal_jax.report.ratios import age_rows, describe_experts, describe_split, route_rows, split_rows
 from areal_jax.report.report_keys import Groups, Interval, OptimizerSteps, Report, Time
-from areal_jax.report.servers import HEAD as SERVERS_HEAD
-from areal_jax.report.servers import describe_servers
-from areal_jax.report.token_fates import fate_rows
-from areal_jax.telemetry.numerals import format_bytes, format_gibibytes, format_number, format_percent
+from areal_jax.report.token_fates import censoring_rows, fate_rows
+from areal_jax.telemetry.progress import format_bytes, format_gibibytes, format_number, format_percent
 from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox
 
 

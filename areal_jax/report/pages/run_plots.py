@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Literal
 from areal_jax import files, lanes
 from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import Metrics
-from areal_jax.report.curve import evaluation_points
-from areal_jax.report.event_log import outside_evaluation
-from areal_jax.report.lane_intervals import lane_intervals
+from areal_jax.report.event_log import lane_intervals, outside_evaluation
+from areal_jax.report.limit import evaluation_points
 from areal_jax.report.pages.colors import BLUE, GREEN, GREY, VERMILION
-from areal_jax.report.pages.metric_curves import moving_mean, smoothing_window
+from areal_jax.report.pages.run_plots import moving_mean, smoothing_window
 from areal_jax.report.report_keys import Accuracy, GreedyAccuracy, Report
-from areal_jax.report.slots import SlotSpan, slot_spans
+from areal_jax.report.timeline import SlotSpan, slot_spans
 from areal_jax.telemetry import names
-from areal_jax.telemetry.values import counts, number
+from areal_jax.telemetry.metrics import counts, number
 
 if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
     from matplotlib.axes import Axes

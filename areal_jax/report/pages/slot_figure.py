@@ -11,8 +11,7 @@ import numpy as np
 from areal_jax.lanes import short_name
 from areal_jax.report.pages.charts import new_figure, plain_text
 from areal_jax.report.pages.colors import INK, VERMILION
-from areal_jax.report.pages.slot_overview import PAUSE, draw_overview, version_colors
-from areal_jax.report.pages.slot_timeline import Interval, Mark, Slot, SlotTimeline
+from areal_jax.report.pages.slot_figure import PAUSE, Interval, Mark, Slot, SlotTimeline, draw_overview, version_colors
 from areal_jax.report.pages.web_page import Key
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_jax.report.pages.charts import new_figure
 from areal_jax.report.pages.colors import SHADES, channels, shade_at
-from areal_jax.report.pages.slot_timeline import SlotTimeline
+from areal_jax.report.pages.slot_figure import SlotTimeline
 
 if TYPE_CHECKING:
     from bokeh.models import Range1d

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
 from areal_jax.events.schema import DecodeEvent, Event, PrefillEvent
-from areal_jax.report.event_log import outside_evaluation
-from areal_jax.report.lane_intervals import event_intervals
-from areal_jax.report.slots import slot_spans
+from areal_jax.report.event_log import event_intervals, outside_evaluation
+from areal_jax.report.timeline import slot_spans
 
 Slot = tuple[str, int]  # engine, slot; the slots for evaluation beside training belong to 'ENGINE, evaluation'
 _KINDS: tuple[tuple[Literal['decode', 'evaluation_decode'], str, str], ...] = (

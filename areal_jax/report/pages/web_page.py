@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # Bokeh is an extra, and its import takes a second
     import markupsafe
     from bokeh.models import UIElement
 
-    from areal_jax.report.pages.headline import Tile, Tone
+    from areal_jax.report.pages.markdown_page import Tile, Tone
 
 LIBRARY, EXTRA = 'bokeh', 'plots'
 _TEMPLATE = pathlib.Path(__file__).with_name('web_page.html')

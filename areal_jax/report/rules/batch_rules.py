@@ -8,11 +8,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
+from areal_jax.control.buffer import BY_REWARD
 from areal_jax.control.frictions import REWARD, UNREWARDED
-from areal_jax.control.group_filter import BY_REWARD
-from areal_jax.events.episode_events import FinishEvent, RewardEvent
-from areal_jax.events.friction_events import FrictionEvent
-from areal_jax.events.schema import ConsumeEvent, DropEvent, Event
+from areal_jax.events.schema import ConsumeEvent, DropEvent, Event, FinishEvent, FrictionEvent, RewardEvent
 from areal_jax.tasks.scoring.score_call import SCORED
 from areal_jax.types import NOT_GENERATED
 

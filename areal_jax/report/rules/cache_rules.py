@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 from areal_jax.events.schema import DecodeEvent, Event, InterruptEvent, PrefillEvent, RunDoneEvent, RunStartEvent
-from areal_jax.report.prompt_lengths import Key, PromptLengths, can_end, can_sum
+from areal_jax.report.engine_work import Key, PromptLengths, can_end, can_sum
 
 _FIRST_VERSION = 4  # of the log from which on `prefill` names all whose tokens it computes, and `rebuilt`
 

@@ -1,16 +1,15 @@
 """The rules of engines: how each comes, gets its weights, decodes and goes, and which states a server passes through.
 
-log_rules.py puts events through them; cache_rules.py has what engines in this process compute.
+log_rules.py puts events through them; generation_rules.py has what engines in this process compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_jax.events.device_events import ReallocateEvent
-from areal_jax.events.engine_events import SpareEvent
 from areal_jax.events.schema import (
     DecodeEvent,
+    EngineStateEvent,
     EvaluationDecodeEvent,
     EvaluationPrefillEvent,
     Event,
@@ -18,8 +17,10 @@ from areal_jax.events.schema import (
     JoinEvent,
     LoadEvent,
     PrefillEvent,
+    ReallocateEvent,
+    SpareEvent,
+    StageEvent,
 )
-from areal_jax.events.server_events import EngineStateEvent, StageEvent
 
 KINDS = frozenset(
     (

@@ -2,7 +2,7 @@
 
 log_rules.py puts every event of a run with engines in this process through them. A dispatch of decoding gives each
 answer in its slots `steps` tokens, or fewer where the answer ends in it. So the dispatches of an answer and its length
-determine each other. cache_rules.py has what is computed before.
+determine each other. generation_rules.py has what is computed before.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from areal_jax.events.episode_events import FinishEvent
-from areal_jax.events.schema import DecodeEvent, Event, PreemptEvent
-from areal_jax.events.server_events import MoveEvent
-from areal_jax.report.prompt_lengths import PromptLengths
-from areal_jax.report.rules.cache_rules import Answer, CacheRules, Dispatch
+from areal_jax.events.schema import DecodeEvent, Event, FinishEvent, MoveEvent, PreemptEvent
+from areal_jax.report.engine_work import PromptLengths
+from areal_jax.report.rules.generation_rules import Answer, CacheRules, Dispatch
 
 KINDS = frozenset(
     (

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from areal_jax.config.kinds import find_server
-from areal_jax.control.recording import find_edit
+from areal_jax.control.event_writer import find_edit
 from areal_jax.events.schema import (
     AdmitEvent,
     ConsumeEvent,
@@ -24,13 +24,13 @@ from areal_jax.events.schema import (
     InterruptEvent,
     LoadEvent,
 )
-from areal_jax.report.draw_ledger import DrawLedger
+from areal_jax.report.aggregates import DrawLedger
 from areal_jax.report.rules.batch_rules import BatchRules
 from areal_jax.report.rules.engine_rules import EngineRules
 from areal_jax.report.rules.generation_rules import GenerationRules
+from areal_jax.report.rules.log_rules import RunRules
 from areal_jax.report.rules.request_rules import RequestRules
 from areal_jax.report.rules.reward_rules import RewardRules
-from areal_jax.report.rules.run_rules import RunRules
 from areal_jax.types import NOT_GENERATED
 
 _RESTARTS_VERSION = 6  # of the log from which on it is cut off where a checkpoint was saved

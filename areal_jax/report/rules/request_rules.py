@@ -9,11 +9,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from areal_jax.events.episode_events import FinishEvent
-from areal_jax.events.schema import ArriveEvent, Event, InterruptEvent, RouteEvent
-from areal_jax.events.server_events import MoveEvent, ReceiveEvent
+from areal_jax.events.schema import ArriveEvent, Event, FinishEvent, InterruptEvent, MoveEvent, ReceiveEvent, RouteEvent
 from areal_jax.lanes import evaluation_lanes, lane_group
-from areal_jax.report.draw_ledger import DrawLedger
+from areal_jax.report.aggregates import DrawLedger
 
 KINDS = frozenset(
     (
@@ -22,7 +20,7 @@ KINDS = frozenset(
     )
 )  # fmt: skip
 _FIRST_VERSION = 6  # of the log from which on these rules hold
-_PROBE_DRAW = str(2**31 - 1)  # rollout/servers/probe.py: a probe is no answer, and is sent by no route
+_PROBE_DRAW = str(2**31 - 1)  # rollout/servers/keeper.py: a probe is no answer, and is sent by no route
 
 
 class RequestRules:

@@ -10,9 +10,8 @@ import collections
 import json
 from collections.abc import Generator, Iterator
 
-from areal_jax.control.group_filter import BY_REWARD, describe_drop
-from areal_jax.events.episode_events import FinishEvent, RewardEvent
-from areal_jax.events.schema import BufferEvent, DropEvent, Event, RunDoneEvent, RunStartEvent
+from areal_jax.control.buffer import BY_REWARD, describe_drop
+from areal_jax.events.schema import BufferEvent, DropEvent, Event, FinishEvent, RewardEvent, RunDoneEvent, RunStartEvent
 from areal_jax.lanes import REWARD
 from areal_jax.tasks.scoring.score_call import MEASURED, SCORED, Score, check_score, to_reward
 from areal_jax.types import UNSCORED

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from areal_jax.rollout.decode import cache
+from areal_jax.rollout.decode import decode_rows
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 
@@ -25,7 +25,7 @@ def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
 
     described, state = jax.tree.map(describe, weights), backend.abstract_state()
     padding = backend.cache_blocks  # the block behind the last
-    at = np.full(cache.COPIES, padding, np.int32)
+    at = np.full(decode_rows.COPIES, padding, np.int32)
     backend.initial_program.lower().compile()
     backend.copy_program.lower(state, at, at).compile()
     for lowered in backend.lower_all(described):

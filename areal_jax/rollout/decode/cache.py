@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from areal_jax.columns import Column
 from areal_jax.models.shape import ModelConfig
-from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention
+from areal_jax.rollout.decode.attention.loops import Cache, CacheAttention
 
 COPIES = 8  # blocks that one call of `copy_blocks` copies
 

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.rollout.backend import DecodeRow
-from areal_jax.rollout.decode.adjustments import Adjustments, empty_adjustments
-from areal_jax.rollout.decode.cache import CacheSizes
-from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.rollout.backend import DecodeRow, SamplingSupport
+from areal_jax.rollout.decode.decode_rows import CacheSizes
+from areal_jax.rollout.decode.sampling import Adjustments, empty_adjustments
 from areal_jax.types import SamplingParams
 
 Array = Any  # numpy on the host, jax.Array on the device

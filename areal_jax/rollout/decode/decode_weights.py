@@ -12,9 +12,8 @@ import jax
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params
+from areal_jax.models.weights import Lora, Params
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import PublishedWeights
 

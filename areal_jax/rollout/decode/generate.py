@@ -19,10 +19,9 @@ from areal_jax.models.experts import Routing
 from areal_jax.models.logprobs import BlockSums
 from areal_jax.models.native_layers import Read
 from areal_jax.rollout.decode import sampling
-from areal_jax.rollout.decode.adjustments import TokenCounts, adjust_logits, count_tokens
-from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
-from areal_jax.rollout.decode.cache import CacheSizes, EngineState, empty_columns, write_columns
-from areal_jax.rollout.decode.decode_rows import Batch
+from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
+from areal_jax.rollout.decode.decode_rows import Batch, CacheSizes, EngineState, empty_columns, write_columns
+from areal_jax.rollout.decode.sampling import TokenCounts, adjust_logits, count_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +65,7 @@ class Generate:
       mix: the product of experts.
       steps: the most of one call, S.
       filtered: whether rows may use top_k, top_p or min_p.
-      adjusted: whether logits of rows may be adjusted, see adjustments.py.
+      adjusted: whether logits of rows may be adjusted, see sampling.py.
     """
 
     decoder: Decoder

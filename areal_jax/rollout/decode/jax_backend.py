@@ -23,19 +23,19 @@ from areal_jax.columns import ColumnArrays
 from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
-from areal_jax.models.lora import Lora
 from areal_jax.models.native_layers import LEAST_COLUMNS
 from areal_jax.models.shape import ModelConfig
-from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.decode import cache, decode_weights, parallel, prefill
+from areal_jax.models.weights import Lora
+from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
+from areal_jax.rollout.decode import decode_rows, decode_weights, prefill
 from areal_jax.rollout.decode import decode_rows as rows
+from areal_jax.rollout.decode import generate as parallel
 from areal_jax.rollout.decode import prefill_buckets as buckets
-from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS
-from areal_jax.rollout.decode.cache import EngineState
+from areal_jax.rollout.decode.decode_rows import EngineState
 from areal_jax.rollout.decode.decode_weights import PreparedWeights, require_quantizable
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
-from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS
 from areal_jax.types import Tree
 
 MOST_PROGRAMS = 16
@@ -123,7 +123,7 @@ class JaxDecodeBackend:
         self.slots, self.context_tokens, self.block_tokens = slots, context_tokens, block_tokens
         self.cache_blocks = slots * -(-context_tokens // block_tokens) if cache_blocks is None else cache_blocks
         self.devices = tuple(map(str, devices))
-        self._sizes = cache.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
+        self._sizes = decode_rows.CacheSizes(context_tokens, block_tokens, self.cache_blocks)
         self._steps, self.dtype = decode_steps, jnp.dtype(dtype)
         self.sampling = SamplingSupport(
             vocab_size=decoder.config.vocab_size, cuts=filtered, adjusts=adjusted,
@@ -145,7 +145,7 @@ class JaxDecodeBackend:
             self._prefill, in_shardings=(prepared, state, on), out_shardings=state, donate_argnums=1
         )
         self.copy_program = jax.jit(self._copy, in_shardings=(state, on, on), out_shardings=state, donate_argnums=0)
-        self.read_program = jax.jit(cache.read_columns, in_shardings=(on, on), out_shardings=on)
+        self.read_program = jax.jit(decode_rows.read_columns, in_shardings=(on, on), out_shardings=on)
         self.generations = self._declare_generations(batch_buckets, filtered, adjusted, small_batches)
 
     def _declare_generations(
@@ -323,10 +323,10 @@ class JaxDecodeBackend:
         return columns
 
     def copy(self, state: EngineState, sources: Sequence[int], targets: Sequence[int]) -> EngineState:
-        for start in range(0, len(sources), cache.COPIES):
-            at = np.full((2, cache.COPIES), self._sizes.padding_block, np.int32)
+        for start in range(0, len(sources), decode_rows.COPIES):
+            at = np.full((2, decode_rows.COPIES), self._sizes.padding_block, np.int32)
             for side, blocks in zip(at, (sources, targets), strict=True):
-                part = blocks[start : start + cache.COPIES]
+                part = blocks[start : start + decode_rows.COPIES]
                 side[: len(part)] = part
             state = self.copy_program(state, *at)
         return state
@@ -347,7 +347,7 @@ class JaxDecodeBackend:
 
     def _initial(self) -> EngineState:
         recorded = self._decoder.config.columns if self.records_context else ()
-        columns = cache.empty_columns(recorded, self._sizes.blocks + 1, self.block_tokens)
+        columns = decode_rows.empty_columns(recorded, self._sizes.blocks + 1, self.block_tokens)
         return EngineState(self.placement.empty_cache(self._sizes, self.dtype), columns)
 
     def _prefill(self, weights: PreparedWeights, state: EngineState, packed: PackedPieces[np.ndarray]) -> EngineState:
@@ -356,7 +356,7 @@ class JaxDecodeBackend:
         return prefill.prefill_pieces(*fixed, weights.params, state, packed, at.over_heads, at.mix)
 
     def _copy(self, state: EngineState, sources: jax.Array, targets: jax.Array) -> EngineState:
-        return cache.copy_blocks(self._attention, state, sources, targets)
+        return decode_rows.copy_blocks(self._attention, state, sources, targets)
 
 
 def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:

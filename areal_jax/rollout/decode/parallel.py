@@ -19,18 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from areal_jax.config.cluster import ENGINES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Attend, Decoder
-from areal_jax.models.expert_mesh import make_mix, require_experts
 from areal_jax.models.expert_products import Mixer
+from areal_jax.models.experts import make_mix, require_experts
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import logical_axes
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.attention.cache_check import choose_checked
-from areal_jax.rollout.decode.attention.choose import Demand
-from areal_jax.rollout.decode.attention.contract import Cache, CacheAttention, LayerCache
-from areal_jax.rollout.decode.cache import CacheSizes, EngineState, empty_cache
+from areal_jax.rollout.decode.attention.choose import Demand, choose_checked
+from areal_jax.rollout.decode.attention.loops import Cache, CacheAttention, LayerCache
+from areal_jax.rollout.decode.decode_rows import CacheSizes, EngineState, empty_cache
 from areal_jax.rollout.decode.prefill import RowAttention, choose_row_attention
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import param_shardings, replicated
+from areal_jax.sharding.rules import make_mesh, param_shardings, replicated
 from areal_jax.types import Tree
 
 _AXIS = 'tensor'  # of the mesh

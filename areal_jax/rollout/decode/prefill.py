@@ -30,9 +30,9 @@ from areal_jax.models.expert_products import Mixer, mix_blocks
 from areal_jax.models.experts import Routing
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
-from areal_jax.rollout.decode.attention.contract import CacheAttention, LayerCache
-from areal_jax.rollout.decode.attention.native import NativeAttention
-from areal_jax.rollout.decode.cache import EngineState, write_columns
+from areal_jax.rollout.decode.attention.choose import NativeAttention
+from areal_jax.rollout.decode.attention.loops import CacheAttention, LayerCache
+from areal_jax.rollout.decode.decode_rows import EngineState, write_columns
 
 MAX_BUCKETS = MOST_PREFILL_BUCKETS + 1  # with and without a prior; decoding has room beside them
 MAX_PIECES = MAX_SEGMENTS - 1  # of a row; the padding is a segment too

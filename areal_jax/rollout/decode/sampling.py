@@ -12,8 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.models.logprobs import VOCABULARY_BLOCK, BlockSums, logprob_of, sum_blocks
-from areal_jax.models.vocabulary_tiles import effective_temperature, scale_logits
+from areal_jax.models.logprobs import (
+    VOCABULARY_BLOCK,
+    BlockSums,
+    effective_temperature,
+    logprob_of,
+    scale_logits,
+    sum_blocks,
+)
 
 
 def request_keys(seeds: jax.Array, draws: jax.Array, samples: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from areal_jax.models.experts import Routing
 from areal_jax.models.logprobs import Ranking
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
-from areal_jax.rollout.decode.cache import CacheSizes
+from areal_jax.rollout.decode.decode_rows import CacheSizes
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.decode.prefill import PackedPieces

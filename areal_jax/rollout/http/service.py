@@ -13,8 +13,7 @@ from typing import cast
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.http.pauses import PauseStatus, ServerPause
-from areal_jax.rollout.http.pausing import Pausing
+from areal_jax.rollout.http.pauses import PauseStatus, Pausing, ServerPause
 from areal_jax.rollout.http.wire.exchange import Piece
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.running_request import RunningRequest

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from areal_jax.rollout.http.clients.connection import Connection
-from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.clients.connection import Connection, UpdateError
 from areal_jax.rollout.http.clients.engine import ClientParts
 from areal_jax.rollout.http.clients.own import OwnEngine, connect_dialect
-from areal_jax.rollout.http.clients.own_dialect import LEASE_S, Held, read_held
+from areal_jax.rollout.http.clients.vllm import LEASE_S, Held, read_held
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
 from areal_jax.rollout.jetstream import control
 from areal_jax.rollout.jetstream.record import decode_record, render_settings

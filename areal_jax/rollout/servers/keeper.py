@@ -14,10 +14,8 @@ import numpy as np
 
 from areal_jax.control.event_writer import EventLog
 from areal_jax.protocols import Clock
-from areal_jax.rollout.servers.member import Member
-from areal_jax.rollout.servers.probe import ProbeError, Score, answer_probe, compare, make_probe
-from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RemoteError
-from areal_jax.rollout.servers.server_settings import ServerSettings
+from areal_jax.rollout.servers.keeper import ProbeError, Score, answer_probe, compare, make_probe
+from areal_jax.rollout.servers.member import HeldWeights, Member, RefusedError, RemoteError, ServerSettings
 from areal_jax.types import PublishedWeights, concatenate
 
 Result = TypeVar('Result')

@@ -12,8 +12,7 @@ from typing import Literal, TypeVar
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event
-from areal_jax.rollout.servers.moving_request import MovingRequest
-from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RemoteEngine, RemoteError
+from areal_jax.rollout.servers.member import MovingRequest, OutcomeUnknownError, RemoteEngine, RemoteError
 
 MemberState = Literal[
     'registered', 'syncing', 'probing', 'serving', 'draining', 'unknown', 'quarantined', 'gone'

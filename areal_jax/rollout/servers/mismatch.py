@@ -6,8 +6,8 @@ import collections
 import math
 from collections.abc import Callable
 
+from areal_jax.telemetry.metrics import Line, number
 from areal_jax.telemetry.names import MISMATCH_OF
-from areal_jax.telemetry.values import Line, number
 
 _TOKENS = 500  # over which the mean is taken
 

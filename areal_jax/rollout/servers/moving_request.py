@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 
 from areal_jax.protocols import Clock
-from areal_jax.rollout.answer import GrowingAnswer
-from areal_jax.rollout.load_ledger import Entry
+from areal_jax.rollout.running_request import GrowingAnswer
+from areal_jax.rollout.spare_engines import Entry
 from areal_jax.types import LARGEST_LOGPROB, EngineFinish, GenerationRequest, Segment
 
 

@@ -6,10 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from areal_jax.rollout.servers.member import Member
-from areal_jax.rollout.servers.moving_request import find_fault
-from areal_jax.rollout.servers.remote_engine import RemoteError
-from areal_jax.rollout.servers.server_settings import ProbeSettings
+from areal_jax.rollout.servers.member import Member, ProbeSettings, RemoteError, find_fault
 from areal_jax.types import GenerationRequest, SamplingParams, Segment, concatenate
 
 PROBE_DRAW = 2**31 - 1  # no draw of a prompt stream is that high

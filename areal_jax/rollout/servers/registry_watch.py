@@ -12,7 +12,7 @@ from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
 from areal_jax.registry.entries import Order
-from areal_jax.rollout.servers.remote_engine import RemoteEngine
+from areal_jax.rollout.servers.member import RemoteEngine
 from areal_jax.rollout.servers.server_entries import ServerEntry
 from areal_jax.rollout.servers.server_pool import ServerPool
 from areal_jax.types import Work

@@ -12,10 +12,8 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Generation
-from areal_jax.rollout.load_ledger import Entry, Ledger
-from areal_jax.rollout.servers.member import Member
-from areal_jax.rollout.servers.moving_request import MovingRequest, find_fault
-from areal_jax.rollout.servers.remote_engine import RemoteError
+from areal_jax.rollout.servers.member import Member, MovingRequest, RemoteError, find_fault
+from areal_jax.rollout.spare_engines import Entry, Ledger
 from areal_jax.types import EngineFinish, GenerationRequest
 
 

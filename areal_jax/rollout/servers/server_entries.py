@@ -1,6 +1,6 @@
 """The servers of a run as its registry has them: which serve where, and what each says of itself.
 
-A server registers with `describe_server` and a Heartbeat (areal_jax/registry/), registry_watch.py reads.
+A server registers with `describe_server` and a Heartbeat (areal_jax/registry/), server_entries.py reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from areal_jax.config.kinds import ClientKind
 from areal_jax.errors import UserError
 from areal_jax.registry.entries import Entry, Order, read_entries
-from areal_jax.rollout.servers.server_fit import SAYS_NOTHING, ServerFacts
+from areal_jax.rollout.servers.keeper import SAYS_NOTHING, ServerFacts
 
 _RECEIVER = 'receiver'  # among the details
 ENGINE = 'engine'  # the role of servers, also of those that somebody has started by hand

@@ -1,7 +1,7 @@
 """The engines of a run that are servers in other processes: they join, leave, die, hang and return while it goes on.
 
 The controller and the workflows use it like pool.Pool, whose engines are in this process and whose failures end the
-run. moving_request.py is a request here, member.py an engine, keeper.py brings engines into service.
+run. member.py is a request here, member.py an engine, keeper.py brings engines into service.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from typing import Literal
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event
-from areal_jax.rollout.requirements import EngineError, Requirement, require_capabilities
-from areal_jax.rollout.servers.keeper import Keeper
-from areal_jax.rollout.servers.member import Member
-from areal_jax.rollout.servers.moving_request import MovingRequest
-from areal_jax.rollout.servers.probe import Score
-from areal_jax.rollout.servers.remote_engine import RemoteEngine, RemoteError
-from areal_jax.rollout.servers.request_placement import Placement
-from areal_jax.rollout.servers.server_settings import ServerSettings
+from areal_jax.rollout.pool import EngineError, Requirement, require_capabilities
+from areal_jax.rollout.servers.keeper import Keeper, Score
+from areal_jax.rollout.servers.member import Member, MovingRequest, RemoteEngine, RemoteError, ServerSettings
+from areal_jax.rollout.servers.server_pool import Placement
 from areal_jax.types import EngineStatus, GenerationRequest, PublishedWeights
 
 _CLOSE_S = 5.0
@@ -78,7 +74,7 @@ class ServerPool:
     def start(self) -> None:
         self._supervisor.start('pool: watch for an engine', self._watch_for_engine())
 
-    # Engines: registry_watch.py calls these.
+    # Engines: server_entries.py calls these.
 
     def join(self, engine: RemoteEngine, incarnation: int, url: str) -> None:
         """Takes in an engine; a later incarnation replaces an earlier one, and an earlier one is ignored."""

@@ -8,7 +8,7 @@ training.
 
 from __future__ import annotations
 
-from areal_jax.simulation.closed_forms.gated import mean_floor
+from areal_jax.simulation.closed_forms.throughput import mean_floor
 
 
 def pre_queue_staleness(slots: float, batch: float, tail: float, rho: float) -> float:

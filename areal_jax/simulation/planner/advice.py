@@ -6,13 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from areal_jax.simulation.planner.cluster_load import Layout, Load, Pace, choose_pieces
-from areal_jax.simulation.planner.engine_size import MOST_SLOTS
-from areal_jax.simulation.planner.host_costs import MEASURED, HostCosts
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, worth
-from areal_jax.simulation.planner.prediction import predict, publication_s
-from areal_jax.telemetry.energy.energy_model import Energy, Phase, joules
-from areal_jax.telemetry.energy.power_table import DECODE, IDLE, POWER, TRAIN, decode_activity
+from areal_jax.simulation.planner.cluster_load import MEASURED, HostCosts, Layout, Load, Pace, choose_pieces
+from areal_jax.simulation.planner.neighbours import Outcome, Plan, Setting, predict, publication_s, worth
+from areal_jax.simulation.planner.question import MOST_SLOTS
+from areal_jax.telemetry.energy.meters import DECODE, IDLE, POWER, TRAIN, Energy, Phase, decode_activity, joules
 
 _BUSY = 0.93  # of the time: a lane that is busy for more sets the pace
 _FILLED = 0.9  # of the slots: with fewer answers in them an engine could decode more

@@ -8,16 +8,15 @@ from __future__ import annotations
 import dataclasses
 
 from areal_jax.config.cluster import EnginesLayout, LearnerLayout, parse_engines, parse_learner
-from areal_jax.simulation.planner.host_costs import HostCosts
-from areal_jax.simulation.roofline import WEIGHT_BYTES
-from areal_jax.simulation.shapes import ModelShape
+from areal_jax.simulation.planner.cluster_load import HostCosts
+from areal_jax.simulation.prices import WEIGHT_BYTES, ModelShape
 
 NODE = 8  # accelerators
 DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 PIECES = (DECODE_STEPS, 64, 256)
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
 FILE_SERVER_BYTES_S = 10e9  # that all nodes together read from the shared file system: yours will differ
-MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/wire.py, of the command with a batch
+MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/peers.py, of the command with a batch
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
 _BUSY = 0.8  # of a limit: what uses more is said to bind

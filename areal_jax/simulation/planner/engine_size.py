@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.chips import Chip
-from areal_jax.simulation.roofline import MEMORY_SHARE, WEIGHT_BYTES, Roofline
-from areal_jax.simulation.shapes import ModelShape
+from areal_jax.simulation.prices import MEMORY_SHARE, WEIGHT_BYTES, Chip, ModelShape, Roofline
 
 WEIGHTS_SHARE = 0.25  # of an engine's memory at most for its weights: an assumption, as the next
 MOST_SLOTS = 256

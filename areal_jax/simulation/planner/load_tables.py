@@ -15,11 +15,26 @@ import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
-from areal_jax.simulation.chips import H800
-from areal_jax.simulation.planner.cluster_load import DECODE_STEPS, NODE, PIECES, Layout, Load, Pace
-from areal_jax.simulation.planner.host_costs import MEASURED, HostCosts, read_costs
-from areal_jax.simulation.roofline import Reached, Roofline, step_overhead_s
-from areal_jax.simulation.shapes import R1_DISTILL_1_5B, R1_DISTILL_7B, R1_DISTILL_32B
+from areal_jax.simulation.planner.cluster_load import (
+    DECODE_STEPS,
+    MEASURED,
+    NODE,
+    PIECES,
+    HostCosts,
+    Layout,
+    Load,
+    Pace,
+    read_costs,
+)
+from areal_jax.simulation.prices import (
+    H800,
+    R1_DISTILL_1_5B,
+    R1_DISTILL_7B,
+    R1_DISTILL_32B,
+    Reached,
+    Roofline,
+    step_overhead_s,
+)
 
 _MARK = 'python -m areal_jax.simulation.planner.load_tables'
 REACHED = Reached(bandwidth=0.6, prefill=0.5, mfu=0.40)  # its docstring says why

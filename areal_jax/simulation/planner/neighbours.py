@@ -10,8 +10,19 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting, Simulate, fits, worth
-from areal_jax.simulation.planner.prediction import Prediction, list_plans, predict, predict_worth, train_s
+from areal_jax.simulation.planner.neighbours import (
+    Outcome,
+    Plan,
+    Prediction,
+    Setting,
+    Simulate,
+    fits,
+    list_plans,
+    predict,
+    predict_worth,
+    train_s,
+    worth,
+)
 
 TIE = 0.01  # of the worth: what a simulation does not tell apart
 _WAITING = 0.93  # a side that is busy for less waits for something

@@ -6,10 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from areal_jax.simulation.chips import Chip
-from areal_jax.simulation.group_moments import GroupMoments
-from areal_jax.simulation.roofline import Reached
-from areal_jax.simulation.shapes import ModelShape
+from areal_jax.simulation.drawn_answers import GroupMoments
+from areal_jax.simulation.prices import Chip, ModelShape, Reached
 
 MOST_ETA = 32  # twice the largest finite bound that arXiv 2505.24298 trained with
 

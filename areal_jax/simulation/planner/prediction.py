@@ -10,8 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from areal_jax.simulation.planner.plan_setting import Answers, Plan, Setting, fits, price_age
-from areal_jax.simulation.roofline import Roofline, step_overhead_s
+from areal_jax.simulation.planner.neighbours import Answers, Plan, Setting, fits, price_age
+from areal_jax.simulation.prices import Roofline, step_overhead_s
 
 _ROUNDS = 24  # of the fixed point, which halves its error in each
 _TIE = 0.01

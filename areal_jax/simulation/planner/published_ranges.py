@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from areal_jax.simulation.planner.plan_setting import Costs, Outcome, Plan, Setting
-from areal_jax.simulation.planner.prediction import predict
-from areal_jax.simulation.roofline import Reached
+from areal_jax.simulation.planner.neighbours import Costs, Outcome, Plan, Setting, predict
+from areal_jax.simulation.prices import Reached
 
 DRAWS = 200
 DEVIATIONS = 2.0  # of a normal number, beyond which one of twenty lies

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.chips import Chip, find_chip
-from areal_jax.simulation.group_moments import GroupMoments, group_moments
+from areal_jax.simulation.drawn_answers import GroupMoments, group_moments
 from areal_jax.simulation.lengths import parse_lengths
-from areal_jax.simulation.planner.engine_size import count_slots, count_training, find_engine_devices, require_room
-from areal_jax.simulation.planner.plan_setting import MOST_ETA, Answers, Setting
-from areal_jax.simulation.shapes import ModelShape
+from areal_jax.simulation.planner.neighbours import MOST_ETA, Answers, Setting
+from areal_jax.simulation.planner.question import count_slots, count_training, find_engine_devices, require_room
+from areal_jax.simulation.prices import Chip, ModelShape, find_chip
 
 MEAN_PROMPT = 512  # tokens: half of the limit of arXiv 2505.24298
 LIMIT_MEANS = 3.072  # rollout.max_new_tokens in mean lengths: 27,648 of 9,000, as there

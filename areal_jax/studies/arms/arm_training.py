@@ -20,13 +20,12 @@ from areal_jax.app.parts.workflow_builder import build_frictions
 from areal_jax.config import TrackedConfig
 from areal_jax.control.frictions import Frictions
 from areal_jax.publication.manifest import weights_sha256
+from areal_jax.studies.arms.answer_generation import draw_faults
 from areal_jax.studies.arms.arm import Arm, require_one_program
-from areal_jax.studies.arms.faults import draw_faults
+from areal_jax.studies.arms.arm_training import State, Steps, initial_state, make_lines, make_program, open_writer, plan
 from areal_jax.studies.arms.problems import Problems, draw_problems
-from areal_jax.studies.arms.program import State, Steps, initial_state, make_program, plan
-from areal_jax.studies.arms.series import make_lines, open_writer
 from areal_jax.studies.arms.setting import make_constants, make_setting
-from areal_jax.telemetry.values import Line
+from areal_jax.telemetry.metrics import Line
 from areal_jax.types import Tree
 
 UPDATES_PER_CALL = 20

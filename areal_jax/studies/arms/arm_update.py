@@ -24,15 +24,14 @@ from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs, reco
 from areal_jax.learning.objective.sums import masked_sum
 from areal_jax.learning.optimizer.optimizer import BRAKES
 from areal_jax.models.logprobs import token_collisions
-from areal_jax.studies.arms.answer_generation import Answers
+from areal_jax.studies.arms.answer_generation import Answers, Faults, count_faults, disturb_answers, disturb_right
 from areal_jax.studies.arms.arm import ADVANTAGES
-from areal_jax.studies.arms.faults import Faults, count_faults, disturb_answers, disturb_right
-from areal_jax.studies.arms.group_forward import answer_logprobs
+from areal_jax.studies.arms.arm_update import answer_logprobs
 from areal_jax.studies.arms.setting import Constants, Setting, generating_version
 from areal_jax.types import Tree
 
 Rows = Mapping[str, jax.Array]  # see `make_rows`
-Sums = dict[str, jax.Array]  # float32 scalars: what `series.py` makes the metrics of an update from
+Sums = dict[str, jax.Array]  # float32 scalars: what `arm_training.py` makes the metrics of an update from
 
 
 class Batch(NamedTuple):

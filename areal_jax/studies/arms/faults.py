@@ -102,7 +102,7 @@ def disturb_right(faults: Faults | None, right: jax.Array) -> jax.Array:
 
 
 def count_faults(faults: Faults | None, right: jax.Array) -> dict[str, jax.Array]:
-    """What series.py makes the metrics of frictions from, of a batch with so many right symbols before them."""
+    """What arm_training.py makes the metrics of frictions from, of a batch with so many right symbols before them."""
     if faults is None:
         return {}
     size = right.shape[1]

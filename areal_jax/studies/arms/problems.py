@@ -9,7 +9,7 @@ import numpy as np
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig
 from areal_jax.rollout.decode.decode_rows import Array
-from areal_jax.studies.arms.faults import Faults
+from areal_jax.studies.arms.answer_generation import Faults
 from areal_jax.text.tokenizer import Tokenizer
 
 

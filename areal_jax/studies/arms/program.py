@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.rollout.decode.decode_rows import Array
-from areal_jax.studies.arms.answer_generation import Answers, generate
+from areal_jax.studies.arms.answer_generation import Answers, generate, take
 from areal_jax.studies.arms.arm_update import Batch, Sums, update
-from areal_jax.studies.arms.faults import take
 from areal_jax.studies.arms.problems import Problems
 from areal_jax.studies.arms.setting import Constants, Setting
 from areal_jax.types import Tree

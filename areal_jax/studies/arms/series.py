@@ -13,14 +13,13 @@ import numpy as np
 from areal_jax import files
 from areal_jax.config import CONFIG, TrackedConfig
 from areal_jax.config.ranges import ConfigError
-from areal_jax.control.schedule import Schedule
+from areal_jax.control.lock_step import Schedule
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
 from areal_jax.learning.optimizer.optimizer import BRAKES, mean_step_metrics
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.setting import Setting
 from areal_jax.telemetry import names
-from areal_jax.telemetry.metrics import FILE, MetricsWriter, merge
-from areal_jax.telemetry.values import Line, Value
+from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, Value, merge
 
 _Sums = Mapping[str, float]  # of one update, see update.Sums
 

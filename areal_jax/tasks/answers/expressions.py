@@ -15,10 +15,9 @@ import types
 from fractions import Fraction
 from typing import Any
 
-from areal_jax.tasks.answers import words
-from areal_jax.tasks.answers.extraction import unwrap
+from areal_jax.tasks.answers import number_reader
+from areal_jax.tasks.answers.extraction import join_groups, spell_periodic, to_ascii, unwrap
 from areal_jax.tasks.answers.number_reader import MOST_DIGITS
-from areal_jax.tasks.answers.spelling import join_groups, spell_periodic, to_ascii
 
 PACKAGE = 'math_verify'
 _LONGEST = 2000  # characters of an expression; of a text without a marked answer the last ones are searched for one
@@ -131,7 +130,7 @@ def _clean(text: str) -> str:
     for _ in range(3):  # 'square meters', \text{ cm}^2
         shorter = _LAST_TEXT.sub('', text).strip() or text
         word = _LAST_WORD.search(shorter)
-        if word and (_is_long_word(word[1]) or (len(word[1]) > 1 and words.is_unit(word[1]))):
+        if word and (_is_long_word(word[1]) or (len(word[1]) > 1 and number_reader.is_unit(word[1]))):
             shorter = shorter[: word.start()].strip() or shorter
         if shorter == text:
             break
@@ -140,13 +139,17 @@ def _clean(text: str) -> str:
 
 
 def _is_long_word(letters: str) -> bool:
-    return len(letters) > 3 and words.is_word(letters)
+    return len(letters) > 3 and number_reader.is_word(letters)
 
 
 def _has_words(text: str) -> bool:
     """Whether there is language in an expression, whose letters would be read as a product."""
     found = _PROSE.finditer(_COMMAND.sub(' ', text))
-    return any(words.is_word(run) and not words.connects(run) for match in found if (run := match[1] or match[2]))
+    return any(
+        number_reader.is_word(run) and not number_reader.connects(run)
+        for match in found
+        if (run := match[1] or match[2])
+    )
 
 
 @functools.cache

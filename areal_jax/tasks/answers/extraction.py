@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from areal_jax.tasks.answers.spelling import FONT
+from areal_jax.tasks.answers.extraction import FONT
 
 MARK = '####'  # before the final answer of a worked solution, as in GSM8K
 _THOUGHT_END = '</think>'

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from areal_jax.tasks.answers import latex, mathematics
-from areal_jax.workers.batch_process import Finished, count_processes, run_processes
+from areal_jax.tasks.answers import mathematics
 from areal_jax.workers.descendants import die_with_parent
+from areal_jax.workers.worker_process import Finished, count_processes, run_processes
 
 _SECONDS = 10  # of CPU time for one gold; the kernel then ends the process, whatever it computes
 _NUMERAL = re.compile(r'(?<![A-Za-z_^.0-9])(?<![_^]\{)(?<!\^\{-)([0-9]+)(\.[0-9]+)?')
@@ -34,7 +34,7 @@ def find_fault(golds: Sequence[str]) -> Fault | None:
     """The first gold, in their order, that does not equal itself; None if all do."""
     by_shape: dict[str, str] = {}
     for gold in golds:
-        if latex.read_form(gold).kind == 'expression':
+        if mathematics.read_form(gold).kind == 'expression':
             by_shape.setdefault(_NUMERAL.sub(_shape, gold), gold)
     asked = list(by_shape.values())
     n = count_processes(len(asked), PER_PROCESS)

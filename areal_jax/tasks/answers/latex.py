@@ -12,10 +12,9 @@ import re
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from areal_jax.tasks.answers import words
-from areal_jax.tasks.answers.extraction import unwrap
+from areal_jax.tasks.answers import number_reader
+from areal_jax.tasks.answers.extraction import FONT, join_groups, to_ascii, unwrap
 from areal_jax.tasks.answers.number_reader import MOST_DIGITS, read_marked
-from areal_jax.tasks.answers.spelling import FONT, join_groups, to_ascii
 
 Kind = Literal['number', 'based', 'words', 'expression']
 
@@ -110,7 +109,7 @@ def _read_words(text: str) -> str | None:
     if not _WORDS.fullmatch(text):
         return None
     runs = re.findall('[A-Za-z]+', text)
-    if not all(words.is_word(run) or len(run) == 1 for run in runs) or not any(len(run) > 1 for run in runs):
+    if not all(number_reader.is_word(run) or len(run) == 1 for run in runs) or not any(len(run) > 1 for run in runs):
         return None
     return ' '.join(text.split())
 

@@ -1,7 +1,7 @@
 r"""The kind 'math': final answers are equal as mathematics.
 
-Numbers are compared exactly, words as words, and equal forms are equal (latex.py); of all other expressions the package
-math-verify tells (expressions.py), so `score` runs in a worker process alone. gold_answers.py compares the gold answers
+Numbers are compared exactly, words as words, and equal forms are equal (mathematics.py); of all other expressions the package
+math-verify tells (mathematics.py), so `score` runs in a worker process alone. gold_answers.py compares the gold answers
 of a file with themselves when it is loaded. Votes and the audit use no algebra.
 """
 
@@ -11,9 +11,9 @@ import functools
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from areal_jax.tasks.answers import expressions, latex, number_reader
+from areal_jax.tasks.answers import mathematics, number_reader
 from areal_jax.tasks.answers.extraction import final_text, last_marked, without_thoughts
-from areal_jax.tasks.answers.latex import Form
+from areal_jax.tasks.answers.mathematics import Form
 from areal_jax.tasks.scoring.score_call import UNPARSED
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def read_gold(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The final answer in its form of latex.py: no algebra. Of prose it is the number, where there is one."""
+    """The final answer in its form of mathematics.py: no algebra. Of prose it is the number, where there is one."""
     text = without_thoughts(text)
     marked = last_marked(text)
     if marked is not None:
-        return latex.normalise(marked)
+        return mathematics.normalise(marked)
     found = number_reader.read_last(text)
-    return latex.normalise(final_text(text) or '') if found is None else str(found.value)
+    return mathematics.normalise(final_text(text) or '') if found is None else str(found.value)
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
@@ -49,13 +49,13 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
     answer_text = without_thoughts(answer_text)
     marked = last_marked(answer_text)
     if marked is None:
-        answer = expressions.parse_prose(answer_text)
+        answer = mathematics.parse_prose(answer_text)
     else:
-        form = latex.read_form(marked)
-        if (equal := latex.compare(_read_form_once(problem['answer']), form)) is not None:
+        form = mathematics.read_form(marked)
+        if (equal := mathematics.compare(_read_form_once(problem['answer']), form)) is not None:
             return float(equal)
         answer = parse(marked, form)
-    return float(expressions.are_equal(_parse_gold_once(problem['answer']), answer)) if answer else UNPARSED
+    return float(mathematics.are_equal(_parse_gold_once(problem['answer']), answer)) if answer else UNPARSED
 
 
 def warm_up() -> None:
@@ -65,9 +65,9 @@ def warm_up() -> None:
 
 def parse(text: str, form: Form | None = None) -> list[Any]:
     """[the expression of a final answer]; [] for a text that is none."""
-    form = latex.read_form(text) if form is None else form
+    form = mathematics.read_form(text) if form is None else form
     return (
-        expressions.parse_number(Fraction(form.text)) if form.kind == 'number' else expressions.parse_expression(text)
+        mathematics.parse_number(Fraction(form.text)) if form.kind == 'number' else mathematics.parse_expression(text)
     )
 
 
@@ -77,9 +77,9 @@ def find_gold_fault(gold: str) -> str:
     if not parsed:
         return 'cannot be parsed by math-verify'
     try:
-        if expressions.is_too_large(parsed):
+        if mathematics.is_too_large(parsed):
             return 'is a number of too many digits'
-        return '' if expressions.are_equal(parsed, parsed) else 'does not equal itself'
+        return '' if mathematics.are_equal(parsed, parsed) else 'does not equal itself'
     except Exception as error:
         return f'cannot be compared with itself ({type(error).__name__}: {str(error)[:80]})'
 
@@ -90,12 +90,14 @@ def compare_texts(gold: str, text: str) -> bool | None:
     None where algebra must tell.
     """
     marked = last_marked(without_thoughts(text))
-    return latex.compare(_read_form_once(gold), latex.read_form(final_answer(text) if marked is None else marked))
+    return mathematics.compare(
+        _read_form_once(gold), mathematics.read_form(final_answer(text) if marked is None else marked)
+    )
 
 
 @functools.lru_cache(_GOLDS_KEPT)
 def _read_form_once(gold: str) -> Form:
-    return latex.read_form(gold)
+    return mathematics.read_form(gold)
 
 
 @functools.lru_cache(_GOLDS_KEPT)

@@ -15,9 +15,8 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from areal_jax.tasks.answers import words
-from areal_jax.tasks.answers.extraction import marked_answers, unwrap, without_thoughts
-from areal_jax.tasks.answers.spelling import mask_fractions, plain
+from areal_jax.tasks.answers import number_reader
+from areal_jax.tasks.answers.extraction import marked_answers, mask_fractions, plain, unwrap, without_thoughts
 
 MOST_DIGITS = 4000  # of numerator or denominator: int() and str() take no more than 4300
 _LONGEST = 10_000  # characters of a marked answer that are read
@@ -162,7 +161,7 @@ def _read_with_suffix(text: str) -> Numeral | None:
     if not _changes_nothing(rest.removeprefix('.') if not numeral.is_fraction and '.' not in match[0] else rest):
         return None
     first = re.match(r'\s*([A-Za-z]+)', rest)
-    scale = words.scale_of(first[1]) if first else None
+    scale = number_reader.scale_of(first[1]) if first else None
     return numeral if scale is None else numeral._replace(value=numeral.value * scale)
 
 
@@ -177,7 +176,7 @@ def _read_behind_words(text: str) -> Numeral | None:
     if _BEFORE.sub('', before) or text[start - 1 : start].isalnum() or '(' in before:
         return None
     letters = re.findall('[A-Za-z]+', before)
-    if not all(words.is_word(run) or words.is_unit(run) for run in letters):
+    if not all(number_reader.is_word(run) or number_reader.is_unit(run) for run in letters):
         return None
     return _read_with_suffix(text[start:]) if letters else None
 
@@ -200,12 +199,12 @@ def _changes_nothing(rest: str) -> bool:
         if kind == 'word':
             if not seen and not _may_follow(text, is_attached):
                 return False
-            if words.ends_value(text) and (seen or not words.connects(text)):
+            if number_reader.ends_value(text) and (seen or not number_reader.connects(text)):
                 return True
             seen.append(text)
         elif kind == 'number':
-            return len(seen) > 1 and not words.connects(seen[-1])
-        elif kind == 'power' and not (seen and words.is_unit(seen[-1])):  # cm^2
+            return len(seen) > 1 and not number_reader.connects(seen[-1])
+        elif kind == 'power' and not (seen and number_reader.is_unit(seen[-1])):  # cm^2
             return False
         elif kind == 'other' and text:
             joins = (text in '/*·.' or (text == '-' and not seen)) and _names_unit(after)  # '5 km/h', '5-inch'
@@ -217,17 +216,17 @@ def _changes_nothing(rest: str) -> bool:
 def _may_follow(text: str, is_attached: bool) -> bool:
     """Whether the first letters behind a numeral are a unit or a word, not variables or a function."""
     first, *others = re.split(r"['’-]", text)
-    if words.is_unit(first):
+    if number_reader.is_unit(first):
         return True
     if len(first) < (3 if is_attached else 2):
         return False
-    return words.is_word(first) and all(words.is_word(part) or len(part) < 2 for part in others)
+    return number_reader.is_word(first) and all(number_reader.is_word(part) or len(part) < 2 for part in others)
 
 
 def _is_said_in_brackets(rest: str) -> bool:
     """Whether what an open bracket holds is words: '5 (five)', and not '5 (mod 7)'."""
     inside = re.match(r'([A-Za-z ,-]+)\)', rest)
-    return inside is not None and all(words.is_word(run) for run in re.findall('[A-Za-z]+', inside[1]))
+    return inside is not None and all(number_reader.is_word(run) for run in re.findall('[A-Za-z]+', inside[1]))
 
 
 def _is_remark(rest: str) -> bool:
@@ -235,14 +234,14 @@ def _is_remark(rest: str) -> bool:
     if not rest.strip():
         return True
     first = re.match(r'\s*([A-Za-z]+)\s*(=|-?[0-9$])?', rest)
-    if first is None or not words.is_word(first[1]):
+    if first is None or not number_reader.is_word(first[1]):
         return False
-    return not (first[2] and (words.connects(first[1]) or len(first[1]) == 1))  # ', and 3', ', x = 3'
+    return not (first[2] and (number_reader.connects(first[1]) or len(first[1]) == 1))  # ', and 3', ', x = 3'
 
 
 def _names_unit(rest: str) -> bool:
     letters = re.match(r'\s*([A-Za-z]+)', rest)
-    return letters is not None and (words.is_unit(letters[1]) or words.is_word(letters[1]))
+    return letters is not None and (number_reader.is_unit(letters[1]) or number_reader.is_word(letters[1]))
 
 
 def _read_match(match: re.Match[str]) -> Numeral | None:

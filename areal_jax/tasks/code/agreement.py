@@ -26,7 +26,7 @@ def outputs_agree(printed: str, expected: str) -> bool:
 
 
 def values_agree(found: object, expected: object) -> bool:
-    """Whether a value of plain types (plain_values.py) is one that was written as JSON.
+    """Whether a value of plain types (pair_protocol.py) is one that was written as JSON.
 
     What Python calls equal agrees: True and 1, 2.0 and 2. JSON has no tuple and no keys but texts, so a tuple agrees
     with a list, and a key that is a number, a bool or None with the text that JSON makes of it. The tolerance is for an

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 from areal_jax.tasks.code.pair_protocol import (
     LinkEndedError,
+    NotPlainError,
+    decode,
+    encode,
     label_error,
     read_given,
     receive_frame,
     send_frame,
 )
-from areal_jax.tasks.code.plain_values import NotPlainError, decode, encode
 from areal_jax.tasks.scoring.score_call import describe_error
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import random
 import time
 
 from areal_jax.workers.sandbox.confined_children import ServerLostError
-from areal_jax.workers.sandbox.meter import LOOK_S, Meter
+from areal_jax.workers.sandbox.control_group import LOOK_S, Meter
 
 WALL = 3.0  # seconds for a CPU second of a limit
 STARVED_WALL = 30.0  # and then the machine is too busy to judge an answer that would run

@@ -1,6 +1,6 @@
 """The child of a check that holds the tests: it calls a stand-in of the answer's function and says which tests pass.
 
-The values that it gets are plain ones (plain_values.py), so that nothing of the answer runs here.
+The values that it gets are plain ones (pair_protocol.py), so that nothing of the answer runs here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from areal_jax.tasks.code.answer_program import Failure, serve_answer
 from areal_jax.tasks.code.pair_protocol import (
     FrameError,
     LinkEndedError,
+    NotPlainError,
+    decode,
+    encode,
     read_given,
     read_reason,
     receive_frame,
     send_frame,
 )
-from areal_jax.tasks.code.plain_values import NotPlainError, decode, encode
 from areal_jax.tasks.scoring.score_call import describe_error
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from areal_jax.config.sandbox_fields import find_least_deadline
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install
-from areal_jax.tasks.line_keys import OF_CODE, LineKeys
 from areal_jax.tasks.task import Problem, TaskError
-from areal_jax.tasks.user_lines import read_objects, require_text
+from areal_jax.tasks.user_lines import OF_CODE, LineKeys, read_objects, require_text
 
 _ASKED = ('question', 'prompt')
 _REFERENCE = ('solution', 'canonical_solution')

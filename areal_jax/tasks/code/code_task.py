@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from areal_jax.config.sandbox_fields import HUMAN_EVAL, find_check_budget
 from areal_jax.errors import suggest
 from areal_jax.tasks.code import code_problems, function_families
-from areal_jax.tasks.code.check_time import CheckTime
-from areal_jax.tasks.code.code_block import find_code
 from areal_jax.tasks.code.judge import Judge
+from areal_jax.tasks.code.program_run import CheckTime, find_code
 from areal_jax.tasks.scoring.score_call import MachineFaultError, Score
 from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fraction
 from areal_jax.text.chat_template import Messages

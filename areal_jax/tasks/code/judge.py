@@ -16,12 +16,12 @@ from typing import Any
 
 from areal_jax.tasks.code.agreement import outputs_agree
 from areal_jax.tasks.code.answer_program import Failure
-from areal_jax.tasks.code.check_time import CheckTime
 from areal_jax.tasks.code.checks_program import GONE
 from areal_jax.tasks.code.program_run import (
     PRELOADED,
     PROGRAM,
     TOO_MUCH,
+    CheckTime,
     ProgramEnd,
     ProgramLimits,
     describe_gone,

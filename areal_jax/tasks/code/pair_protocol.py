@@ -13,7 +13,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from areal_jax.tasks.code.plain_values import MOST_BYTES
+from areal_jax.tasks.code.pair_protocol import MOST_BYTES
 from areal_jax.tasks.scoring.score_call import shorten_reason
 from areal_jax.workers.sandbox.fork_hooks import run_hooks
 

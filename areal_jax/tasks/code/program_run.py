@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_jax.tasks.code.answer_program import Failure
-from areal_jax.tasks.code.check_time import CheckTime, ProgramTime
 from areal_jax.tasks.code.pair_protocol import FrameError, read_reason
-from areal_jax.workers.exits import name_signal
+from areal_jax.tasks.code.program_run import CheckTime, ProgramTime
 from areal_jax.workers.sandbox.confined_children import (
     Child,
     ConfinedChildren,
     Ended,
     hand_text,
 )
-from areal_jax.workers.sandbox.meter import Meter
+from areal_jax.workers.sandbox.control_group import Meter
+from areal_jax.workers.worker_process import name_signal
 
 PROGRAM = 'areal_jax.tasks.code.answer_program'  # the module of the child
 

@@ -21,7 +21,7 @@ from areal_jax.tasks.task import ListedTask, Problem, Split, TaskError, hash_fra
 from areal_jax.text.chat_template import Messages
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import FinishReason
-from areal_jax.workers.interpreter import Interpreter
+from areal_jax.workers.descendants import Interpreter
 
 PROGRAM_FILE = pathlib.Path(__file__).with_name('verifiers_program.py')
 VALUES = ('path', 'dataset_size', 'held_out_fraction')  # fields of the section `task` that `build` gets

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from areal_jax.plugins import load_function, load_module
-from areal_jax.tasks.scoring.episode_object import takes_episode
 from areal_jax.tasks.scoring.score_call import MEASURED, MachineFaultError, ScoringError, describe_error, score_answer
+from areal_jax.tasks.scoring.scorer_process import takes_episode
 from areal_jax.workers.sandbox.confinement import CONFINING, choose_confinement, confine
-from areal_jax.workers.sandbox.readable import list_installed
+from areal_jax.workers.sandbox.landlock import list_installed
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer

@@ -19,8 +19,6 @@ from areal_jax import lanes
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock, Event
-from areal_jax.tasks.scoring.audit import Audit
-from areal_jax.tasks.scoring.episode_object import DescribeEpisode, complete_episode, takes_episode
 from areal_jax.tasks.scoring.score_call import (
     MEASURED,
     MachineFaultError,
@@ -31,6 +29,8 @@ from areal_jax.tasks.scoring.score_call import (
     shorten_reason,
     to_reward,
 )
+from areal_jax.tasks.scoring.scorer_process import DescribeEpisode, complete_episode, takes_episode
+from areal_jax.tasks.scoring.verifier import Audit
 from areal_jax.tasks.task import Problem, Scorer, TaskError
 from areal_jax.types import FinishReason, Prompt, Verdict, Work
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 
 from areal_jax.tasks.scoring.scorer_process import serve
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
-from areal_jax.workers.exits import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE, name_signal
 from areal_jax.workers.sandbox.confinement import CONFINING
+from areal_jax.workers.worker_process import ENDED, LEFT_BEHIND, SCORER_DIED, USAGE, name_signal
 
 _GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
 _EXIT_S = 0.2  # between the closing of a process's pipes and its end

@@ -12,12 +12,28 @@ from typing import TypedDict
 
 from areal_jax.events.schema import Event
 from areal_jax.telemetry import names
-from areal_jax.telemetry.energy.description import EnergyFacts, describe_sources, describe_unknown, describe_watts
-from areal_jax.telemetry.energy.energy_model import DeviceSet, Energy, Phase, find_phases, joules
-from areal_jax.telemetry.energy.lane_watch import LaneWatch
-from areal_jax.telemetry.energy.meters import NVML, RAPL, Meter, MeterError
-from areal_jax.telemetry.energy.power_table import DECODE, IDLE, POWER, STATES, ChipPower
-from areal_jax.telemetry.values import Line, Value, number
+from areal_jax.telemetry.energy.accounting import LaneWatch
+from areal_jax.telemetry.energy.meters import (
+    DECODE,
+    IDLE,
+    NVML,
+    POWER,
+    RAPL,
+    STATES,
+    ChipPower,
+    DeviceSet,
+    Energy,
+    EnergyFacts,
+    Meter,
+    MeterError,
+    Phase,
+    describe_sources,
+    describe_unknown,
+    describe_watts,
+    find_phases,
+    joules,
+)
+from areal_jax.telemetry.metrics import Line, Value, number
 
 READ_S = 30.0  # counters are read at least so often while events come, so that RAPL does not wrap twice unseen
 CPU = 'cpu'  # device_kind of devices that compute in CPU packages

@@ -6,9 +6,7 @@ import collections
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypedDict
 
-from areal_jax.telemetry.energy.energy_model import DeviceSet
-from areal_jax.telemetry.energy.meters import NVML, RAPL, Meter
-from areal_jax.telemetry.energy.power_table import POWER
+from areal_jax.telemetry.energy.meters import NVML, POWER, RAPL, DeviceSet, Meter
 
 MODELLED = 'modelled'  # in place of the name of a meter
 

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from areal_jax.telemetry.energy.power_table import DECODE, IDLE, PREFILL, STATES, TRAIN, ChipPower
+from areal_jax.telemetry.energy.meters import DECODE, IDLE, PREFILL, STATES, TRAIN, ChipPower
 
 
 @dataclasses.dataclass(frozen=True)

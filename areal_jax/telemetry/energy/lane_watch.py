@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from areal_jax.events.schema import Event
-from areal_jax.telemetry.energy.energy_model import Occupation
-from areal_jax.telemetry.energy.power_table import DECODE, PREFILL, TRAIN, decode_activity
+from areal_jax.telemetry.energy.meters import DECODE, PREFILL, TRAIN, Occupation, decode_activity
 
 # Work of a lane -> state. Copies of weights and compilations have no published watts: they count as idle.
 STATE_OF: Mapping[str, str] = {

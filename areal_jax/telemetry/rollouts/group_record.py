@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.telemetry.json_lines import plain
+from areal_jax.telemetry.metrics import plain
 from areal_jax.types import NOT_GENERATED, TokenArrays, Trajectory, TrajectoryGroup
 
 Decode = Callable[[np.ndarray], str]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pathlib
 
 from areal_jax import files
-from areal_jax.telemetry.json_lines import read_json_lines, require_fields
+from areal_jax.telemetry.metrics import read_json_lines, require_fields
 from areal_jax.telemetry.rollouts.writer import DIRECTORY, list_files, read_records
 
-EVALUATED = 'answers.jsonl'  # evaluation/answers.py
+EVALUATED = 'answers.jsonl'  # evaluation/results.py
 
 
 def read_rollouts(workdir: pathlib.Path) -> list[files.JsonObject]:

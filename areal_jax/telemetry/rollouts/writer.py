@@ -1,6 +1,6 @@
 """Writes groups of every update into WORKDIR/rollouts, in a thread of its own and within a bound of bytes.
 
-000001.jsonl, 000002.jsonl ...     one JSON object a line, see group_record.py; each handed to the system at once
+000001.jsonl, 000002.jsonl ...     one JSON object a line, see writer.py; each handed to the system at once
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from areal_jax import files
-from areal_jax.telemetry.json_lines import read_json_lines, require_fields, rewrite_json_lines
-from areal_jax.telemetry.rollouts.group_record import Decode, describe_group, write_record
+from areal_jax.telemetry.metrics import read_json_lines, require_fields, rewrite_json_lines
+from areal_jax.telemetry.rollouts.writer import Decode, describe_group, write_record
 from areal_jax.types import TokenArrays, TrajectoryGroup
 
 DIRECTORY = 'rollouts'

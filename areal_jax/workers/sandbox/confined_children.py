@@ -19,8 +19,7 @@ from areal_jax.files import JsonObject
 from areal_jax.installation import strip_python_path
 from areal_jax.workers.descendants import MARK
 from areal_jax.workers.sandbox.child_server import CONFINED, MESSAGE_BYTES
-from areal_jax.workers.sandbox.control_group import Used
-from areal_jax.workers.sandbox.meter import Meter
+from areal_jax.workers.sandbox.control_group import Meter, Used
 
 SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
 _START_S = 60.0  # it imports modules

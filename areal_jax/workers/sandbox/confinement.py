@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 from areal_jax.errors import UserError
 from areal_jax.workers.descendants import die_with_parent
-from areal_jax.workers.sandbox import landlock, seccomp
+from areal_jax.workers.sandbox import confinement as seccomp
+from areal_jax.workers.sandbox import landlock
 from areal_jax.workers.sandbox.landlock import find_abi as find_abi
-from areal_jax.workers.sandbox.readable import list_base
+from areal_jax.workers.sandbox.landlock import list_base
 
 LANDLOCK, BUBBLEWRAP = CONFINING = 'landlock', 'bubblewrap'  # task.sandbox
 _NO_NEW_PRIVILEGES = 38  # prctl

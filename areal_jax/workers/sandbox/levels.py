@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from areal_jax.workers.sandbox.bubblewrap import wrap_bubblewrap
 from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, LANDLOCK
+from areal_jax.workers.sandbox.levels import wrap_bubblewrap
 
 
 @dataclasses.dataclass(frozen=True)

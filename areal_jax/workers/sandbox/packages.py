@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from areal_jax.errors import UserError, suggest
 from areal_jax.installation import describe_pip
-from areal_jax.workers.sandbox.readable import SOURCES
+from areal_jax.workers.sandbox.landlock import SOURCES
 
 _FIELD = 'task.packages'
 _NAME = re.compile(r'[\w.-]+')  # what a requirement begins with

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from areal_jax.installation import FOLDER
-from areal_jax.workers.sandbox.bubblewrap import NAMESPACES, has_own_processes
 from areal_jax.workers.sandbox.confinement import (
     CONFINING,
     Confinement,
@@ -30,10 +29,9 @@ from areal_jax.workers.sandbox.confinement import (
     confine,
     require_support,
 )
-from areal_jax.workers.sandbox.control_group import ControlGroup, make_group
-from areal_jax.workers.sandbox.levels import LEVELS, wrap_command
-from areal_jax.workers.sandbox.meter import LOOK_S
-from areal_jax.workers.sandbox.packages import find_packages, name_module
+from areal_jax.workers.sandbox.control_group import LOOK_S, ControlGroup, make_group
+from areal_jax.workers.sandbox.landlock import find_packages, name_module
+from areal_jax.workers.sandbox.levels import LEVELS, NAMESPACES, has_own_processes, wrap_command
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0

@@ -9,8 +9,8 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 
+from areal_jax.workers.sandbox.confinement import ALLOWED
 from areal_jax.workers.sandbox.landlock import load_libc
-from areal_jax.workers.sandbox.system_calls import ALLOWED
 
 # AUDIT_ARCH_*: a process that has switched to another architecture has other numbers
 MACHINES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}

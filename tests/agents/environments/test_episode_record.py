@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from areal_jax.agents.environments.environment_client import EnvironmentClient, WireError
+from areal_jax.agents.environments.environment_host import EnvironmentClient, WireError
 from areal_jax.agents.environments.episode_record import EpisodeRecord, RecordError
 from tests.changed_json import changed
 

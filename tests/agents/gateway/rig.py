@@ -6,16 +6,14 @@ import asyncio
 
 import aiohttp
 
-from areal_jax.agents.agent_workflow import AgentWorkflow
+from areal_jax.agents.agent_workflow import AgentWorkflow, ProgramAgent
 from areal_jax.agents.dialogue import Budgets, Dialogue
 from areal_jax.agents.gateway.gateway import Gateway, GatewaySettings
-from areal_jax.agents.program_agent import ProgramAgent
 from areal_jax.agents.programs.program_host import Ending
 from areal_jax.control.clocks.real import RealClock
-from areal_jax.control.clocks.replay import ReplayClock
+from areal_jax.control.clocks.virtual import ReplayClock
 from areal_jax.control.episode import Episode
-from areal_jax.control.event_writer import EventLog
-from areal_jax.control.recording import Recording
+from areal_jax.control.event_writer import EventLog, Recording
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.body_values import BodyBound

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from areal_jax.agents.programs.program_host import CommandHost, Job
-from areal_jax.agents.programs.python_program import find_python_program
+from areal_jax.agents.programs.program_supervisor import find_python_program
 from tests.agents.programs.loop_thread import LoopThread
 
 SHOW = """

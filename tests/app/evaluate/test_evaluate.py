@@ -10,7 +10,7 @@ import pytest
 from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
-from areal_jax.evaluation.answers import AnswerFile
+from areal_jax.evaluation.results import AnswerFile
 from areal_jax.tasks.task import TaskError
 from tests.app.small import SmallRun, small_config
 

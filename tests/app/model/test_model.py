@@ -16,7 +16,7 @@ from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
-from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.export import write_hf_directory
 from areal_jax.text.file_tokenizers import HfTokenizer
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.app.run.test_supervised import sft_config

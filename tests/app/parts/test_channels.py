@@ -13,9 +13,9 @@ from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.channels import ChannelParts, build_device, build_shm, stream_key
 from areal_jax.app.parts.part_settings import build_allocation
 from areal_jax.config import TrackedConfig
-from areal_jax.distributed.key import load_key
+from areal_jax.distributed.handshake import load_key
 from areal_jax.publication.carriers.shm_segment import DIRECTORY
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.versions import PublicationError
 from tests.app.small import SmallRun, equal, small_config
 
 WEIGHTS = {'norm': np.ones(3, np.float32)}

@@ -21,7 +21,7 @@ from areal_jax.app.parts.compilations import (
 )
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning import row_layout as layout
-from areal_jax.rollout.decode import parallel
+from areal_jax.rollout.decode import generate
 from areal_jax.rollout.decode.attention.loops import LoopAttention
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, small_config
@@ -133,7 +133,7 @@ def test_a_run_shows_the_backends_that_its_learner_passed_over(tmp_path, monkeyp
 
 def test_a_run_shows_the_attentions_that_its_engines_passed_over(tmp_path, monkeypatch, capsys):
     plain = lambda impl, demand, device: (LoopAttention(), ("rollout.attention='pallas_gpu' does not run here",))
-    monkeypatch.setattr(parallel, 'choose_checked', plain)
+    monkeypatch.setattr(generate, 'choose_checked', plain)
     SmallRun(tmp_path, rollout__slots=7).session.close()  # sizes of no other test: its engines are built anew
     shown = (
         "warning: rollout.attention='auto' passes over a backend: rollout.attention='pallas_gpu' does not run here\n"

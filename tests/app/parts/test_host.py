@@ -15,7 +15,7 @@ from areal_jax.app.library import build_run
 from areal_jax.app.parts.host import UsedDevices, build_energy, group_devices, headline, list_devices
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError
-from areal_jax.telemetry.energy.energy_model import DeviceSet
+from areal_jax.telemetry.energy.meters import DeviceSet
 from areal_jax.telemetry.trackers import TRACKERS
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, small_config, train_until_killed
@@ -168,7 +168,7 @@ def _stored(kind: str, directory: pathlib.Path) -> list[int]:
     if kind == 'wandb':
         from wandb.proto.wandb_internal_pb2 import Record
 
-        from areal_jax.telemetry.wandb_file import read_records
+        from areal_jax.telemetry.trackers import read_records
 
         files = sorted(directory.glob('run/wandb/offline-run-*/*.wandb'))
         found = [Record.FromString(content) for file in files for content in read_records(file.read_bytes())]

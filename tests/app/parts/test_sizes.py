@@ -22,8 +22,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
-from areal_jax.publication.version_directory import write_hf_directory
-from areal_jax.rollout.decode.parallel import weight_shardings
+from areal_jax.publication.export import write_hf_directory
+from areal_jax.rollout.decode.generate import weight_shardings
 from tests.app.small import small_config
 
 

@@ -10,7 +10,7 @@ from areal_jax.app.roles.jetstream_server import INTERPRETER, describe_front, en
 from areal_jax.app.roles.server_front import HTTP, find_front
 from areal_jax.config.kinds import JETSTREAM_CLIENT
 from areal_jax.errors import UserError
-from areal_jax.workers import interpreter
+from areal_jax.workers import descendants
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_the_interpreter_that_is_named_goes_on_with_the_same_command(missing, st
 
 
 def test_a_clone_has_one_of_its_own(missing, monkeypatch, tmp_path):
-    monkeypatch.setattr(interpreter, 'find_clone', lambda: tmp_path)
+    monkeypatch.setattr(descendants, 'find_clone', lambda: tmp_path)
     with pytest.raises(UserError, match=r'jetstream/bin/python is none: make one with `bash launch/jetstream_environ'):
         find_python()
     made = tmp_path / '.venv-jetstream/bin/python'
@@ -48,7 +48,7 @@ def test_a_clone_has_one_of_its_own(missing, monkeypatch, tmp_path):
 
 
 def test_an_installation_has_none(missing, monkeypatch):
-    monkeypatch.setattr(interpreter, 'find_clone', lambda: None)
+    monkeypatch.setattr(descendants, 'find_clone', lambda: None)
     message = r"^rollout.server='jetstream' needs an interpreter that has JetStream: install JetStream into"
     with pytest.raises(UserError, match=message):
         find_python()

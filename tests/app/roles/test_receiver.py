@@ -13,7 +13,7 @@ from areal_jax.app.process.setup import find_key
 from areal_jax.app.roles.receiver import Serving
 from areal_jax.app.roles.server_program import ReceiverProcess, find_directory, parse_flags
 from areal_jax.publication.files_channel import find_version, load_version
-from areal_jax.publication.hf_receiver import HfReceiver, copy_template
+from areal_jax.publication.weight_buffers import HfReceiver, copy_template
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
 from tests.publication.bits16 import Carrier, make_versions, open_channel, over
 from tests.publication.tiny import CONFIG, assert_bit_equal

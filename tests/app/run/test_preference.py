@@ -13,7 +13,7 @@ from areal_jax.app.model.model import build_model
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
-from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.export import write_hf_directory
 from areal_jax.tasks.task import TaskError
 from tests.app.run.test_supervised import die, end_in_update, final, sft_config
 from tests.app.small import equal

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from areal_jax.app.run.reports import SftFacts, alone_seconds, tell_end, tell_results, write_sft_report
-from areal_jax.report.lane_intervals import LaneInterval
-from areal_jax.report.window import Window
+from areal_jax.report.event_log import LaneInterval, Window
 from tests.report.pages.test_headline import made
 
 

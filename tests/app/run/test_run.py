@@ -23,8 +23,8 @@ from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.tasks.scoring.verifier import InlineVerifier
 from areal_jax.tasks.task import TaskError
+from areal_jax.telemetry.devices import ResourceSampler
 from areal_jax.telemetry.metrics import MetricsWriter
-from areal_jax.telemetry.resources import ResourceSampler
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import small_config
 

@@ -6,10 +6,16 @@ import itertools
 
 import pytest
 
-from areal_jax.simulation.closed_forms.gated import group_age, mean_token_age, period_s, update_ends_s
-from areal_jax.simulation.closed_forms.throughput import age_of_sawtooth, idle_shares
-from areal_jax.simulation.closed_forms.ungated import token_age
-from areal_jax.simulation.group_moments import group_moments
+from areal_jax.simulation.closed_forms.throughput import (
+    age_of_sawtooth,
+    group_age,
+    idle_shares,
+    mean_token_age,
+    period_s,
+    token_age,
+    update_ends_s,
+)
+from areal_jax.simulation.drawn_answers import group_moments
 from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.simulate.test_simulated_run import read_events, simulate

@@ -10,8 +10,7 @@ import numpy as np
 from areal_jax.learning.blockwise.block_learner import BlockLearner
 from areal_jax.learning.blockwise.blocks import BlockSettings
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import path_name
+from areal_jax.sharding.rules import make_mesh, path_name
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 

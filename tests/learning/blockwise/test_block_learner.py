@@ -11,9 +11,8 @@ from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.objective.likelihood import Likelihood
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
-from areal_jax.sharding.mesh import make_mesh
-from areal_jax.sharding.rules import path_name
+from areal_jax.models.weights import Lora
+from areal_jax.sharding.rules import make_mesh, path_name
 from tests.learning.blockwise.examples import (
     DECODER,
     GROUPS,

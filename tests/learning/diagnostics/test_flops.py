@@ -12,8 +12,8 @@ import pytest
 from areal_jax.learning.diagnostics.flops import attention_flops, matrix_flops, work_metrics
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora, is_adapter
 from areal_jax.models.shape import Experts, ModelConfig
+from areal_jax.models.weights import Lora, is_adapter
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
 
 SHAPE = ModelConfig(

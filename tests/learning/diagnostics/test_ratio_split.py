@@ -15,7 +15,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import Segment, TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 

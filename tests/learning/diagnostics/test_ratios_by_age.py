@@ -11,7 +11,7 @@ from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.passes import StepResult
 from areal_jax.learning.train_step import KnownTokens
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.telemetry import names
 from tests.learning.examples import (
     group,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, learner_settings, make_optimizer, random_groups, tiny_decoder
 
 

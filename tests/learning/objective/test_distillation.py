@@ -15,7 +15,7 @@ from areal_jax.learning.objective.distillation import SampledDistillation, Vocab
 from areal_jax.learning.objective.objective import FORWARD_KL, REVERSE_KL
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
 from tests.models.test_decoder import hidden_of

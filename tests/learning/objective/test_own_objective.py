@@ -15,7 +15,7 @@ from areal_jax.learning.objective.own_objective import load_objective, require_t
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.packing.packing import empty_batch
 from areal_jax.learning.settings import CriticSettings
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder
 
 

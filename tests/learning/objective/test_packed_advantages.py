@@ -17,7 +17,7 @@ from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY
 from areal_jax.learning.objective.packed_advantages import squared_norms
 from areal_jax.learning.objective.policy_objective import PolicyObjective
 from areal_jax.learning.packing.packing import empty_batch
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import PackedBatch
 from tests.learning.examples import group, learner_settings, make_optimizer, random_groups, tiny_decoder
 

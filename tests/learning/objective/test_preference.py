@@ -22,7 +22,7 @@ from areal_jax.learning.packing.packing import empty_batch
 from areal_jax.learning.settings import CriticSettings
 from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.learning.weights.trained_leaves import CRITIC
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, learner_settings, make_optimizer, tiny_decoder
 from tests.learning.objective.tokens import make_tokens
 

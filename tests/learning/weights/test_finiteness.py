@@ -9,8 +9,8 @@ import pytest
 
 from areal_jax.learning.objective.held_out import held_out_likelihood
 from areal_jax.learning.weights.finiteness import NonFiniteError, require_finite
-from areal_jax.models.lora import TARGETS, Lora
-from areal_jax.sharding.mesh import make_mesh
+from areal_jax.models.weights import TARGETS, Lora
+from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import group, random_groups
 from tests.learning.test_forms import make_learner as _formed
 from tests.learning.test_learner import ADAM, PARAMS, make_learner

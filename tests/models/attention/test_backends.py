@@ -14,14 +14,13 @@ from areal_jax.models.attention import (
     BACKENDS,
     AttentionError,
     choose_implementation,
+    flash,
     packed_attention,
     pallas,
     shares_prompts,
-    splash,
 )
 from areal_jax.models.attention.backends import DENSE_BELOW_TOKENS
-from areal_jax.models.attention.flash import Setting
-from areal_jax.models.attention.visibility import RowIds
+from areal_jax.models.attention.flash import RowIds, Setting
 from tests.models.attention.rows import PACKED, SCALE, SHARED, D, K, N, T, attend, tensors
 
 
@@ -122,7 +121,7 @@ def test_auto_in_a_call_takes_blocks_for_long_rows():
     [
         (pallas, 'cuda', 64, 'bfloat16', ['__gpu$xla.gpu.triton'] * 3),
         (pallas, 'cuda', 80, 'float32', ['__gpu$xla.gpu.triton'] * 3),
-        (splash, 'tpu', 64, 'bfloat16', ['tpu_custom_call'] * 3),
+        (flash, 'tpu', 64, 'bfloat16', ['tpu_custom_call'] * 3),
     ],
 )
 def test_kernels_lower_for_their_devices(module, platform, dim, dtype, kernels):

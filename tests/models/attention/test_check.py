@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.models.attention import AttentionError, check, choose_checked, dense, self_check, splash
+from areal_jax.models.attention import AttentionError, check, choose_checked, dense, flash, self_check
 from tests.models.attention.rows import INTERPRETED, runs_here
 
 
@@ -89,7 +89,7 @@ def test_a_backend_that_does_not_run_here_is_refused():
 
 def test_auto_passes_over_what_fails_and_says_why(monkeypatch):
     monkeypatch.setattr(check, 'local_device', lambda: ('tpu', None))
-    monkeypatch.setattr(splash, 'attend_rows', wrong_heads(dense.attend_rows))
+    monkeypatch.setattr(flash, 'attend_rows', wrong_heads(dense.attend_rows))
     facts = {'tokens': 4096, 'dtype': 'float32', 'head_dim': 16}
     name, reasons = choose_checked('auto', **facts)
     assert name == 'blocked'

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.attention import cudnn
-from areal_jax.models.attention.flash import Setting
-from areal_jax.models.attention.visibility import RowIds
+from areal_jax.models.attention.flash import RowIds, Setting
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_jax.models.attention import AttentionError, packed_attention, packed_rows_attention
-from areal_jax.models.attention.visibility import RowIds, stream_ids, visible_tiles, visits
+from areal_jax.models.attention.flash import RowIds, stream_ids, visible_tiles, visits
 from tests.models.attention.rows import (
     INTERPRETED,
     OUR_OWN,

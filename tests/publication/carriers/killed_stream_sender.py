@@ -12,8 +12,7 @@ import sys
 import time
 
 from areal_jax.publication.carriers import stream_sender
-from areal_jax.publication.carriers.stream_frames import Kind
-from areal_jax.publication.carriers.stream_socket import FrameSocket
+from areal_jax.publication.carriers.stream_socket import FrameSocket, Kind
 from tests.publication.carriers.record_samples import SIZES, make_record
 from tests.publication.carriers.stream_proxy import prove_sender
 

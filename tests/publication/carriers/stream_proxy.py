@@ -4,8 +4,8 @@ import contextlib
 import socket
 import threading
 
-from areal_jax.distributed.wire import MAGIC, prove_as_client, prove_as_server
-from areal_jax.publication.carriers.stream_frames import PREFIX_BYTES, decode_prefix
+from areal_jax.distributed.peers import MAGIC, prove_as_client, prove_as_server
+from areal_jax.publication.carriers.stream_socket import PREFIX_BYTES, decode_prefix
 
 KEY = bytes(range(32))
 _PROOF_BYTES = len(MAGIC) + 32 + 32  # what the side that listens sends before the first frame

@@ -2,9 +2,9 @@
 
 import pytest
 
-from areal_jax.publication.carriers.chains import describe, find_missing, is_needed, require_next, require_parts
-from areal_jax.publication.failures import PublicationError
+from areal_jax.publication.carriers.stream_sender import describe, find_missing, is_needed, require_next, require_parts
 from areal_jax.publication.record import Held, Record
+from areal_jax.publication.versions import PublicationError
 from tests.publication.carriers.record_samples import held, make_chain, make_record
 
 CHAIN = [Held(4, 'a'), Held(5, 'b'), Held(6, 'c')]

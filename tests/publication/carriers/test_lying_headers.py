@@ -9,13 +9,22 @@ import zlib
 
 import pytest
 
-from areal_jax.publication.carriers.delta_file import read_base, read_delta, write_delta
-from areal_jax.publication.carriers.shm_carrier import ShmReceiver, ShmSender
-from areal_jax.publication.carriers.shm_readers import ReaderRow, read_row
-from areal_jax.publication.carriers.shm_record import count_bytes, read_entries, read_record, write_record
+from areal_jax.publication.carriers.files_carrier import read_base, read_delta, write_delta
+from areal_jax.publication.carriers.shm_carrier import (
+    ReaderRow,
+    ShmReceiver,
+    ShmSender,
+    count_bytes,
+    read_entries,
+    read_record,
+    read_row,
+    write_record,
+)
 from areal_jax.publication.carriers.shm_segment import create_segment, segment_path
-from areal_jax.publication.carriers.stream_frames import (
+from areal_jax.publication.carriers.stream_receiver import StreamReceiver
+from areal_jax.publication.carriers.stream_socket import (
     FrameError,
+    FrameSocket,
     Hello,
     Kind,
     Request,
@@ -27,11 +36,9 @@ from areal_jax.publication.carriers.stream_frames import (
     encode_prefix,
     encode_request,
 )
-from areal_jax.publication.carriers.stream_receiver import StreamReceiver
-from areal_jax.publication.carriers.stream_socket import FrameSocket
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.manifest import LeafDigest
 from areal_jax.publication.record import Held, RecordHeader, decode_header
+from areal_jax.publication.versions import PublicationError
 from tests.lying_headers import list_lies
 from tests.publication.carriers.record_samples import held, make_chain, make_record
 

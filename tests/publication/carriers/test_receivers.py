@@ -4,14 +4,18 @@ import contextlib
 
 import pytest
 
-from areal_jax.publication.carriers.receivers import Reader as Settings
-from areal_jax.publication.carriers.receivers import name_version, open_receiver, parse_version_name
 from areal_jax.publication.carriers.shm_carrier import ShmReceiver, ShmSender
 from areal_jax.publication.carriers.shm_segment import segment_path
-from areal_jax.publication.carriers.stream_receiver import StreamReceiver
+from areal_jax.publication.carriers.stream_receiver import Reader as Settings
+from areal_jax.publication.carriers.stream_receiver import (
+    StreamReceiver,
+    name_version,
+    open_receiver,
+    parse_version_name,
+)
 from areal_jax.publication.carriers.stream_sender import StreamSender
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held
+from areal_jax.publication.versions import PublicationError
 from tests.publication.carriers.record_samples import Reader, assert_got, make_record
 from tests.publication.carriers.stream_proxy import prove_reader, prove_sender
 

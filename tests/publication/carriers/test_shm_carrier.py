@@ -24,7 +24,7 @@ from areal_jax.publication.carriers.shm_segment import (
     segment_path,
     sweep,
 )
-from areal_jax.publication.failures import ChainFull, PublicationError
+from areal_jax.publication.versions import ChainFull, PublicationError
 from tests.publication.carriers.record_samples import Reader, assert_got, held, make_chain, make_record
 
 ROOT = pathlib.Path(__file__).parents[3]

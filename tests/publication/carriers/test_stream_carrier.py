@@ -12,14 +12,24 @@ import time
 import numpy as np
 import pytest
 
-from areal_jax.distributed.wire import prove_as_client
+from areal_jax.distributed.peers import prove_as_client
 from areal_jax.publication.carriers import stream_sender
-from areal_jax.publication.carriers.stream_frames import FRAME_BYTES, Hello, Kind, Request, encode_hello, encode_request
 from areal_jax.publication.carriers.stream_receiver import StreamReceiver
 from areal_jax.publication.carriers.stream_sender import StreamSender
-from areal_jax.publication.carriers.stream_socket import FrameSocket, connect, listen_unix, sweep_unix
-from areal_jax.publication.failures import ChainFull, PublicationError
+from areal_jax.publication.carriers.stream_socket import (
+    FRAME_BYTES,
+    FrameSocket,
+    Hello,
+    Kind,
+    Request,
+    connect,
+    encode_hello,
+    encode_request,
+    listen_unix,
+    sweep_unix,
+)
 from areal_jax.publication.record import Record
+from areal_jax.publication.versions import ChainFull, PublicationError
 from tests.publication.carriers.record_samples import SIZES, Reader, assert_got, held, make_chain, make_record
 from tests.publication.carriers.stream_proxy import StreamProxy, prove_reader, prove_sender
 

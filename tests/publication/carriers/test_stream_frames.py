@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.publication.carriers.stream_frames import (
+from areal_jax.publication.carriers.stream_socket import (
     FRAME_BYTES,
     PREFIX_BYTES,
     FrameError,
@@ -21,8 +21,8 @@ from areal_jax.publication.carriers.stream_frames import (
     encode_request,
     require_payload,
 )
-from areal_jax.publication.failures import PublicationError
 from areal_jax.publication.record import Held
+from areal_jax.publication.versions import PublicationError
 
 PAYLOAD = b'weights'
 PREFIX = encode_prefix(Kind.PART, PAYLOAD, version=7, leaf=3, offset=1 << 40)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.engines.answer_tokens import UNKNOWN, split_batches
-from areal_jax.report.engines.classes import class_rows, describe_left_out, find_hardware, summarize_classes
-from areal_jax.report.window import window
+from areal_jax.report.engines.classes import (
+    UNKNOWN,
+    class_rows,
+    describe_left_out,
+    find_hardware,
+    split_batches,
+    summarize_classes,
+)
+from areal_jax.report.event_log import window
 from tests.telemetry.logs import event_log, publish, work
 
 HARDWARE = {'engine/0': 'fast', 'engine/1': 'slow'}

@@ -8,8 +8,8 @@ import pytest
 
 from areal_jax.report.aggregates import idle_slots
 from areal_jax.report.engines.engine_presence import find_presence, restrict
+from areal_jax.report.event_log import Window, window
 from areal_jax.report.limit import busy_shares, measure_limit
-from areal_jax.report.window import Window, window
 from tests.telemetry.logs import event_log, publish, two_facts, work
 
 

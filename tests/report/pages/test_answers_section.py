@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.report.pages.answers_section import choose_samples, tell_answers
+from areal_jax.report.pages.html_page import choose_samples, tell_answers
 from areal_jax.report.pages.report_texts import Table, Text
 from areal_jax.report.pages.web_page import Absent
 from tests.telemetry.rollouts.test_views import answer, group

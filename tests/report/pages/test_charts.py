@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.report.pages import charts as figures
 from areal_jax.report.pages.colors import PALETTE
-from areal_jax.report.pages.metric_curves import Curve, moving_mean
+from areal_jax.report.pages.run_plots import Curve, moving_mean
 from areal_jax.report.report_keys import TokenFates
 
 

@@ -15,8 +15,13 @@ from areal_jax.app.run.reports import read_run
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.events.schema import VERSION
 from areal_jax.report.pages.colors import order_shades
-from areal_jax.report.pages.comparison import compare, join_tables, name_runs, render_comparison
-from areal_jax.report.pages.comparison_page import render_comparison_page
+from areal_jax.report.pages.comparison_page import (
+    compare,
+    join_tables,
+    name_runs,
+    render_comparison,
+    render_comparison_page,
+)
 from areal_jax.report.pages.report_texts import Table, Text
 from launch.page_check import SECTIONS
 from tests.app.run.test_supervised import sft_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.report.pages.headline import Tile, describe_state, headline_table, summarize_run, tell_headline
+from areal_jax.report.pages.markdown_page import Tile, describe_state, headline_table, summarize_run, tell_headline
 from areal_jax.report.report import build_report
 from areal_jax.report.report_keys import Report
 from tests.telemetry.logs import two_facts, two_metrics, two_updates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.pages.metric_curves import (
+from areal_jax.report.pages.run_plots import (
     CURVES,
     SPLIT,
     Curve,

@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.report.pages.run_plots import MAX_VERSIONS, shown_span, write_plots
 from areal_jax.report.report import build_report
-from areal_jax.report.slots import slot_spans
+from areal_jax.report.timeline import slot_spans
 from tests.telemetry.logs import dispatch, event_log, publish, two_facts, two_metrics, two_updates
 
 

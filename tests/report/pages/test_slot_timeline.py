@@ -8,9 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_jax.report.pages.slot_figure import first_view, widest_view
-from areal_jax.report.pages.slot_overview import SHADES, paint
-from areal_jax.report.pages.slot_timeline import Interval, Mark, SlotTimeline, build_slot_timeline
+from areal_jax.report.pages.slot_figure import (
+    SHADES,
+    Interval,
+    Mark,
+    SlotTimeline,
+    build_slot_timeline,
+    first_view,
+    paint,
+    widest_view,
+)
 from tests.report.busy_run import BusyRun
 from tests.report.rules.sound_logs import SOUND
 from tests.telemetry.logs import dispatch, event_log, load, publish, two_updates, work

@@ -9,7 +9,7 @@ import pytest
 from areal_jax.installation import describe_install
 from areal_jax.report.pages.charts import new_figure, plain_text
 from areal_jax.report.pages.colors import BLUE, dark_colors
-from areal_jax.report.pages.headline import Tile
+from areal_jax.report.pages.markdown_page import Tile
 from areal_jax.report.pages.report_texts import Items, Table, Text
 from areal_jax.report.pages.web_page import (
     Absent,

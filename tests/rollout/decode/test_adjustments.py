@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.rollout.backend import DecodeRow
+from areal_jax.rollout.backend import DecodeRow, SamplingError
 from areal_jax.rollout.decode import sampling
-from areal_jax.rollout.decode.adjustments import MOST_BIASED_TOKENS, adjust_logits, count_tokens, empty_adjustments
-from areal_jax.rollout.sampling_support import SamplingError
+from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS, adjust_logits, count_tokens, empty_adjustments
 from tests.rollout.decode.examples import (
     CONTEXT,
     PROMPT,

@@ -8,9 +8,8 @@ import pytest
 from areal_jax.app.parts.compilations import CompilationCounter
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.rollout.decode.ahead import compile_ahead
-from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
-from areal_jax.rollout.decode.parallel import weight_shardings
+from areal_jax.rollout.decode.generate import weight_shardings
+from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, compile_ahead
 
 CONFIG = ModelConfig(
     vocab_size=32, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, rope_theta=100.0,

@@ -15,7 +15,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode import parallel
+from areal_jax.rollout.decode import generate
 from areal_jax.sharding.placement import move_to
 from tests.rollout.decode.examples import (
     DECODER,
@@ -130,7 +130,7 @@ def test_new_weights_need_a_rebuild_and_have_their_logprobs():
 def test_several_devices_decode_as_one(count, expert, down, cache_share):
     devices = jax.devices()[2 : 2 + count]
     engine = build(decoder=MIXED, devices=devices, expert=expert)
-    cut = parallel.weight_shardings(MIXED, devices, expert)
+    cut = generate.weight_shardings(MIXED, devices, expert)
     decoding = Decoding(engine, move_to(MIXED.init(5, scale=2.0), cut))
     experts = decoding.params.params['layers']['1']['mlp']['experts']
     assert {shard.data.shape for shard in experts['down'].addressable_shards} == {down}
@@ -155,7 +155,7 @@ def test_devices_without_a_part_are_refused(decoder, count, expert, message):
     with pytest.raises(ConfigError, match=message):
         build(decoder=decoder, devices=jax.devices()[:count], expert=expert)
     with pytest.raises(ConfigError, match=message):
-        parallel.weight_shardings(decoder, jax.devices()[:count], expert)
+        generate.weight_shardings(decoder, jax.devices()[:count], expert)
 
 
 def test_experts_in_8_bits_are_refused_by_name():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.rollout.decode import parallel
+from areal_jax.rollout.decode import generate as parallel
 from areal_jax.sharding.placement import move_to
 from tests.rollout.decode.examples import DECODER, Decoding, build, forward_logprobs, request, weights
 

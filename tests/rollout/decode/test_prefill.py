@@ -13,10 +13,9 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.native import compiled_library as library
 from areal_jax.rollout.backend import PrefillBucket, PrefillPiece, Span
 from areal_jax.rollout.decode import prefill
-from areal_jax.rollout.decode.attention.gather import GatherAttention
-from areal_jax.rollout.decode.attention.loops import LoopAttention
-from areal_jax.rollout.decode.attention.native import NativeAttention
-from areal_jax.rollout.decode.cache import EngineState
+from areal_jax.rollout.decode.attention.choose import NativeAttention
+from areal_jax.rollout.decode.attention.loops import GatherAttention, LoopAttention
+from areal_jax.rollout.decode.decode_rows import EngineState
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.decode.prefill import (
     BLOCKED_ROWS,

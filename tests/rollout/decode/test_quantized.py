@@ -6,9 +6,9 @@ import pytest
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.lora import Lora
+from areal_jax.models.weights import Lora
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.scoring import JaxScoring
+from areal_jax.rollout.decode.jax_backend import JaxScoring
 from areal_jax.rollout.scoring import ScoringRequest
 from tests.rollout.decode.examples import (
     DECODER,

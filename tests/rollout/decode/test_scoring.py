@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.scoring import JaxScoring, Program
+from areal_jax.rollout.decode.jax_backend import JaxScoring, Program
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.types import MOST_ALTERNATIVES
 from tests.rollout.decode import examples

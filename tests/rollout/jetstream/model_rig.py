@@ -18,8 +18,8 @@ from areal_jax.models.logprobs import logprob_of
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
+from areal_jax.rollout.http.clients.vllm import OwnDialect
 from areal_jax.rollout.jetstream.client import JetstreamDialect
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.text.tokenizer import CharacterTokenizer

@@ -9,7 +9,7 @@ from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.jetstream.client import JetstreamDialect
 from areal_jax.rollout.jetstream.control import STATUS
-from areal_jax.rollout.servers.remote_engine import HeldWeights, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.member import HeldWeights, RefusedError, RequestFailedError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.rollout.engine_contract import CHECKS, LONGEST, PROMPT, SAMPLING, Bench, Setting, Subject, request
 from tests.rollout.http.clients.test_own import LIMITS, PACE, Factory, check_renewal, check_silence, make_clock

@@ -14,7 +14,7 @@ def run_through_idleness():
     from areal_jax.rollout.jetstream.server.compatibility import import_jetstream
 
     import_jetstream()
-    from areal_jax.rollout.jetstream.server.driver import run_through_idleness
+    from areal_jax.rollout.jetstream.server.engine import run_through_idleness
 
     return run_through_idleness
 

@@ -8,10 +8,9 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.service import Action, Delivery, Submission
+from areal_jax.rollout.http.wire.answer_reader import AnswerText
 from areal_jax.rollout.http.wire.exchange import Answer, Call, CallSampling, Piece
-from areal_jax.rollout.http.wire.text import AnswerText
-from areal_jax.rollout.jetstream.server.open_call import OpenCall
-from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.text.decoding import TextDecoder, TokenBytes
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.rollout.jetstream.test_result_columns import read

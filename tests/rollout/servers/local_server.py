@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RequestFailedError
+from areal_jax.rollout.servers.member import HeldWeights, OutcomeUnknownError, RequestFailedError
 
 
 class CutGeneration:

@@ -9,8 +9,8 @@ from areal_jax.control.event_writer import EventLog, check_types
 from areal_jax.control.failures import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
+from areal_jax.rollout.servers.member import ProbeSettings, ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ProbeSettings, ServerSettings
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Work
 from tests.rollout.servers.toy_server import ToyServer
 from tests.toys import PRICES

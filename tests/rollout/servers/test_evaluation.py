@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from areal_jax.rollout.servers.evaluation import EvaluatedPool, EvaluationLog
+from areal_jax.rollout.servers.member import ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ServerSettings
 from tests.rollout.servers.rig import FAST, PROBE, Answer, ServerRig, request, weights
 
 PATIENCE_S = 3.0

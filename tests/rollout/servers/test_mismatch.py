@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from areal_jax.rollout.servers.mismatch import MismatchWatch
+from areal_jax.rollout.servers.keeper import MismatchWatch
 
 
 def test_an_engine_that_differs_over_500_tokens_is_taken_out_and_named():

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.report.draw_ledger import conservation, ledger
+from areal_jax.report.aggregates import conservation, ledger
 from areal_jax.report.report import lost_answers
+from areal_jax.rollout.servers.member import ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.simulation.simulated_servers import ServerLog
 from tests.rollout.servers.local_server import LocalServer
 from tests.rollout.servers.rig import FAST

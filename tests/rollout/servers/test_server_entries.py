@@ -9,10 +9,9 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.registry.entries import Entry, Registration
-from areal_jax.rollout.requirements import needs_spans
-from areal_jax.rollout.servers.registry_watch import RegistryWatch
-from areal_jax.rollout.servers.server_entries import ServerEntry, describe_server, read_registry
-from areal_jax.rollout.servers.server_fit import SAYS_NOTHING, ServerFacts, require_fit
+from areal_jax.rollout.pool import needs_spans
+from areal_jax.rollout.servers.keeper import SAYS_NOTHING, ServerFacts, require_fit
+from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, describe_server, read_registry
 from tests.rollout.servers.rig import ServerRig, request
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.rollout import requirements
+from areal_jax.rollout import pool
 from tests.rollout.servers.rig import PROBE, PROMPT, ServerRig, request, weights
 
 
@@ -131,9 +131,9 @@ def test_a_server_that_answers_the_probe_with_garbage_gets_no_work(trouble):
 
 
 def test_a_server_that_lacks_what_the_run_needs_is_refused_by_name():
-    rig = ServerRig(1, requirements=[requirements.needs_spans('learning')])
+    rig = ServerRig(1, requirements=[pool.needs_spans('learning')])
     rig.servers[0].capabilities = dataclasses.replace(rig.servers[0].capabilities, spans=False)
-    with pytest.raises(requirements.EngineError, match=r'^engine/0 cannot tell the version'):
+    with pytest.raises(pool.EngineError, match=r'^engine/0 cannot tell the version'):
         rig.run(None)
 
 

@@ -10,12 +10,10 @@ from areal_jax.control.clocks.loop import StallError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
-from areal_jax.rollout.answer import GrowingAnswer
-from areal_jax.rollout.servers.registry_watch import RegistryWatch
-from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError
-from areal_jax.rollout.servers.server_entries import ServerEntry
+from areal_jax.rollout.running_request import GrowingAnswer
+from areal_jax.rollout.servers.member import HeldWeights, OutcomeUnknownError, ServerSettings
+from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.rollout.servers.server_settings import ServerSettings
 from areal_jax.types import EngineStatus, Work
 from tests.rollout.servers.rig import FAST, request, weights
 from tests.rollout.toy_engine import ToyEngine

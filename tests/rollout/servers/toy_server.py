@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_jax.rollout.servers.remote_engine import (
+from areal_jax.rollout.servers.member import (
     FencedError,
     HeldWeights,
     OutcomeUnknownError,

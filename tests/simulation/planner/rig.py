@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from areal_jax.simulation.chips import H800
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, Setting
-from areal_jax.simulation.planner.prediction import Prediction
+from areal_jax.simulation.planner.neighbours import Outcome, Plan, Prediction, Setting
 from areal_jax.simulation.planner.question import describe_lengths, make_setting
-from areal_jax.simulation.shapes import R1_DISTILL_1_5B
+from areal_jax.simulation.prices import H800, R1_DISTILL_1_5B
 
 
 def make(devices: int = 16, answers: int = 256, lengths: str = 'lognormal(9000, 0.75)', **fields) -> Setting:

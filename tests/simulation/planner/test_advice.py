@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from areal_jax.simulation.chips import H100
 from areal_jax.simulation.planner.advice import (
     advise,
     count_devices,
@@ -17,9 +16,10 @@ from areal_jax.simulation.planner.advice import (
     joules_a_token,
     list_trades,
 )
-from areal_jax.simulation.planner.host_costs import MEASURED
+from areal_jax.simulation.planner.cluster_load import MEASURED
 from areal_jax.simulation.planner.load_tables import LAYOUTS, Peak
-from areal_jax.simulation.planner.plan_setting import Costs, Outcome, Plan, worth
+from areal_jax.simulation.planner.neighbours import Costs, Outcome, Plan, worth
+from areal_jax.simulation.prices import H100
 from tests.simulation.planner.rig import make
 
 OUTCOME = Outcome(25.0, 1e5, 0.8, 0.99, 2.0, 4.0)

@@ -5,8 +5,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.simulation.planner.cluster_load import Load, choose_pieces
-from areal_jax.simulation.planner.host_costs import MEASURED, HostCosts, read_costs
+from areal_jax.simulation.planner.cluster_load import MEASURED, HostCosts, Load, choose_pieces, read_costs
 from areal_jax.simulation.planner.load_tables import LAYOUTS, Peak, fill, make_tables, number
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from areal_jax.simulation.planner.neighbours import TIE, Search, refine
-from areal_jax.simulation.planner.plan_setting import Outcome, Plan, worth
-from areal_jax.simulation.planner.prediction import choose_start, list_plans
+from areal_jax.simulation.planner.neighbours import TIE, Outcome, Plan, Search, choose_start, list_plans, refine, worth
 from tests.simulation.planner.rig import HAND, gate_law, make, predict_law
 
 

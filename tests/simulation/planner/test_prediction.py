@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from areal_jax.simulation.closed_forms.gated import period_s
-from areal_jax.simulation.planner.plan_setting import Costs, Outcome, Plan
-from areal_jax.simulation.planner.prediction import choose_start, predict, train_s
-from areal_jax.simulation.planner.published_ranges import find_factors, find_interval
+from areal_jax.simulation.closed_forms.throughput import period_s
+from areal_jax.simulation.planner.advice import find_factors, find_interval
+from areal_jax.simulation.planner.neighbours import Costs, Outcome, Plan, choose_start, predict, train_s
 from tests.simulation.planner.rig import make
 
 

@@ -5,10 +5,16 @@ import dataclasses
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.simulation.chips import H800, V5E
-from areal_jax.simulation.planner.engine_size import count_slots, count_training, find_engine_devices
-from areal_jax.simulation.planner.question import describe_lengths, describe_log, make_setting, parse_cluster
-from areal_jax.simulation.shapes import R1_DISTILL_1_5B, R1_DISTILL_7B, R1_DISTILL_32B
+from areal_jax.simulation.planner.question import (
+    count_slots,
+    count_training,
+    describe_lengths,
+    describe_log,
+    find_engine_devices,
+    make_setting,
+    parse_cluster,
+)
+from areal_jax.simulation.prices import H800, R1_DISTILL_1_5B, R1_DISTILL_7B, R1_DISTILL_32B, V5E
 from tests.simulation.planner.rig import make
 
 

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from areal_jax.control.frictions import Frictions
-from areal_jax.studies.arms.answer_generation import Answers
-from areal_jax.studies.arms.faults import count_faults, disturb_answers, disturb_right, draw_faults, take
+from areal_jax.studies.arms.answer_generation import (
+    Answers,
+    count_faults,
+    disturb_answers,
+    disturb_right,
+    draw_faults,
+    take,
+)
 from tests.studies.arms.small import Compiled, are_equal, make_arm, of_arm
 from tests.studies.arms.test_single_run import compare, require_equal
 

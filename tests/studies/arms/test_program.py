@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.studies.arms import program
-from areal_jax.studies.arms.program import plan
+from areal_jax.studies.arms import arm_training
+from areal_jax.studies.arms.arm_training import plan
 from tests.studies.arms.small import Compiled, are_equal, largest_difference, make_arm, of_arm
 
 EPS = {'optimizer__eps': 1e-4}  # see test_single_run.py
@@ -61,7 +61,7 @@ def test_an_arm_alone_has_the_weights_that_it_has_beside_others(result):
 
 @pytest.mark.slow
 def test_blocks_of_arms_have_the_results_of_one(result, monkeypatch):
-    monkeypatch.setattr(program, 'MOST_SIDE_BY_SIDE', 2)  # three arms: two blocks of two, the last arm twice
+    monkeypatch.setattr(arm_training, 'MOST_SIDE_BY_SIDE', 2)  # three arms: two blocks of two, the last arm twice
     sums, state = Compiled(*ARMS[1:]).run()
     assert len(state.waiting.tokens) == len(sums['right']) == 3
     assert largest_difference(state.params, jax.tree.map(lambda x: x[1:], result[1].params)) <= 3e-6  # rate 1e-2

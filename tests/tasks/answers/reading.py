@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_jax.tasks import jsonl, reasoning_gym, running_sums
-from areal_jax.tasks.answers import latex, mathematics
+from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.scoring.score_call import ScoringError, score_answer
 from areal_jax.tasks.task import TaskError
 from tests.tasks.answers.drawn_golds import FORMS, Drawn
@@ -105,7 +105,7 @@ def _load(drawn: Sequence[Drawn], path: pathlib.Path) -> tuple[bool, Fault | Non
     except TaskError as error:
         place = str(error).removeprefix(f'{path}:').partition(':')[0]
         gold = drawn[int(place) - 1][0] if place.isdigit() else ''
-        named = gold and latex.read_form(gold).kind == 'expression' and mathematics.find_gold_fault(gold)
+        named = gold and mathematics.read_form(gold).kind == 'expression' and mathematics.find_gold_fault(gold)
         return False, None if named else {'error': str(error)}
     return True, None
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from areal_jax.tasks.answers import exact, integer, latex, mathematics, normalised, number
+from areal_jax.tasks.answers import exact, integer, mathematics, normalised, number
 from areal_jax.tasks.answers.extraction import final_text, last_boxed, marked_answers, unwrap, without_thoughts
 
 
@@ -106,7 +106,7 @@ HOSTILE = [
 def test_the_time_does_not_grow_with_the_square_of_the_text(text):
     # a search that is quadratic in 1e5 characters takes minutes
     for final_answer in (number.final_answer, integer.final_answer, exact.final_answer, normalised.final_answer,
-                         latex.normalise, mathematics.final_answer):  # fmt: skip
+                         mathematics.normalise, mathematics.final_answer):  # fmt: skip
         start_s = time.process_time()
         final_answer(text)
         assert time.process_time() - start_s < 5

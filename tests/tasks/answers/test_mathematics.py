@@ -6,10 +6,10 @@ import threading
 import math_verify
 import pytest
 
-from areal_jax.tasks.answers import expressions, mathematics
 from areal_jax.tasks.answers import gold_answers as golds
+from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.scoring.score_call import score_answer
-from areal_jax.workers.batch_process import Finished
+from areal_jax.workers.worker_process import Finished
 
 
 def test_it_needs_no_main_thread_and_touches_no_signal():
@@ -28,8 +28,8 @@ def test_it_needs_no_main_thread_and_touches_no_signal():
 
 def test_a_gold_is_parsed_once(monkeypatch):
     parsed = []
-    parse = expressions.parse_expression
-    monkeypatch.setattr(expressions, 'parse_expression', lambda text: parsed.append(text) or parse(text))
+    parse = mathematics.parse_expression
+    monkeypatch.setattr(mathematics, 'parse_expression', lambda text: parsed.append(text) or parse(text))
     for text in (r'\boxed{17x}', r'\boxed{18x}', r'\boxed{x \cdot 17}'):
         mathematics.score({'answer': '17x'}, text, 'stop')
     assert parsed == ['18x', '17x', r'x \cdot 17']  # the first answer is equal as it stands

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_jax.tasks import jsonl
-from areal_jax.tasks.answers import gold_answers, latex, mathematics
+from areal_jax.tasks.answers import gold_answers, mathematics
 from areal_jax.tasks.answers.gold_answers import Fault
 from areal_jax.tasks.scoring.score_call import score_answer
 from areal_jax.tasks.task import TaskError
@@ -27,7 +27,7 @@ def judge(case: Case, path) -> Verdict | str:
 
 def find_fault_here(golds):
     """What gold_answers.find_fault tells, without a process."""
-    asked = (gold for gold in golds if latex.read_form(gold).kind == 'expression')
+    asked = (gold for gold in golds if mathematics.read_form(gold).kind == 'expression')
     return next((Fault(gold, reason) for gold in asked if (reason := mathematics.find_gold_fault(gold))), None)
 
 

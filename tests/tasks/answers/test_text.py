@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.tasks.answers import exact, latex, normalised
+from areal_jax.tasks.answers import exact, mathematics, normalised
 
 
 def test_exact_means_every_character():
@@ -64,11 +64,11 @@ def test_a_normal_form_is_its_own_normal_form(text):
     ],
 )
 def test_normal_form_of_latex(text, form):
-    assert latex.normalise(text) == form
+    assert mathematics.normalise(text) == form
 
 
 def test_what_a_form_is():
     closed = ('0.5', r'\frac{4}{2}', '2^{-3}', '12_5', 'no solution', r'\text{Yes}')
     texts = (*closed, 'x', 'abc', r'\frac{\pi}{2}', '3t', '')
     kinds = ['number'] * 3 + ['based'] + ['words'] * 2 + ['expression'] * 5
-    assert [latex.read_form(text).kind for text in texts] == kinds
+    assert [mathematics.read_form(text).kind for text in texts] == kinds

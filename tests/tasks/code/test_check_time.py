@@ -6,13 +6,12 @@ import random
 
 import pytest
 
-from areal_jax.tasks.code import check_time, code_problems
-from areal_jax.tasks.code.check_time import CheckTime, ProgramTime
-from areal_jax.tasks.code.program_run import PRELOADED, PROGRAM, ProgramLimits, run_program
-from areal_jax.workers.sandbox import meter
+from areal_jax.tasks.code import code_problems, program_run
+from areal_jax.tasks.code.program_run import PRELOADED, PROGRAM, CheckTime, ProgramLimits, ProgramTime, run_program
+from areal_jax.workers.sandbox import control_group
 from areal_jax.workers.sandbox.confined_children import ConfinedChildren, ServerLostError
 from areal_jax.workers.sandbox.confinement import find_abi
-from areal_jax.workers.sandbox.meter import Meter
+from areal_jax.workers.sandbox.control_group import Meter
 from tests.tasks.code.test_bounds import FORK, judge, start
 
 __all__ = ['judge', 'start']  # fixtures: with a control group, and without one
@@ -50,14 +49,14 @@ def children(start):
 @needs_landlock
 @pytest.mark.parametrize('how', [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in STARVE])
 def test_an_answer_that_starves_itself_is_late(children, how, monkeypatch):
-    monkeypatch.setattr(check_time, 'STARVED_WALL', 1e6)  # a machine that is busy with other tests is waited for
+    monkeypatch.setattr(program_run, 'STARVED_WALL', 1e6)  # a machine that is busy with other tests is waited for
     end = run_program(children, FORK + STARVE[how], b'', ProgramLimits(0.3, 512, 10_000))
     assert end.label == 'time_limit', end
 
 
 @needs_landlock
 def test_a_function_that_starves_its_tests_is_late(judge, monkeypatch):
-    monkeypatch.setattr(check_time, 'STARVED_WALL', 1e6)
+    monkeypatch.setattr(program_run, 'STARVED_WALL', 1e6)
     body = 'fork(14, lambda: burn(1e9))\n    burn(1e9)'
     row = {'question': '?', 'entry_point': 'f', 'tests': [[[1], 1]], 'time_limit_s': 0.3}
     problem = {'memory_limit_mb': 512, **code_problems.complete_problem(row, 'here')}
@@ -81,7 +80,7 @@ class _Time:
 
     def __init__(self, monkeypatch):
         self.now_s, self.is_waiting, self.looks = 0.0, True, 0
-        monkeypatch.setattr(check_time.time, 'monotonic', lambda: self.now_s)
+        monkeypatch.setattr(program_run.time, 'monotonic', lambda: self.now_s)
 
     def waits(self):
         self.looks += 1
@@ -149,10 +148,10 @@ def _list_processes(*found):
 
 def _make_meter(monkeypatch, looks, **fields):
     listed = iter(looks)
-    monkeypatch.setattr(meter, 'list_session', lambda *_: _list_processes(*next(listed)))
-    monkeypatch.setattr(meter, 'TICKS', 100)
-    monkeypatch.setattr(meter, 'read_process_s', lambda pid: 0.0)
-    monkeypatch.setattr(meter, 'LOOK_S', 0.0)
+    monkeypatch.setattr(control_group, 'list_session', lambda *_: _list_processes(*next(listed)))
+    monkeypatch.setattr(control_group, 'TICKS', 100)
+    monkeypatch.setattr(control_group, 'read_process_s', lambda pid: 0.0)
+    monkeypatch.setattr(control_group, 'LOOK_S', 0.0)
     return Meter(1, (2, 3), **fields)
 
 
@@ -169,7 +168,7 @@ def test_what_processes_used_counts_once_they_have_ended(monkeypatch):
 
 def test_processes_that_come_and_go_are_no_busy_machine_where_no_group_counts_them(monkeypatch):
     looks = [[(2, 0, 0)], [(2, 0, 0), (4, 0, 0)], [(2, 0, 0), (4, 0, 0)], [(2, 0, 0), (5, 0, 0)], [(2, 0, 0)]]
-    monkeypatch.setattr(meter, 'is_runnable', lambda pid: True)
+    monkeypatch.setattr(control_group, 'is_runnable', lambda pid: True)
     found = _make_meter(monkeypatch, looks)
     assert [found.waits() for _ in looks] == [True, False, True, False, True]
     found = _make_meter(monkeypatch, looks, files=('cpu', 'kills'))

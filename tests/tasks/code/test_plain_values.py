@@ -13,7 +13,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from areal_jax.tasks.code.plain_values import MOST_BYTES, NotPlainError, decode, encode
+from areal_jax.tasks.code.pair_protocol import MOST_BYTES, NotPlainError, decode, encode
 
 _scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()) | st.binary()

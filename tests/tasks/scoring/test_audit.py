@@ -8,9 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.tasks.scoring import audit as audit_module
-from areal_jax.tasks.scoring.audit import Audit
-from areal_jax.tasks.scoring.verifier import ProcessVerifier
+from areal_jax.tasks.scoring import verifier as audit_module
+from areal_jax.tasks.scoring.verifier import Audit, ProcessVerifier
 from areal_jax.types import Prompt, Verdict
 from tests.tasks.fake_clock import FakeClock
 

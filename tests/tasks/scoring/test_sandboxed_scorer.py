@@ -13,10 +13,9 @@ import pytest
 from areal_jax.tasks.scoring.verifier import ProcessVerifier, VerifierError
 from areal_jax.types import Prompt
 from areal_jax.workers.descendants import list_marked
-from areal_jax.workers.pipes import WorkerDiedError
 from areal_jax.workers.sandbox.confinement import SandboxError, find_abi
 from areal_jax.workers.sandbox.levels import wrap_command
-from areal_jax.workers.worker_process import WorkerProcess
+from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
 from tests.tasks.fake_clock import FakeClock
 
 pytestmark = pytest.mark.skipif(find_abi() < 1, reason='this kernel has no Landlock')

@@ -9,9 +9,7 @@ import pytest
 
 from areal_jax.telemetry.energy import accounting
 from areal_jax.telemetry.energy.accounting import EnergyAccount
-from areal_jax.telemetry.energy.energy_model import DeviceSet
-from areal_jax.telemetry.energy.meters import MeterError
-from areal_jax.telemetry.energy.power_table import POWER, ChipPower, Watts, decode_activity
+from areal_jax.telemetry.energy.meters import POWER, ChipPower, DeviceSet, MeterError, Watts, decode_activity
 from tests.telemetry.logs import two_updates
 
 CHIP = ChipPower(
@@ -55,7 +53,7 @@ def follow(account: EnergyAccount, meters: list[Counter], events: Any = None) ->
 @pytest.fixture
 def chip(monkeypatch):
     monkeypatch.setattr(accounting, 'POWER', {**POWER, 'chip': CHIP})
-    monkeypatch.setattr('areal_jax.telemetry.energy.description.POWER', {**POWER, 'chip': CHIP})
+    monkeypatch.setattr('areal_jax.telemetry.energy.meters.POWER', {**POWER, 'chip': CHIP})
 
 
 def test_an_update_is_accounted_from_lanes_that_go_on_across_it(chip):

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.telemetry.energy.energy_model import Energy, Occupation, Phase, find_phases, joules
-from areal_jax.telemetry.energy.power_table import POWER, STATES, ChipPower, Watts, decode_activity
+from areal_jax.telemetry.energy.meters import (
+    POWER,
+    STATES,
+    ChipPower,
+    Energy,
+    Occupation,
+    Phase,
+    Watts,
+    decode_activity,
+    find_phases,
+    joules,
+)
 
 CHIP = ChipPower(
     idle=Watts(50, 70),

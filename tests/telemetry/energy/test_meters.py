@@ -8,8 +8,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.telemetry.energy.meters import MeterError, NvmlMeter, RaplMeter, open_nvml
-from areal_jax.telemetry.energy.power_table import POWER
+from areal_jax.telemetry.energy.meters import POWER, MeterError, NvmlMeter, RaplMeter, open_nvml
 from tests.telemetry.energy.drivers import MICRO, FakeNvml, write_zone
 
 

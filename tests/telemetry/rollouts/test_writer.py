@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from areal_jax.files import FileError
-from areal_jax.telemetry.rollouts.group_record import describe_group, write_record
-from areal_jax.telemetry.rollouts.reader import read_rollouts
-from areal_jax.telemetry.rollouts.writer import RolloutWriter
+from areal_jax.telemetry.rollouts.views import read_rollouts
+from areal_jax.telemetry.rollouts.writer import RolloutWriter, describe_group, write_record
 from areal_jax.types import NOT_GENERATED, TokenArrays, TrajectoryGroup
 from tests.learning.examples import segment, trajectory
 

@@ -10,10 +10,17 @@ import sys
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.workers.sandbox import readable
-from areal_jax.workers.sandbox.landlock import Access
-from areal_jax.workers.sandbox.packages import find_packages, name_module
-from areal_jax.workers.sandbox.readable import SOURCES, carve, is_in, list_base, list_installed
+from areal_jax.workers.sandbox import landlock
+from areal_jax.workers.sandbox.landlock import (
+    SOURCES,
+    Access,
+    carve,
+    find_packages,
+    is_in,
+    list_base,
+    list_installed,
+    name_module,
+)
 
 READ_FILE = Access.READ_FILE
 
@@ -112,7 +119,7 @@ def test_a_library_with_packages_beside_it_is_open_file_by_file_and_one_without_
     for name in ('json', *(f'site-packages/{one}' for one in names)):
         (library / name).mkdir(parents=True)
     (library / 'os.py').write_text('')
-    monkeypatch.setattr(readable.os, '__file__', str(library / 'os.py'))
+    monkeypatch.setattr(landlock.os, '__file__', str(library / 'os.py'))
 
     def list_inside():
         return [
@@ -129,7 +136,7 @@ def test_neither_base_nor_installed_has_a_source_of_problems(site, monkeypatch):
     monkeypatch.setattr(sys, 'prefix', str(site.parent))
     sources = [str(site / name) for name in SOURCES if (site / name).is_dir()]
     assert len(sources) == 2
-    sources.append(str(readable.FOLDER))
+    sources.append(str(landlock.FOLDER))
     for paths in (list_installed(), list(list_base.__wrapped__())):
         assert [(path, one) for path in paths for one in sources if is_in(one, path)] == []
     assert str(site / 'nearby.py') in list_installed()

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from areal_jax.workers.sandbox import seccomp
-from areal_jax.workers.sandbox.system_calls import ALLOWED
+from areal_jax.workers.sandbox import confinement
+from areal_jax.workers.sandbox.confinement import ALLOWED
 
 ALLOW, REFUSE, NO_SUCH, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 MOST = 1024  # far beyond the last number of a kernel
@@ -31,21 +31,21 @@ NEVER = (
 )  # fmt: skip
 
 
-@pytest.fixture(params=list(seccomp.MACHINES))
+@pytest.fixture(params=list(confinement.MACHINES))
 def machine(request):
     return request.param
 
 
 def number_calls(machine):
-    column = list(seccomp.MACHINES).index(machine)
+    column = list(confinement.MACHINES).index(machine)
     return {name: numbers[column] for name, numbers in ALLOWED.items() if numbers[column] is not None}
 
 
 def run_filter(machine, number, *arguments, architecture=None):
     """What the kernel does with the instructions for a system call."""
-    words = {0: number, 4: seccomp.MACHINES[machine] if architecture is None else architecture}
+    words = {0: number, 4: confinement.MACHINES[machine] if architecture is None else architecture}
     words |= {16 + 8 * i: argument for i, argument in enumerate([*arguments, 0, 0, 0, 0][:6])}
-    instructions, loaded, place = list(seccomp.build(machine)), 0, 0
+    instructions, loaded, place = list(confinement.build(machine)), 0, 0
     while True:
         code, yes, no, value = instructions[place]
         place += 1
@@ -114,4 +114,4 @@ def test_the_filter_is_short_and_its_numbers_are_distinct(machine):
     """It is compiled for each process that is confined."""
     calls = number_calls(machine)
     assert len(set(calls.values())) == len(calls) > 130
-    assert len(list(seccomp.build(machine))) <= 256
+    assert len(list(confinement.build(machine))) <= 256

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.models.attention import AttentionError
 from areal_jax.rollout.decode.attention.choose import IMPLEMENTATIONS, SETTING, Demand, choose_implementation
-from areal_jax.rollout.decode.attention.contract import CacheAttention
+from areal_jax.rollout.decode.attention.loops import CacheAttention
 
 TABLE_BLOCKS = 4  # of the tables of the check, which an implementation for one length of table must have
 ROWS = 8  # sequences of the check

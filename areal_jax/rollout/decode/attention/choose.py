@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.models.attention import AttentionError
-from areal_jax.rollout.decode.attention.contract import CacheAttention
-from areal_jax.rollout.decode.attention.gather import GatherAttention
-from areal_jax.rollout.decode.attention.loops import LoopAttention
-from areal_jax.rollout.decode.attention.native import NativeAttention
+from areal_jax.rollout.decode.attention.choose import NativeAttention
+from areal_jax.rollout.decode.attention.loops import CacheAttention, GatherAttention, LoopAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 

@@ -1,7 +1,7 @@
 """Attention over blocks in its plainest form: every block of the table is gathered and all scores are masked.
 
 The reference for the other implementations; it runs on hardware that has none of its own. Shapes as in
-contract.py, with S = M * T positions of a table row.
+loops.py, with S = M * T positions of a table row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from areal_jax.rollout.decode.attention.contract import LayerCache
+from areal_jax.rollout.decode.attention.loops import LayerCache
 
 _MASKED = -1e30  # the softmax gives a weight of exactly 0 to this score
 

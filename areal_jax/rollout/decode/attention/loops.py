@@ -5,7 +5,7 @@ they hold about as many. Chunks are small among the longest rows, where lengths 
 others, where they save iterations.
 
 Layout: keys [blocks, K, D, T], values [blocks, K, T, D], so that both products have the summed axis where XLA's CPU
-product reads fastest. Shapes as in contract.py; R rows of a chunk, G = H / K.
+product reads fastest. Shapes as in loops.py; R rows of a chunk, G = H / K.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from areal_jax.rollout.decode.attention.contract import LayerCache
+from areal_jax.rollout.decode.attention.loops import LayerCache
 
 _MASKED = -1e30  # a score that gets a weight of exactly 0; finite, because -inf less -inf is NaN
 _SMALL_CHUNK, _LARGE_CHUNK = 4, 8

@@ -1,6 +1,6 @@
 """Attention over blocks for CPUs in C++ (areal_jax/native/kernels.cc): each row reads its own positions, in place.
 
-Layout: keys and values [blocks, T, K, D]. Shapes as in contract.py.
+Layout: keys and values [blocks, T, K, D]. Shapes as in loops.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from areal_jax.models.attention import AttentionError
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.attention.contract import LayerCache
+from areal_jax.rollout.decode.attention.loops import LayerCache
 
 
 class NativeAttention:

@@ -1,6 +1,6 @@
 """The ragged paged attention kernel of jax for TPUs behind CacheAttention.
 
-It was written without a device, so it runs only where the check of cache_check.py passes. Facts about the kernel of jax
+It was written without a device, so it runs only where the check of choose.py passes. Facts about the kernel of jax
 0.10 to 0.12: keys and values of a token lie interleaved by head in one array; head sizes are multiples of 128; the
 numbers of heads must fill whole tiles; a sequence without positions breaks the chain of its copies from memory, so rows
 of padding are left out or read one position.
@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from areal_jax.rollout.decode.attention.contract import LayerCache
+from areal_jax.rollout.decode.attention.loops import LayerCache
 
 _LANES = 128  # head sizes are padded to multiples
 _TILE_TOKENS = 128  # positions that are read at once, unless a block is longer
@@ -53,7 +53,7 @@ class PallasTpuAttention:
     def attend(
         self, q: jax.Array, layer: LayerCache, tables: jax.Array, lengths: jax.Array, window: int | None
     ) -> jax.Array:
-        # imported here, so that where a version of jax lacks the module the check of cache_check.py says so
+        # imported here, so that where a version of jax lacks the module the check of choose.py says so
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         (pages,) = layer

@@ -11,7 +11,7 @@ import aiohttp
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.pauses import CLIENT
-from areal_jax.rollout.http.wire import replies
+from areal_jax.rollout.http.wire import exchange
 from areal_jax.rollout.http.wire.exchange import INCARNATION, ReplyError
 
 # aiohttp raises a bare RuntimeError where the connection was closed on our side in the middle of a reply
@@ -53,9 +53,9 @@ class Reply:
         shown = ' '.join(text[: 2 * _SHOWN].split())[:_SHOWN]
         return shown.encode(errors='replace').decode() or 'nothing'  # no half of a surrogate pair
 
-    def fields(self) -> replies.Reply:
+    def fields(self) -> exchange.Reply:
         """Those of its JSON object, none where it has none."""
-        return replies.Reply(self.content if isinstance(self.content, dict) else {})
+        return exchange.Reply(self.content if isinstance(self.content, dict) else {})
 
 
 class Connection:
@@ -161,7 +161,7 @@ def _broken_off(path: str, error: Exception) -> NoReplyError:
 
 def _read(status: int, text: str) -> Reply:
     try:
-        content = replies.load_json(text)
+        content = exchange.load_json(text)
     except ReplyError:
         content = None
     return Reply(status, text, content)

@@ -20,12 +20,11 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import ServerLanes
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_call, require_fit, require_plain
-from areal_jax.rollout.http.clients.connection import Connection
-from areal_jax.rollout.http.clients.dialect import CAPABILITIES, Dialect
+from areal_jax.rollout.http.clients.connection import CAPABILITIES, Connection, Dialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import Server, ServerLimits, read_version
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
-from areal_jax.rollout.servers.remote_engine import HeldWeights, OutcomeUnknownError, RemoteError, RequestFailedError
+from areal_jax.rollout.servers.member import HeldWeights, OutcomeUnknownError, RemoteError, RequestFailedError
 from areal_jax.rollout.servers.server_entries import ServerEntry
 from areal_jax.types import NOT_GENERATED, EngineStatus, GenerationRequest, KvPolicy, PublishedWeights, Segment
 

@@ -15,18 +15,12 @@ from areal_jax.protocols import Clock, Event
 from areal_jax.rollout.http.clients.calls import make_own_call, require_fit, require_own
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
 from areal_jax.rollout.http.clients.engine import Arrival, ClientParts, ServerEngine
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect, StagingDialect
 from areal_jax.rollout.http.clients.request import ServerRequest
 from areal_jax.rollout.http.clients.server import ServerLimits, read_version
+from areal_jax.rollout.http.clients.vllm import OwnDialect, StagingDialect
 from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.wire.exchange import Call, Piece
-from areal_jax.rollout.servers.remote_engine import (
-    FencedError,
-    HeldWeights,
-    OutcomeUnknownError,
-    RefusedError,
-    RemoteError,
-)
+from areal_jax.rollout.servers.member import FencedError, HeldWeights, OutcomeUnknownError, RefusedError, RemoteError
 from areal_jax.types import (
     NOT_GENERATED,
     EngineCapabilities,

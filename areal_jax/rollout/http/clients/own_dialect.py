@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.clients.connection import Connection
-from areal_jax.rollout.http.clients.dialect import Dialect
+from areal_jax.rollout.http.clients.connection import Connection, Dialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect, stream_deltas
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece
-from areal_jax.rollout.http.wire.replies import Reply
+from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, Reply
 
 # of a pause: longer than a process of a run may stand still and go on as if nothing had been (60 s, tests/chaos)
 LEASE_S = 90.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_jax.protocols import Clock
-from areal_jax.rollout.answer import GrowingAnswer
+from areal_jax.rollout.running_request import GrowingAnswer
 from areal_jax.types import GenerationRequest
 
 

@@ -10,13 +10,12 @@ from typing import TypeVar
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock
 from areal_jax.rollout.http.clients.calls import make_probe
-from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, StatusError
-from areal_jax.rollout.http.clients.dialect import Dialect, UpdateError
+from areal_jax.rollout.http.clients.connection import Connection, Dialect, NoReplyError, StatusError, UpdateError
 from areal_jax.rollout.http.pauses import FENCED
 from areal_jax.rollout.http.wire.column_form import ColumnForm
 from areal_jax.rollout.http.wire.exchange import Call, FinishWord, Piece, ReplyError
 from areal_jax.rollout.http.wire.request_fields import LARGEST_VERSION, read_integer
-from areal_jax.rollout.servers.remote_engine import FencedError, OutcomeUnknownError, RefusedError
+from areal_jax.rollout.servers.member import FencedError, OutcomeUnknownError, RefusedError
 from areal_jax.types import NOT_GENERATED, PublishedWeights, Work
 
 Result = TypeVar('Result')

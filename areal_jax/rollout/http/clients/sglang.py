@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.clients.connection import Connection, StatusError
-from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.clients.connection import Connection, StatusError, UpdateError
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.engine import connect as connect_dialect
 from areal_jax.rollout.http.wire import sglang

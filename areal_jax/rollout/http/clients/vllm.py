@@ -14,14 +14,12 @@ import numpy as np
 
 from areal_jax.columns import join
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.clients.connection import Connection, NoReplyError
-from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, UpdateError
 from areal_jax.rollout.http.clients.engine import ClientParts, ServerEngine
 from areal_jax.rollout.http.clients.engine import connect as connect_dialect
 from areal_jax.rollout.http.wire import vllm
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece
-from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans
-from areal_jax.rollout.http.wire.sse import parse_event
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord, Piece, Reply, cut_by_spans
+from areal_jax.rollout.http.wire.sglang import parse_event
 from areal_jax.types import concatenate
 
 TakeDelta = Callable[[vllm.Delta, JsonObject], None]  # what an event adds, and the event

@@ -8,17 +8,21 @@ from typing import cast
 
 import numpy as np
 
-from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.server.bridge import Texts
 from areal_jax.rollout.http.wire.answer_reader import (
+    BEGIN_TOKEN,
+    END_TOKEN,
+    NOTATIONS,
     AnswerParser,
     AnswerReader,
+    AnswerText,
+    CallParser,
     CallReader,
     PlainReader,
     WholeReader,
+    cut_stop,
 )
 from areal_jax.rollout.http.wire.exchange import Call
-from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
-from areal_jax.rollout.http.wire.text import AnswerText, cut_stop
 from areal_jax.text.chat_template import TokenizerError
 
 _ID_BYTES = 12  # random, of the id of a call

@@ -23,7 +23,7 @@ from areal_jax.rollout.http.server.limits import PLACE_S, SLOW_BODY, SMALL_BYTES
 from areal_jax.rollout.http.server.replies import Progress
 from areal_jax.rollout.http.wire.exchange import RequestError
 from areal_jax.rollout.http.wire.request_fields import parse_json
-from areal_jax.rollout.http.wire.sse import write_slowly
+from areal_jax.rollout.http.wire.sglang import write_slowly
 
 _MOST_AT_ONCE = 1 << 14  # values of a reply that is written on the loop
 _NONE: Mapping[str, str] = {}

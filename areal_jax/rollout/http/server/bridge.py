@@ -17,14 +17,12 @@ import numpy as np
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.pauses import CLIENT, FENCED, FencedError, LeasedError
-from areal_jax.rollout.http.server.answer_readers import AnswerReaders
-from areal_jax.rollout.http.server.counts import Counts
+from areal_jax.rollout.http.server.bridge import AnswerReaders, Counts, Texts
 from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
-from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser, AnswerReader
-from areal_jax.rollout.http.wire.column_fields import ASKED
 from areal_jax.rollout.http.wire.exchange import (
+    ASKED,
     Answer,
     Call,
     CallSampling,
@@ -36,9 +34,8 @@ from areal_jax.rollout.http.wire.exchange import (
     name_answers,
     tokenize_call,
 )
-from areal_jax.rollout.http.wire.openai import require_unread
+from areal_jax.rollout.http.wire.openai import Required, find_misses, grant, require_unread
 from areal_jax.rollout.http.wire.request_fields import refuse
-from areal_jax.rollout.http.wire.wishes import Required, find_misses, grant
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
 from areal_jax.text.chat_template import TokenizerError

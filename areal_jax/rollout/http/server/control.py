@@ -8,8 +8,7 @@ from typing import TypeVar, cast
 from aiohttp import web
 
 from areal_jax.rollout.http.pauses import CLIENT, Lease, ServerPause
-from areal_jax.rollout.http.server.bodies import read_body
-from areal_jax.rollout.http.server.replies import BRIDGE, Handler
+from areal_jax.rollout.http.server.replies import BRIDGE, Handler, read_body
 from areal_jax.rollout.http.service import UpdateError
 from areal_jax.rollout.http.wire import control as wire
 from areal_jax.rollout.http.wire.exchange import RequestError

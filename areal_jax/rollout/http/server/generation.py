@@ -11,15 +11,14 @@ from typing import Protocol, runtime_checkable
 from aiohttp import web
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.server.bodies import BODIES
 from areal_jax.rollout.http.server.bridge import Exchange
 from areal_jax.rollout.http.server.limits import QUEUE_FULL, TOO_LATE
-from areal_jax.rollout.http.server.replies import BRIDGE, Handler
+from areal_jax.rollout.http.server.replies import BODIES, BRIDGE, Handler
 from areal_jax.rollout.http.server.scoring import require_scorable, score_answers, score_prompts
 from areal_jax.rollout.http.server.state import FACTS
 from areal_jax.rollout.http.wire import chat, completions, messages, responses, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import MISSED, Answer, Call, Piece, ReplyInfo, RequestError
-from areal_jax.rollout.http.wire.sse import DONE, frame
+from areal_jax.rollout.http.wire.sglang import DONE, frame
 
 _ANSWER_VALUES = 32  # of an answer in a reply, besides those of each token
 _LAST_WORDS_S = 5.0  # for a reader of a stream to take its last events

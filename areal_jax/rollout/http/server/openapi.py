@@ -13,15 +13,13 @@ from aiohttp import web
 
 from areal_jax.columns import cut, declared, find, of_models, of_tokens
 from areal_jax.files import JsonObject
+from areal_jax.installation import __version__
 from areal_jax.rollout.http.server.callers import RULE
-from areal_jax.rollout.http.server.tokens import read_detokenize, read_tokenize
+from areal_jax.rollout.http.server.replies import read_detokenize, read_tokenize
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
-from areal_jax.rollout.http.wire.column_fields import ASKED
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, ToolCall, name_answers
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.schema import Parser, describe_request, describe_value
+from areal_jax.rollout.http.wire.exchange import ASKED, Answer, Call, Finish, Piece, ReplyInfo, ToolCall, name_answers
+from areal_jax.rollout.http.wire.request_fields import Fields, Parser, describe_request, describe_value
 from areal_jax.types import TokenScores
-from areal_jax.workers.code_version import __version__
 
 _Reader = Callable[[Fields], object]
 _INFO = ReplyInfo('model', 0, lambda token: f'<{token}>')

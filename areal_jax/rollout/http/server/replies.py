@@ -14,8 +14,7 @@ from aiohttp.typedefs import Middleware
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.bridge import Bridge
-from areal_jax.rollout.http.server.complaints import NAME
-from areal_jax.rollout.http.server.limits import TOO_LATE
+from areal_jax.rollout.http.server.limits import NAME, TOO_LATE
 from areal_jax.rollout.http.wire import messages, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import INCARNATION, RequestError
 

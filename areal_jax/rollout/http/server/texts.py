@@ -8,11 +8,11 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.server.body_values import BodyBound
+from areal_jax.rollout.http.wire.answer_reader import AnswerText
 from areal_jax.rollout.http.wire.exchange import CallSampling, Message
 from areal_jax.rollout.http.wire.request_fields import refuse
-from areal_jax.rollout.http.wire.text import AnswerText
+from areal_jax.text.chat_template import ToolsNotShownError, require_place
 from areal_jax.text.decoding import TextDecoder
-from areal_jax.text.shown_tools import ToolsNotShownError, require_place
 from areal_jax.text.tokenizer import Tokenizer
 
 

@@ -16,19 +16,15 @@ from aiohttp import web
 from areal_jax.config.addresses import join_address
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
-from areal_jax.rollout.http.server import control, generation, openapi, state, tokens
-from areal_jax.rollout.http.server.bodies import BODIES, Bodies
-from areal_jax.rollout.http.server.bridge import Bridge
+from areal_jax.rollout.http.server import control, generation, openapi, replies, state
+from areal_jax.rollout.http.server.bridge import Bridge, Texts
 from areal_jax.rollout.http.server.callers import KEYLESS, Callers
-from areal_jax.rollout.http.server.complaints import bounded_log
 from areal_jax.rollout.http.server.connections import ConnectionLimits, ConnectionTable
-from areal_jax.rollout.http.server.descriptors import count_connections
-from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.server.replies import BRIDGE, guard
+from areal_jax.rollout.http.server.limits import Limits, bounded_log, count_connections
+from areal_jax.rollout.http.server.replies import BODIES, BRIDGE, Bodies, guard
 from areal_jax.rollout.http.server.state import CONNECTIONS, FACTS, Facts
-from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.wire.answer_reader import AnswerParser
-from areal_jax.rollout.http.wire.wishes import Required
+from areal_jax.rollout.http.wire.openai import Required
 
 _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_S = 5.0  # for open connections at the end
@@ -45,7 +41,7 @@ class ServedModel:
     vocab_size: int
     seed: int  # of the noise of requests that bring none
     facts: Facts
-    required: Required = 'refuse'  # see wire/wishes.py
+    required: Required = 'refuse'  # see wire/openai.py
     parser: AnswerParser | None = None  # of calls in another notation than that of Hermes
     recorded: tuple[str, ...] = ()  # columns of the model (rollout.record_routes)
 
@@ -135,7 +131,7 @@ class HttpThread:
         app[BODIES] = Bodies(limits, app[BRIDGE].bound)
         app.on_cleanup.append(_close_bodies)
         routes = [generation.list_routes(model.facts.model), control.list_routes(), state.list_routes()]
-        routes += [tokens.list_routes(), openapi.list_routes()]
+        routes += [replies.list_routes(), openapi.list_routes()]
         app.add_routes([route for listed in routes for route in listed])
         return app
 

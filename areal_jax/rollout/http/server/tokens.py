@@ -11,13 +11,11 @@ import numpy as np
 from aiohttp import web
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.server.bodies import BODIES
 from areal_jax.rollout.http.server.bridge import Bridge
-from areal_jax.rollout.http.server.replies import BRIDGE
+from areal_jax.rollout.http.server.replies import BODIES, BRIDGE
 from areal_jax.rollout.http.wire.exchange import Message, RequestError
-from areal_jax.rollout.http.wire.openai import read_messages
+from areal_jax.rollout.http.wire.openai import read_messages, read_tools
 from areal_jax.rollout.http.wire.request_fields import MOST_PROMPTS, Fields, read_token_ids
-from areal_jax.rollout.http.wire.tools import read_tools
 from areal_jax.text.chat_template import TokenizerError
 
 _CHAT_UNSERVED = ('continue_final_message', 'chat_template', 'chat_template_kwargs', 'mm_processor_kwargs')

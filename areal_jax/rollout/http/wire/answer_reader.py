@@ -8,9 +8,8 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from areal_jax.rollout.http.wire.answer_reader import AnswerText, CallParser
 from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
-from areal_jax.rollout.http.wire.notation import CallParser
-from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.types import concatenate
 
 Tools: TypeAlias = Sequence[Mapping[str, object]]

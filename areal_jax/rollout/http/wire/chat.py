@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import openai
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Piece, Prompt, ReplyInfo
+from areal_jax.rollout.http.wire.openai import describe_call, read_format, read_tools
 from areal_jax.rollout.http.wire.request_fields import Fields, require_scored
-from areal_jax.rollout.http.wire.tools import describe_call, read_tools
 from areal_jax.rollout.http.wire.vllm import ranked_alternatives, render_prompt_logprobs
-from areal_jax.rollout.http.wire.wishes import read_format
 from areal_jax.types import MOST_ALTERNATIVES
 
 _ROUTE = openai.Route('chatcmpl-', 'chat.completion', 'chat.completion.chunk')

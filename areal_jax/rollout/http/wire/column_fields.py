@@ -12,8 +12,7 @@ import numpy as np
 
 from areal_jax.columns import Column, ColumnError, declared, find
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import Answer, Call
-from areal_jax.rollout.http.wire.replies import Reply, read_logprobs
+from areal_jax.rollout.http.wire.exchange import Answer, Call, Reply, read_logprobs
 
 ASKED = 'return_{}'
 

@@ -8,12 +8,20 @@ from collections.abc import Callable, Sequence
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Part, Piece, Reasoning, ReplyInfo, ToolCall
-from areal_jax.rollout.http.wire.openai import metadata, read_part
+from areal_jax.rollout.http.wire.openai import (
+    AskedTools,
+    choose,
+    describe_call,
+    list_tools,
+    make_call,
+    metadata,
+    read_format,
+    read_function,
+    read_part,
+    take_name,
+)
 from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.sse import frame_named
-from areal_jax.rollout.http.wire.tools import AskedTools, choose, describe_call, list_tools, read_function, take_name
-from areal_jax.rollout.http.wire.turns import make_call
-from areal_jax.rollout.http.wire.wishes import read_format
+from areal_jax.rollout.http.wire.sglang import frame_named
 
 _MOST_BLOCKS = 4096  # and messages
 _MOST_STOP_STRINGS, _STOP_CHARACTERS = 64, 4096

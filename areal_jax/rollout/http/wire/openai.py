@@ -9,7 +9,6 @@ import numpy as np
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import sglang, vllm
-from areal_jax.rollout.http.wire.column_fields import read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import (
     Answer,
     Call,
@@ -20,12 +19,13 @@ from areal_jax.rollout.http.wire.exchange import (
     ReplyInfo,
     RequestError,
     count_usage,
+    read_wanted,
+    render_columns,
 )
-from areal_jax.rollout.http.wire.request_fields import Fields
+from areal_jax.rollout.http.wire.openai import read_calls
+from areal_jax.rollout.http.wire.request_fields import OPENAI, Fields, read_sampling
 from areal_jax.rollout.http.wire.row_fields import render_npy
-from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling
-from areal_jax.rollout.http.wire.sse import frame
-from areal_jax.rollout.http.wire.tools import read_calls
+from areal_jax.rollout.http.wire.sglang import frame
 from areal_jax.types import MOST_ALTERNATIVES
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for

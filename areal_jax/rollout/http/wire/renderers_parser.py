@@ -11,8 +11,7 @@ from renderers import RendererConfig
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus, create_renderer
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.http.wire.answer_reader import ParsedAnswer, Tools
-from areal_jax.rollout.http.wire.notation import STRICT_JSON, require_call
+from areal_jax.rollout.http.wire.answer_reader import STRICT_JSON, ParsedAnswer, Tools, require_call
 from areal_jax.text.tokenizer import Tokenizer
 
 _CONFIGS: TypeAdapter[RendererConfig] = TypeAdapter(RendererConfig)

@@ -11,8 +11,7 @@ import numpy as np
 
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.column_fields import ASKED
-from areal_jax.rollout.http.wire.exchange import Call, RequestError
+from areal_jax.rollout.http.wire.exchange import ASKED, Call, RequestError
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
 LARGEST_VERSION = 2**63 - 1  # of weights that a text names

@@ -7,20 +7,22 @@ from collections.abc import Mapping, Sequence
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Message, Part, Piece, Reasoning, ReplyInfo, ToolCall
-from areal_jax.rollout.http.wire.openai import metadata, read_part
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.sse import frame_named
-from areal_jax.rollout.http.wire.tools import (
+from areal_jax.rollout.http.wire.openai import (
     AskedTools,
     choose,
     describe_call,
+    join_assistant,
     list_tools,
+    make_call,
+    metadata,
+    read_format,
     read_function,
+    read_part,
     take_arguments,
     take_name,
 )
-from areal_jax.rollout.http.wire.turns import join_assistant, make_call
-from areal_jax.rollout.http.wire.wishes import read_format
+from areal_jax.rollout.http.wire.request_fields import Fields
+from areal_jax.rollout.http.wire.sglang import frame_named
 
 _MOST_ITEMS = 4096  # of the input, and parts of one
 _TEXT_PARTS = ('input_text', 'output_text', 'text')

@@ -20,8 +20,7 @@ import numpy as np
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.column_form import UNKNOWN, ColumnForm
-from areal_jax.rollout.http.wire.exchange import Call, Piece
-from areal_jax.rollout.http.wire.replies import Reply
+from areal_jax.rollout.http.wire.exchange import Call, Piece, Reply
 from areal_jax.rollout.http.wire.request_fields import Fields
 
 _RECORDING = 'with rollout.record_routes=True, a server of others with --enable-return-routed-experts'

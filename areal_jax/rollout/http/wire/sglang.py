@@ -12,30 +12,37 @@ import numpy as np
 from areal_jax.columns import of_models, of_tokens
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.column_fields import ASKED, parse_columns, read_wanted, render_columns
 from areal_jax.rollout.http.wire.exchange import (
+    ASKED,
     Answer,
     Call,
     CallSampling,
     Finish,
     Piece,
     Prompt,
+    Reply,
     ReplyError,
     ReplyInfo,
     RequestError,
     Written,
+    cut_by_spans,
+    parse_columns,
+    read_logprobs,
+    read_wanted,
+    render_columns,
 )
-from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
 from areal_jax.rollout.http.wire.request_fields import (
     MOST_PROMPTS,
+    SGLANG,
     Fields,
+    read_sampling,
     read_token_ids,
+    render_sampling,
     require_same,
     require_scored,
 )
 from areal_jax.rollout.http.wire.row_fields import NO_ROWS, parse_raw, read_start, render_raw
-from areal_jax.rollout.http.wire.sampling_fields import SGLANG, read_sampling, render_sampling
-from areal_jax.rollout.http.wire.sse import frame_text, write_json
+from areal_jax.rollout.http.wire.sglang import frame_text, write_json
 from areal_jax.types import MOST_ALTERNATIVES, TokenScores
 
 _MODE, _COLUMN = '{}_mode', 'output_token_{}'  # of columns

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import ReplyError
-from areal_jax.rollout.http.wire.replies import load_json
+from areal_jax.rollout.http.wire.exchange import ReplyError, load_json
 
 _ENTRIES, _FEW = 256, 2048  # of a list in one piece, and values in it
 _PREFIX = 'data: '

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from areal_jax.files import JsonObject
 from areal_jax.rollout.http.wire.exchange import Wish
+from areal_jax.rollout.http.wire.openai import call_wish
 from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, Fields, count_levels
-from areal_jax.rollout.http.wire.wishes import call_wish
 
 _MOST_TOOLS = 1024  # of a request, and calls in one turn
 # of a tool: what other servers do with it

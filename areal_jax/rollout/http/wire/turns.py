@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from areal_jax.rollout.http.wire.exchange import Call, Message, Wish
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling
-from areal_jax.rollout.http.wire.tools import AskedTools
+from areal_jax.rollout.http.wire.openai import AskedTools
+from areal_jax.rollout.http.wire.request_fields import OPENAI, Fields, read_sampling
 
 
 def make_call(

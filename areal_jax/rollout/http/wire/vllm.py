@@ -9,13 +9,32 @@ import numpy as np
 
 from areal_jax.errors import show
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.column_fields import ASKED, parse_columns, read_wanted, render_columns
-from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, Piece, ReplyInfo, Span, count_usage
-from areal_jax.rollout.http.wire.replies import Reply, cut_by_spans, read_logprobs
-from areal_jax.rollout.http.wire.request_fields import Fields, read_token_ids, require_scored
+from areal_jax.rollout.http.wire.exchange import (
+    ASKED,
+    Answer,
+    Call,
+    Finish,
+    Piece,
+    Reply,
+    ReplyInfo,
+    Span,
+    count_usage,
+    cut_by_spans,
+    parse_columns,
+    read_logprobs,
+    read_wanted,
+    render_columns,
+)
+from areal_jax.rollout.http.wire.request_fields import (
+    OPENAI,
+    Fields,
+    read_sampling,
+    read_token_ids,
+    render_sampling,
+    require_scored,
+)
 from areal_jax.rollout.http.wire.row_fields import parse_npy, read_start, render_npy
-from areal_jax.rollout.http.wire.sampling_fields import OPENAI, read_sampling, render_sampling
-from areal_jax.rollout.http.wire.sse import frame
+from areal_jax.rollout.http.wire.sglang import frame
 from areal_jax.types import MOST_ALTERNATIVES
 
 PATH = '/inference/v1/generate'  # at the root, not under /v1

@@ -10,8 +10,7 @@ from jetstream.core import orchestrator
 from jetstream.core.utils.return_sample import ReturnSample
 
 from areal_jax.rollout.jetstream.server.engine import RelayEngine, describe_failure
-from areal_jax.rollout.jetstream.server.open_call import OpenCall
-from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.rollout.jetstream.server.result_columns import drop_fillers
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from jetstream.engine import engine_api, tokenizer_api
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.jetstream.server.open_call import OpenCall
-from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.rollout.jetstream.server.result_columns import count_columns
 
 _log = logging.getLogger('areal_jax.jetstream')
@@ -89,7 +88,7 @@ class RelayEngine(engine_api.Engine):
 
 
 class IdTokenizer(tokenizer_api.Tokenizer):
-    """Ids without texts: prompts are encoded before, and the texts of answers are made in driver.py."""
+    """Ids without texts: prompts are encoded before, and the texts of answers are made in engine.py."""
 
     def encode(self, s: str, **kwargs: object) -> tuple[np.ndarray, int]:
         raise NotImplementedError('prompts are encoded in open_calls.py')

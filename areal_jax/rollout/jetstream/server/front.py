@@ -17,9 +17,9 @@ from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import Limits
 from areal_jax.rollout.http.server.thread import ServedModel
 from areal_jax.rollout.jetstream.server.control_service import ControlService
-from areal_jax.rollout.jetstream.server.driver import RelayDriver
+from areal_jax.rollout.jetstream.server.engine import RelayDriver
+from areal_jax.rollout.jetstream.server.front import RelayOrchestrator
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls
-from areal_jax.rollout.jetstream.server.orchestrator import RelayOrchestrator
 from areal_jax.rollout.jetstream.server.relay import Relay
 
 _GRACE_S = 2.0  # for calls that are open at the end

@@ -9,8 +9,8 @@ import numpy as np
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.service import Delivery, Submission
+from areal_jax.rollout.http.wire.answer_reader import AnswerText
 from areal_jax.rollout.http.wire.exchange import Answer, Call, Finish, FinishWord
-from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.types import EngineFinish, concatenate
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}

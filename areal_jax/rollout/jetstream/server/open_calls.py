@@ -17,15 +17,14 @@ from grpc.aio import ServicerContext as Context
 
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.pauses import FENCED
-from areal_jax.rollout.http.server.bodies import Bodies
 from areal_jax.rollout.http.server.bridge import Bridge
 from areal_jax.rollout.http.server.limits import FAILED, QUEUE_FULL, SMALL_BYTES, TOO_LATE
+from areal_jax.rollout.http.server.replies import Bodies
 from areal_jax.rollout.http.wire.exchange import INCARNATION, Answer, Call, RequestError, name_answers
 from areal_jax.rollout.jetstream.record import KEPT, LARGEST_TRAILER, RECORD, SETTINGS, encode_record
 from areal_jax.rollout.jetstream.server.engine import StepError
 from areal_jax.rollout.jetstream.server.kept_records import KeptRecords
-from areal_jax.rollout.jetstream.server.open_call import OpenCall
-from areal_jax.rollout.jetstream.server.relay import Relay
+from areal_jax.rollout.jetstream.server.relay import OpenCall, Relay
 from areal_jax.rollout.jetstream.server.request_messages import read_control, read_request
 from areal_jax.rollout.stream import DispatchError, LogprobError
 

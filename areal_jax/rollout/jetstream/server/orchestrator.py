@@ -13,9 +13,9 @@ from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2
 
 from areal_jax.rollout.jetstream.messages import SERVICE
-from areal_jax.rollout.jetstream.server.driver import RelayDriver
-from areal_jax.rollout.jetstream.server.open_call import OpenCall
+from areal_jax.rollout.jetstream.server.engine import RelayDriver
 from areal_jax.rollout.jetstream.server.open_calls import OpenCalls
+from areal_jax.rollout.jetstream.server.relay import OpenCall
 
 
 class RelayOrchestrator(orchestrator.LLMOrchestrator):

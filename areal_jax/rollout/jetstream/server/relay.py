@@ -15,7 +15,7 @@ import numpy as np
 from areal_jax.errors import UserError
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.service import Action, Delivery
-from areal_jax.rollout.jetstream.server.open_call import OpenCall
+from areal_jax.rollout.jetstream.server.relay import OpenCall
 from areal_jax.rollout.jetstream.server.result_columns import make_data, write_row
 
 

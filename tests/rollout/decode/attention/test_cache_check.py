@@ -10,12 +10,15 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as rag
 
 from areal_jax.models.attention import AttentionError
 from areal_jax.native import compiled_library as library
-from areal_jax.rollout.decode.attention import cache_check as check
-from areal_jax.rollout.decode.attention.cache_check import choose_checked, self_check
-from areal_jax.rollout.decode.attention.choose import Demand, choose_implementation
-from areal_jax.rollout.decode.attention.gather import GatherAttention
-from areal_jax.rollout.decode.attention.loops import LoopAttention
-from areal_jax.rollout.decode.attention.native import NativeAttention
+from areal_jax.rollout.decode.attention import choose as check
+from areal_jax.rollout.decode.attention.choose import (
+    Demand,
+    NativeAttention,
+    choose_checked,
+    choose_implementation,
+    self_check,
+)
+from areal_jax.rollout.decode.attention.loops import GatherAttention, LoopAttention
 from areal_jax.rollout.decode.attention.pallas_gpu import PallasGpuAttention
 from areal_jax.rollout.decode.attention.pallas_tpu import PallasTpuAttention
 

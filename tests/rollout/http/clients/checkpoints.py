@@ -16,7 +16,7 @@ from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params
-from areal_jax.publication.version_directory import write_hf_directory
+from areal_jax.publication.export import write_hf_directory
 
 # heads of 64, which vllm has kernels for
 CONFIG = ModelConfig(

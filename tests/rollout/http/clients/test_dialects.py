@@ -8,8 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.clients.connection import NoReplyError, Reply, StatusError
-from areal_jax.rollout.http.clients.dialect import UpdateError
+from areal_jax.rollout.http.clients.connection import NoReplyError, Reply, StatusError, UpdateError
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling, ReplyError

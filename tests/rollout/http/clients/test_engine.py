@@ -16,7 +16,7 @@ from areal_jax.rollout.http.clients.engine import ServerEngine
 from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
-from areal_jax.rollout.requirements import (
+from areal_jax.rollout.pool import (
     EngineError,
     needs_logprobs,
     needs_pause,
@@ -25,7 +25,7 @@ from areal_jax.rollout.requirements import (
     needs_update,
     require_capabilities,
 )
-from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError, RefusedError, RequestFailedError
+from areal_jax.rollout.servers.member import OutcomeUnknownError, RefusedError, RequestFailedError
 from areal_jax.types import PublishedWeights, SamplingParams
 from tests.rollout.engine_contract import CHECKS, LONGEST, Bench, Setting, Subject, request
 from tests.rollout.http.clients.fake_server import VOCAB_SIZE, FakeSglang, FakeVllm, write_checkpoint

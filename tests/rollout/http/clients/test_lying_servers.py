@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, Reply, StatusError
-from areal_jax.rollout.http.clients.dialect import UpdateError
-from areal_jax.rollout.http.clients.own_dialect import OwnDialect
+from areal_jax.rollout.http.clients.connection import Connection, NoReplyError, Reply, StatusError, UpdateError
 from areal_jax.rollout.http.clients.server import read_version
 from areal_jax.rollout.http.clients.sglang import SglangDialect
-from areal_jax.rollout.http.clients.vllm import VllmDialect
+from areal_jax.rollout.http.clients.vllm import OwnDialect, VllmDialect
 from areal_jax.rollout.http.wire import sglang, vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Finish, Piece, ReplyError, ReplyInfo
 from areal_jax.types import LARGEST_LOGPROB

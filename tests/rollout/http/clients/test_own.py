@@ -14,9 +14,9 @@ from areal_jax.lanes import server_lanes
 from areal_jax.rollout.http.clients import own
 from areal_jax.rollout.http.clients.connection import Connection
 from areal_jax.rollout.http.clients.own import OwnEngine
-from areal_jax.rollout.http.clients.own_dialect import LEASE_S, OwnDialect
 from areal_jax.rollout.http.clients.server import ServerLimits
-from areal_jax.rollout.servers.remote_engine import FencedError, HeldWeights, RefusedError, RequestFailedError
+from areal_jax.rollout.http.clients.vllm import LEASE_S, OwnDialect
+from areal_jax.rollout.servers.member import FencedError, HeldWeights, RefusedError, RequestFailedError
 from areal_jax.types import GenerationRequest, PublishedWeights, SamplingParams, Segment, Work
 from tests.rollout.engine_contract import CHECKS, LONGEST, PROMPT, SAMPLING, Bench, Setting, Subject, request
 from tests.rollout.http.server.rig import CONTEXT, ToyServer, write_weights

@@ -26,7 +26,7 @@ from areal_jax.rollout.http.clients.server import ServerLimits
 from areal_jax.rollout.http.clients.sglang import SglangDialect
 from areal_jax.rollout.http.clients.vllm import VllmDialect
 from areal_jax.rollout.http.wire.exchange import Call, CallSampling
-from areal_jax.rollout.servers.remote_engine import OutcomeUnknownError
+from areal_jax.rollout.servers.member import OutcomeUnknownError
 from areal_jax.rollout.servers.server_entries import read_address
 from areal_jax.types import PublishedWeights, Work
 from tests.rollout.decode.examples import whole_attention

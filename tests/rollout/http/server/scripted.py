@@ -5,7 +5,7 @@ import string
 
 import numpy as np
 
-from areal_jax.rollout.sampling_support import SamplingSupport
+from areal_jax.rollout.backend import SamplingSupport
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.rollout.http.server.rig import SlowBackend, ToyServer
 from tests.toys import STOP

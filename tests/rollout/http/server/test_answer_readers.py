@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.server.answer_readers import AnswerReaders
-from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.server.bridge import AnswerReaders, Texts
 from areal_jax.rollout.http.wire import chat
 from areal_jax.rollout.http.wire.exchange import Finish
 from areal_jax.text.file_tokenizers import HfTokenizer

@@ -17,9 +17,9 @@ import urllib.request
 
 import pytest
 
-from areal_jax.rollout.http.server import connections, descriptors
-from areal_jax.rollout.http.server.complaints import NAME, OncePerMinute, bounded_log
-from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server import connections
+from areal_jax.rollout.http.server import limits as descriptors
+from areal_jax.rollout.http.server.limits import NAME, Limits, OncePerMinute, bounded_log
 from tests.rollout.http.server.rig import ToyServer, body, until
 
 ROOT = pathlib.Path(__file__).parents[4]

@@ -5,9 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.server.bridge import Bridge, Exchange
+from areal_jax.rollout.http.server.bridge import Bridge, Exchange, Texts
 from areal_jax.rollout.http.server.limits import Limits
-from areal_jax.rollout.http.server.texts import Texts
 from areal_jax.rollout.http.service import Delivery
 from areal_jax.rollout.http.wire import sglang
 from areal_jax.rollout.http.wire.exchange import Piece

@@ -16,8 +16,7 @@ import zlib
 
 import pytest
 
-from areal_jax.rollout.http.server.complaints import NAME
-from areal_jax.rollout.http.server.limits import Limits
+from areal_jax.rollout.http.server.limits import NAME, Limits
 from tests.rollout.http.server.rig import PROMPT, ToyServer, body
 
 KEY = 'clé'  # of the server: no ASCII

@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.rollout.http.server import control, generation, openapi, state, tokens
+from areal_jax.rollout.http.server import control, generation, openapi, replies, state
 from areal_jax.rollout.http.server.openapi import describe_server, list_operations, render_page
 from tests.rollout.http.server.rig import ToyServer
 
@@ -39,7 +39,7 @@ def test_the_page_has_every_route_and_no_other(server):
     assert status == 200
     listed = {(method.upper(), path) for path, one in document['paths'].items() for method in one}
     assert document == describe_server()
-    served = [generation.list_routes('toy'), *(one.list_routes() for one in (control, openapi, state, tokens))]
+    served = [generation.list_routes('toy'), *(one.list_routes() for one in (control, openapi, state, replies))]
     assert listed == {(one.method, one.path.replace(':.+', '')) for routes in served for one in routes}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.server.texts import Texts
+from areal_jax.rollout.http.server.bridge import Texts
 from areal_jax.rollout.http.wire.exchange import CallSampling, Finish
 from areal_jax.text.file_tokenizers import HfTokenizer
 from tests.text import vocabularies

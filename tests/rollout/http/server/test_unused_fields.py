@@ -12,8 +12,7 @@ import areal_jax
 from areal_jax.rollout.http.server.openapi import list_operations
 from areal_jax.rollout.http.wire import chat, completions, control, messages, responses, sglang, vllm
 from areal_jax.rollout.http.wire.exchange import RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.schema import describe_request
+from areal_jax.rollout.http.wire.request_fields import Fields, describe_request
 from areal_jax.text.tokenizer import CharacterTokenizer
 from tests.agents.gateway import rig as gateway_rig
 from tests.rollout.http.server.rig import ToyServer

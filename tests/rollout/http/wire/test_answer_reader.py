@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 
-from areal_jax.rollout.http.wire.answer_reader import CallReader, ParsedAnswer, Reading, WholeReader
+from areal_jax.rollout.http.wire.answer_reader import (
+    BEGIN_TOKEN,
+    END_TOKEN,
+    NOTATIONS,
+    AnswerText,
+    CallParser,
+    CallReader,
+    ParsedAnswer,
+    Reading,
+    WholeReader,
+)
 from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
-from areal_jax.rollout.http.wire.notation import BEGIN_TOKEN, END_TOKEN, NOTATIONS, CallParser
-from areal_jax.rollout.http.wire.text import AnswerText
 from areal_jax.text.decoding import TextDecoder, TokenBytes
 
 LENGTH = Finish('length')

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from areal_jax.rollout.http.wire.notation import (
+from areal_jax.rollout.http.wire.answer_reader import (
     BEGIN_TOKEN,
     END_TOKEN,
     NOTATIONS,

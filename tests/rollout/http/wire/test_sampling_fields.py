@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from areal_jax.rollout.http.wire.exchange import CallSampling, RequestError
-from areal_jax.rollout.http.wire.request_fields import Fields
-from areal_jax.rollout.http.wire.sampling_fields import OPENAI, SGLANG, read_sampling, render_sampling
+from areal_jax.rollout.http.wire.request_fields import OPENAI, SGLANG, Fields, read_sampling, render_sampling
 
 FULL = CallSampling(
     max_new_tokens=64, min_new_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1,

@@ -18,7 +18,7 @@ from areal_jax.rollout.http.wire.exchange import (
     Span,
     name_answers,
 )
-from areal_jax.rollout.http.wire.sse import parse_event
+from areal_jax.rollout.http.wire.sglang import parse_event
 from tests.rollout.http.wire.calls import INFO, PROMPT, answer, stream
 
 BODY = {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_jax.rollout.http.wire.exchange import ReplyError
-from areal_jax.rollout.http.wire.sse import DONE, frame, parse_event, write_slowly
+from areal_jax.rollout.http.wire.sglang import DONE, frame, parse_event, write_slowly
 
 
 def test_an_event_is_read_as_it_was_written():

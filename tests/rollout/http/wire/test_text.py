@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from areal_jax.rollout.http.wire.answer_reader import AnswerText, cut_stop
 from areal_jax.rollout.http.wire.exchange import Finish
-from areal_jax.rollout.http.wire.text import AnswerText, cut_stop
 from areal_jax.text.decoding import TextDecoder, TokenBytes
 from tests.rollout.http.wire.calls import decode_bytes
 
