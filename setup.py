@@ -22,7 +22,7 @@ PUSH = ['huggingface_hub>=1.0']  # areal-export --push
 DOCS = ['sphinx>=8', 'myst-parser>=4', 'furo>=2024.8.6']
 BROWSER = ['playwright>=1.60', 'pillow>=10']  # drives a Chromium that is installed already
 HERE = pathlib.Path(__file__).parent
-VERSION_FILE = HERE / 'areal_jax' / 'workers' / 'code_version.py'
+VERSION_FILE = HERE / 'areal_jax' / 'installation.py'
 [VERSION] = re.findall(r"^__version__ = '(.+)'$", VERSION_FILE.read_text(), re.MULTILINE)
 
 setup(

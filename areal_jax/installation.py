@@ -6,6 +6,8 @@ and areal_jax.launch.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -85,3 +87,31 @@ def _list_requirements(extra: str) -> list[str]:
     declared = importlib.metadata.requires('areal_jax') or []
     split = [requirement.partition(';') for requirement in declared]
     return [name.strip() for name, _, marker in split if re.search(rf"""extra == ['"]{extra}['"]""", marker)]
+
+
+__version__ = '0.1.0'
+_PACKAGE = pathlib.Path(__file__).parent
+_SUFFIXES = ('.py', '.cc', '.h')
+_DIGITS = 12
+
+
+@functools.cache
+def read_code_version() -> str:
+    """'0.1.0+1f0c52b6a9de': the release, and a sha256 over the names and bytes of the package's sources.
+
+    The sources are read at the first call: make it when the process starts, before somebody edits them.
+    """
+    return f'{__version__}+{digest_sources(_PACKAGE)}'
+
+
+def digest_sources(package: pathlib.Path) -> str:
+    """The first digits of a sha256, in hex, over the sources of a package, without what a clone has beside it."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob('*') if path.suffix in _SUFFIXES):
+        place = path.relative_to(package)
+        if place.parts[0] in BESIDE:
+            continue
+        name, content = str(place).encode(), path.read_bytes()
+        for part in (name, content):
+            digest.update(len(part).to_bytes(8, 'little') + part)
+    return digest.hexdigest()[:_DIGITS]

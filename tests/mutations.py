@@ -881,7 +881,7 @@ MUTATIONS = [
     Mutation(
         'let confined code open sockets',
         'areal_jax.workers.sandbox.confinement:confine',
-        'seccomp.install()',
+        'install()',
         'pass',
         'tests/tasks/scoring/test_sandboxed_scorer.py',
     ),

@@ -3,15 +3,184 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
-from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, ProgramsError, ToolFailedError
-from areal_jax.control.episode import Episode
+from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, Message, ProgramsError, ToolFailedError, Turn
+from areal_jax.control.episode import Call, Episode
 from areal_jax.control.failures import RequestLostError
+from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock
-from areal_jax.text.chat_template import ToolsNotShownError
-from areal_jax.types import FinishReason, Prompt
+from areal_jax.text.chat_template import ToolsNotShownError, read_arguments
+from areal_jax.types import FinishReason, Prompt, Work
+
+RunTool = Callable[[object], Awaitable[str]]  # of the arguments; on the I/O loop, as Dialogue.call_tool has it
+
+
+class OfferedTools:
+    """What an agent gets as `call_tool`.
+
+    Args:
+      tools: by name.
+    """
+
+    def __init__(self, dialogue: Dialogue, tools: Mapping[str, RunTool]):
+        self._dialogue, self._tools = dialogue, tools
+
+    async def call_tool(
+        self, name: str, arguments: object, tool: Callable[[], Awaitable[str]] | None = None, **options: int
+    ) -> str:
+        """See Dialogue.call_tool; without a `tool` it is that of agent.tools with this name.
+
+        `arguments` of such a tool: the text that the model wrote, or a dict. A name that no tool has is a result that
+        the model reads. Raises TypeError where agent.tools is empty.
+        """
+        if tool is None and not self._tools:
+            raise TypeError(
+                f'call_tool({name!r}, ...) has no third argument, and agent.tools=() names no tool: give an `async '
+                "def` without parameters, or set agent.tools=('python',)"
+            )
+        run = tool or functools.partial(self._run, name, read_arguments(arguments))
+        return await self._dialogue.call_tool(name, arguments, run, **options)
+
+    async def _run(self, name: str, arguments: object) -> str:
+        if name not in self._tools:
+            return f'error: there is no tool {name!r}; tools: {", ".join(self._tools)}'
+        return await self._tools[name](arguments)
+
+
+# The program of an episode, seen from the host's loop: each call that it makes over HTTP becomes a turn.
+#
+# What the program does comes in as outcomes of calls of the clock, one for each of its requests and one for its end.
+# They are in the event log, so a replay needs no program, and a resumed run answers from its record what one repeats.
+
+
+_GRACE_S = 60.0  # of the call of the clock: the deadline of the episode comes first
+_SPENT: dict[Label, str] = {
+    # clients know the first words, and end or summarise a conversation that has become too long
+    'length': 'the maximum context length is reached: no row of this episode has room for another turn '
+    '(rollout.context_tokens, rollout.max_new_tokens)',
+    'turns': 'this episode has had all its turns (agent.max_turns)',
+}
+
+
+class ProgramSession(Protocol):
+    """One episode at the gateway (gateway/session.py)."""
+
+    async def next(self) -> JsonObject:
+        """What the program does next; awaited on the I/O loop."""
+        ...
+
+    def answer(self, number: int, turns: Sequence[Turn]) -> None: ...
+
+    def refuse(self, number: int, sentence: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ProgramFailedError(Exception):
+    """The program of an episode ended by an error: the episode has no reward."""
+
+
+class ProgramAgent:
+    """An agent that is a program: called for each episode (agent_workflow.Agent).
+
+    Args:
+      open_session: of a prompt and a sample, a session whose program starts with its first event.
+      lane: of the clock, on which the program is waited for.
+      deadline_s: of an episode.
+    """
+
+    def __init__(
+        self, clock: Clock, open_session: Callable[[Prompt, int], ProgramSession], lane: str, deadline_s: float
+    ):
+        self._clock, self._open_session, self._lane, self._deadline_s = clock, open_session, lane, deadline_s
+
+    async def __call__(self, prompt: Prompt, dialogue: Dialogue) -> None:
+        """Returns when the program has ended well; raises EpisodeEnd, ProgramFailedError, or what generation raises."""
+        sample = dialogue.episode.sample
+        session = self._open_session(prompt, sample)
+        answering, detail = _Answering(session, dialogue), {'draw': prompt.draw, 'sample': sample}
+        work = Work('program', 1.0, detail, recorded=True)
+        next_event = lambda: self._clock.call(self._lane, session.next, work, self._deadline_s + _GRACE_S)
+        try:
+            while (event := await next_event())['event'] in ('call', 'too_long'):
+                answering.begin(event)
+        finally:
+            session.close()
+        if event['event'] == 'fault':
+            raise ProgramsError(event['detail'])
+        await answering.end(event)
+
+
+class _Answering:
+    """The calls of one program, each answered by a coroutine of its own."""
+
+    def __init__(self, session: ProgramSession, dialogue: Dialogue):
+        self._session, self._dialogue = session, dialogue
+        self._messages: list[list[Message]] = []  # by number of the call
+        self._turns: dict[int, list[Call]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._spent: Label | None = None
+        self._fatal: BaseException | None = None
+        self._has_ended = False
+
+    def begin(self, event: JsonObject) -> None:
+        if event['event'] == 'too_long':
+            self._messages.append([])
+            self._refuse(event['number'], EpisodeEnd('length'))
+            return
+        before = [] if event['of'] is None else self._messages[event['of']]
+        self._messages.append([*before[: event['kept']], *event['messages']])
+        self._tasks.append(asyncio.get_running_loop().create_task(self._answer(event), name='call of a program'))
+
+    async def end(self, event: JsonObject) -> None:
+        """Ends what is still sampled, and takes out what the program never got."""
+        self._has_ended = True
+        await self._dialogue.close('stop')
+        await asyncio.gather(*self._tasks)
+        self._dialogue.episode.count(**event['counts'])
+        if self._fatal is not None:
+            raise self._fatal
+        undelivered = [call for number in event['undelivered'] for call in self._turns.get(number, ())]
+        self._dialogue.withdraw(undelivered)
+        self._dialogue.episode.count(undelivered=len(undelivered))
+        self._dialogue.episode.outcome = event['outcome']
+        if event['status'] == 'lost':
+            raise EpisodeEnd('env_error') from ToolFailedError(event['detail'])
+        if self._spent is not None:
+            raise EpisodeEnd(self._spent)
+        if event['status'] != 'ended':
+            raise ProgramFailedError(event['detail'])
+
+    async def _answer(self, event: JsonObject) -> None:
+        number, messages = event['number'], self._messages[event['number']]
+        how = {'one_tool_call': event['one_tool_call'], 'wish': event['wish']}
+        ask = lambda: self._dialogue.take_turn(messages, event['tools'], **how)
+        found = await asyncio.gather(*(ask() for _ in range(event['n'])), return_exceptions=True)
+        turns = [turn for turn in found if isinstance(turn, Turn)]
+        self._turns[number] = [turn.call for turn in turns]
+        fault = next((one for one in found if isinstance(one, BaseException)), None)
+        if fault is None:
+            self._session.answer(number, turns)
+        else:
+            self._refuse(number, fault)
+
+    def _refuse(self, number: int, fault: BaseException) -> None:
+        if isinstance(fault, EpisodeEnd) and fault.label in _SPENT:
+            self._spent = self._spent or fault.label
+            self._session.refuse(number, _SPENT[fault.label])
+        elif isinstance(fault, UserError) and not isinstance(fault, RequestLostError):
+            self._session.refuse(number, str(fault))  # of the messages: the template refuses them
+        elif not self._has_ended:
+            self._stop(fault)
+
+    def _stop(self, error: BaseException) -> None:
+        self._fatal = self._fatal or error
+        self._session.close()
+
 
 Agent: TypeAlias = Callable[[Prompt, Dialogue], Awaitable[object]]  # returns when the episode is over
 _FINISH: dict[Label, FinishReason] = {'stop': 'stop', 'length': 'length', 'turns': 'length'}

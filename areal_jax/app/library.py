@@ -48,7 +48,7 @@ def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings:
 # areal_jax.train, evaluate and export: what the commands do, for programs and notebooks.
 #
 # They leave the process as it was: no signal handlers, no settings of malloc, logging or jax, no exit handlers. Each
-# call runs in a thread of its own (run_thread.py) and blocks until it has ended.
+# call runs in a thread of its own (ending.py) and blocks until it has ended.
 
 
 ConfigSource: TypeAlias = config_dict.ConfigDict | str | os.PathLike[str]

@@ -1,7 +1,7 @@
 """The loop on the host: batches, updates, stops and checkpoints around its parts, joined by bounded queues.
 
 app/run/loop.py builds and runs it. Its parts are admission (gate.py, lock_step.py), groups on their way through
-generation and reward (groups.py), publication (controller.py) and the writing of checkpoints (controller.py).
+generation and reward (groups.py), publication and the writing of checkpoints.
 It imports no jax and holds no array larger than a trajectory.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from areal_jax import lanes
-from areal_jax.control.buffer import GroupFilter, TrajectoryBuffer, count_positions, stamp_consumed
-from areal_jax.control.controller import CheckpointWriter, Publisher, Update
+from areal_jax.control.buffer import BoundedQueue, GroupFilter, TrajectoryBuffer, count_positions, stamp_consumed
 from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.event_writer import EventLog
@@ -24,8 +23,100 @@ from areal_jax.control.groups import RunningGroups
 from areal_jax.control.lock_step import LockStep, VersionRing
 from areal_jax.control.reallocation import Reallocation, ReallocationState
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Channel, Clock, Learner, Pool, PromptStream, Verifier, Workflow
 from areal_jax.types import Dropped, PublishedWeights, TrajectoryGroup, Weights, Work
+
+
+@dataclasses.dataclass
+class Update:
+    """An update on its way from the learner to the engines."""
+
+    version: int
+    groups: list[TrajectoryGroup]
+    metrics: Mapping[str, float]
+    copy: Weights  # None once the channel has it
+    frictions: Mapping[str, float] = dataclasses.field(default_factory=dict)  # see StepRecord
+
+
+class Publisher:
+    """Publishes one update after another.
+
+    Args:
+      install: brings published weights to the engines; returns the lowest version still needed and the longest pause
+        of decoding in seconds (None: the engines do not load it now).
+      published: called with the update and that pause when its version is published.
+      pinned: versions that the channel must not drop yet.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: EventLog,
+        channel: Channel,
+        install: Callable[[PublishedWeights], Awaitable[tuple[int, float | None]]],
+        published: Callable[[Update, float | None], None],
+        pinned: Callable[[], Collection[int]],
+    ):
+        self._clock, self._log, self._channel = clock, log, channel
+        self._install, self._published, self._pinned = install, published, pinned
+        self._updates: BoundedQueue[Update] = BoundedQueue(clock, 'updates to publication', 1)
+
+    async def put(self, update: Update) -> None:
+        """Hands the update over; waits while another one waits."""
+        await self._updates.put(update)
+
+    async def run(self) -> None:
+        """Publishes for ever. The transfer shares the lane of engine 0's fetch, which only starts when it is done."""
+        while True:
+            update = await self._updates.get()
+            published = await self._transfer(update)
+            size = _describe_size(published)
+            self._log.write('publish', version=update.version, manifest=published.manifest_hash, **size)
+            lowest, pause_s = await self._install(published)
+            self._channel.release(lowest, self._pinned())
+            self._published(update, pause_s)
+
+    async def _transfer(self, update: Update) -> PublishedWeights:
+        copy, update.copy = update.copy, None  # the last reference goes when the channel has its own
+        work = Work('publish', 1, {'version': update.version})
+        return await self._clock.run(publish_lane(0), lambda: self._channel.transfer(update.version, copy), work)
+
+
+def _describe_size(published: PublishedWeights) -> dict[str, Any]:
+    """The fields of the event; none where the channel does not say."""
+    if (size := published.size) is None:
+        return {}
+    changed = {} if size.changed is None else {'changed': size.changed}
+    return {'channel': size.channel, 'record': size.record, 'bytes': size.nbytes, **changed}
+
+
+# Writes checkpoints, one at a time, on the lane `disk` while the loop goes on.
+
+
+class CheckpointWriter:
+    """Knows whether a checkpoint is being written."""
+
+    def __init__(self, clock: Clock, supervisor: Supervisor):
+        self._clock, self._supervisor = clock, supervisor
+        self._writing = False
+        self._written = clock.event('the checkpoint before')
+
+    def start(self, update: int, write: Callable[[], None]) -> None:
+        """Starts to write the checkpoint taken after `update`."""
+        self._writing = True
+        self._supervisor.start('save', self._write(update, write))
+
+    async def wait(self) -> None:
+        """Returns when nothing is being written."""
+        while self._writing:
+            self._written.clear()
+            await self._clock.wait(self._written)
+
+    async def _write(self, update: int, write: Callable[[], None]) -> None:
+        await self._clock.run(lanes.DISK, write, Work('save', 1, {'update': update}))
+        self._writing = False
+        self._written.set()
 
 
 @dataclasses.dataclass(frozen=True)

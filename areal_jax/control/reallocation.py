@@ -8,13 +8,12 @@ elsewhere with all that was generated, the learner keeps its bits, and a checkpo
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import NamedTuple, TypedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypedDict
 
 from areal_jax import lanes
 from areal_jax.config.cluster import DeviceSplit
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.reallocation import DeviceSite
 from areal_jax.control.split_choice import (
     Choice,
     DecodeSums,
@@ -29,8 +28,40 @@ from areal_jax.control.split_choice import (
 )
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.events.schema import Event, RunDoneEvent
-from areal_jax.protocols import ChangingPool, Clock
+from areal_jax.protocols import ChangingPool, Clock, RolloutEngine
 from areal_jax.types import PublishedWeights, Work
+
+
+class DeviceSite(Protocol):
+    """Who owns the devices of a run that control/reallocation.py moves between learner and engines.
+
+    What is blocking touches nothing that another lane reads.
+    """
+
+    def engines_of(self, split: DeviceSplit) -> Mapping[str, Sequence[str]]:
+        """The names of their devices by engine, in the order of the engines. Equal devices: the engine stays."""
+        ...
+
+    def prepare(self, split: DeviceSplit) -> None:
+        """Compiles what the split needs; blocking, on the lane `prepare`, while the run goes on. Nothing twice."""
+        ...
+
+    def move_learner(self, split: DeviceSplit) -> None:
+        """The learner goes on with the devices of the split; blocking, on its lane, between two updates."""
+        ...
+
+    def build_engine(self, name: str, split: DeviceSplit, published: PublishedWeights) -> RolloutEngine:
+        """An engine of the split with these weights, not started; blocking, on the lane where it fetches weights."""
+        ...
+
+    def start_engine(self, engine: RolloutEngine) -> None:
+        """An engine of `build_engine` serves from now on."""
+        ...
+
+    def stop_engine(self, engine: RolloutEngine) -> None:
+        """Ends an engine that has left the pool, and lets its weights and its cache go."""
+        ...
+
 
 _MEASURED = ('train', 'snapshot')  # kinds of work of the learner that belong to an update
 _MOST_KEPT = 1024  # updates whose seconds are kept

@@ -1,15 +1,287 @@
 """What the processes of a run send each other, and how a failure of one is raised in another. jax-free.
 
-messages.py turns messages into bytes. Each message belongs to a lane: the other end executes the commands of one lane in
-the order of sending, and the lanes run concurrently.
+Each message belongs to a lane: the other end executes the commands of one lane in the order of sending,
+and the lanes run concurrently.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+import json
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from areal_jax.distributed.messages import CodecError, decode, encode
+import numpy as np
+
+from areal_jax.checkpoint.shards import ArrayShape, Piece, StoredArray
+from areal_jax.columns import ColumnArrays, join
 from areal_jax.errors import UserError
+from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup, concatenate
+
+_TIMES = ('admitted_s', 'finished_s', 'consumed_s')
+_TEXTS = ('finish_reason', 'engine', 'label')
+
+
+def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """Columns: lists of text, and arrays. `split_groups` gives equal groups, with the dtypes that types.py declares."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    prompts = {id(trajectory.prompt): trajectory.prompt for trajectory in trajectories}
+    number = {key: index for index, key in enumerate(prompts)}
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    return {
+        'group_draw': _integers(group.draw for group in groups),
+        'group_size': _integers(len(group.trajectories) for group in groups),
+        'prompt_draw': _integers(prompt.draw for prompt in prompts.values()),
+        'prompt_task': [prompt.task for prompt in prompts.values()],
+        'prompt_problem': [dict(prompt.problem) for prompt in prompts.values()],
+        'prompt_length': _integers(len(prompt.tokens) for prompt in prompts.values()),
+        'prompt_tokens': concatenate([prompt.tokens for prompt in prompts.values()], np.int32),
+        'prompt': _integers(number[id(trajectory.prompt)] for trajectory in trajectories),
+        'sample': _integers(trajectory.sample for trajectory in trajectories),
+        'row': _integers(trajectory.row for trajectory in trajectories),
+        'reward': np.array([trajectory.reward for trajectory in trajectories], np.float64),
+        **{name: np.array([getattr(t, name) for t in trajectories], np.float64) for name in _TIMES},
+        **{name: [getattr(t, name) for t in trajectories] for name in _TEXTS},
+        'segments': _integers(len(trajectory.segments) for trajectory in trajectories),
+        'length': _integers(len(segment.tokens) for segment in segments),
+        'version': _integers(segment.policy_version for segment in segments),
+        'tokens': concatenate([segment.tokens for segment in segments], np.int32),
+        'behavior': concatenate([segment.behavior_logprobs for segment in segments], np.float32),
+        'columns': _join_columns([segment.columns for segment in segments]),
+        'contexts': _join_columns([segment.context for segment in segments]),
+    }
+
+
+def _join_columns(of_segments: Sequence[ColumnArrays]) -> dict[str, dict[str, np.ndarray]]:
+    """Of each column: of how many tokens each segment has it, -1 = it has none, and the values."""
+    found = {}
+    for name in sorted({name for columns in of_segments for name in columns}):
+        held = _integers(len(columns[name]) if name in columns else -1 for columns in of_segments)
+        found[name] = {'held': held, **join([{'values': c[name]} for c in of_segments if name in c])}
+    return found
+
+
+def split_groups(columns: Mapping[str, Any]) -> list[TrajectoryGroup]:
+    """The inverse; arrays are views of the columns. Raises ValueError or KeyError where the columns do not fit."""
+    prompts = list(_split_prompts(columns))
+    segments = _split_segments(columns)
+    trajectories = []
+    fields = (columns[name].tolist() for name in ('prompt', 'sample', 'row', 'reward', 'segments', *_TIMES))
+    for row in zip(*fields, *(columns[name] for name in _TEXTS), strict=True):
+        prompt, sample, number, reward, count, admitted_s, finished_s, consumed_s, finish_reason, engine, label = row
+        own = tuple(itertools.islice(segments, count))
+        trajectories.append(
+            Trajectory(
+                prompts[prompt], sample, own, reward, finish_reason, engine, admitted_s, finished_s, consumed_s, label,
+                number,
+            )
+        )  # fmt: skip
+    ends = np.cumsum(columns['group_size'])
+    starts = ends - columns['group_size']
+    return [
+        TrajectoryGroup(draw, tuple(trajectories[start:end]))
+        for draw, start, end in zip(columns['group_draw'].tolist(), starts, ends, strict=True)
+    ]
+
+
+def _split_prompts(columns: Mapping[str, Any]) -> Iterator[Prompt]:
+    tokens = _pieces(columns['prompt_tokens'], columns['prompt_length'])
+    draws = columns['prompt_draw'].tolist()
+    for draw, own, task, problem in zip(draws, tokens, columns['prompt_task'], columns['prompt_problem'], strict=True):
+        yield Prompt(draw, own, task, problem)
+
+
+def _split_segments(columns: Mapping[str, Any]) -> Iterator[Segment]:
+    lengths = columns['length']
+    of_each = zip(
+        _pieces(columns['tokens'], lengths),
+        _pieces(columns['behavior'], lengths),
+        columns['version'].tolist(),
+        _split_columns(columns['columns'], len(lengths)),
+        _split_columns(columns['contexts'], len(lengths)),
+        strict=True,
+    )
+    for fields in of_each:
+        yield Segment(*fields)
+
+
+def _split_columns(columns: Mapping[str, Any], segments: int) -> list[dict[str, np.ndarray]]:
+    found: list[dict[str, np.ndarray]] = [{} for _ in range(segments)]
+    for name, column in columns.items():
+        has = np.flatnonzero(column['held'] >= 0)
+        for index, values in zip(has.tolist(), _pieces(column['values'], column['held'][has]), strict=True):
+            found[index][name] = values
+    return found
+
+
+def _pieces(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Consecutive views of these lengths, which together are the whole."""
+    ends = np.cumsum(lengths)
+    if int(lengths.sum()) != len(whole) or (lengths < 0).any():
+        raise ValueError(f'{len(whole)} values where the lengths say {int(lengths.sum())}')
+    return [whole[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+
+def _integers(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64)
+
+
+# Values as bytes and back: a JSON header, then the raw bytes of the arrays. Nothing but the listed types travels.
+#
+#     body        length of the header (4 bytes), the header, the arrays; each part begins at a multiple of 8 bytes
+#     header      {'value': ..., 'arrays': [[dtype, shape, first byte], ...]}
+#
+# In `value`, null, numbers and strings are themselves and a JSON array is a list. An object has one key, the kind:
+# dict, tuple, array, scalar, groups or the name of a record. Reading runs no code of the sender
+# and makes no object of a type that is not listed here. Decoded arrays are views of the body.
+
+
+_LENGTH = struct.Struct('!I')
+_ALIGNMENT = 8
+_UNREADABLE = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
+    *(SyntaxError, struct.error, MemoryError),  # the first one from numpy, for the text of a dtype
+)
+_KINDS = 'biuf'  # of numpy dtypes: bool, integers, floats
+_SCALARS = (bool, int, float, str)
+Body: TypeAlias = bytes | bytearray | mmap.mmap
+_Pack = Callable[[Any], tuple[Any, ...]]
+_Unpack = Callable[..., Any]
+
+
+class CodecError(ValueError):
+    """A value that cannot be encoded, or bytes that cannot be decoded."""
+
+
+def _pack_stored(leaf: StoredArray) -> tuple[Any, ...]:
+    return (
+        leaf.directory,
+        leaf.name,
+        leaf.shape,
+        leaf.dtype.str,
+        [tuple(piece) for piece in leaf.pieces],
+        leaf.if_damaged,
+    )
+
+
+def _unpack_stored(directory: str, name: str, shape: Any, dtype: str, pieces: Any, if_damaged: str) -> StoredArray:
+    return StoredArray(directory, name, tuple(shape), np.dtype(dtype), tuple(Piece(*p) for p in pieces), if_damaged)
+
+
+# the records that travel: type -> (name, its fields as values, from its fields)
+_RECORDS: Mapping[type, tuple[str, _Pack, _Unpack]] = {
+    Piece: ('Piece', tuple, Piece),
+    ArrayShape: ('ArrayShape', lambda leaf: (leaf.shape, leaf.dtype), ArrayShape),
+    StoredArray: ('StoredArray', _pack_stored, _unpack_stored),
+}
+_UNPACK = {name: unpack for name, _, unpack in _RECORDS.values()}
+
+
+def encode(value: object) -> bytes:
+    """Raises CodecError for a value of a type that does not travel."""
+    return b''.join(encode_parts(value))
+
+
+def encode_parts(value: object) -> list[bytes | memoryview]:
+    """The parts of `encode`, of which arrays are not copied."""
+    arrays: list[np.ndarray] = []
+    described = _describe(value, arrays)
+    table, offset = [], 0
+    for array in arrays:
+        table.append([array.dtype.str, array.shape, offset])
+        offset += _padded(array.nbytes)
+    header = json.dumps({'value': described, 'arrays': table}, separators=(',', ':')).encode()
+    padding = b' ' * (_padded(_LENGTH.size + len(header)) - _LENGTH.size - len(header))
+    parts: list[bytes | memoryview] = [_LENGTH.pack(len(header) + len(padding)), header, padding]
+    for array in arrays:
+        parts += [array.reshape(-1).view(np.uint8).data, bytes(_padded(array.nbytes) - array.nbytes)]
+    return parts
+
+
+def decode(body: Body) -> Any:
+    """The value; raises CodecError for anything that `encode` has not made."""
+    try:
+        (length,) = _LENGTH.unpack_from(body)
+        first = _LENGTH.size + length
+        header = json.loads(bytes(memoryview(body)[_LENGTH.size : first]))
+        arrays = [_read_array(body, first, *described) for described in header['arrays']]
+        return _rebuild(header['value'], arrays)
+    except _UNREADABLE as error:
+        raise CodecError(f'a message cannot be read ({type(error).__name__}: {error})') from error
+
+
+def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
+    if value is None or (isinstance(value, _SCALARS) and not isinstance(value, np.generic)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return {'array' if isinstance(value, np.ndarray) else 'scalar': _add(np.asarray(value), arrays)}
+    if (record := _RECORDS.get(type(value))) is not None:
+        name, pack, _ = record
+        return {name: [_describe(field, arrays) for field in pack(value)]}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise CodecError(f'a dict with other keys than strings does not travel: {list(value)[:4]}')
+        return {'dict': {str(key): _describe(item, arrays) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        is_tuple = isinstance(value, tuple)
+        if value and all(isinstance(item, TrajectoryGroup) for item in value):
+            return {'groups': [is_tuple, _describe(join_groups(value), arrays)]}
+        items = [_describe(item, arrays) for item in value]
+        return {'tuple': items} if is_tuple else items
+    raise CodecError(f'a {type(value).__name__} does not travel between processes')
+
+
+def _add(array: np.ndarray, arrays: list[np.ndarray]) -> int:
+    if array.dtype.kind not in _KINDS:
+        raise CodecError(f'an array of dtype {array.dtype} does not travel between processes')
+    arrays.append(np.ascontiguousarray(array).reshape(array.shape))
+    return len(arrays) - 1
+
+
+def _read_array(body: Body, first: int, name: str, shape: Sequence[int], offset: int) -> np.ndarray:
+    dtype = np.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise CodecError(f'an array of dtype {dtype} does not travel between processes')
+    if not all(type(size) is int and size >= 0 for size in (*shape, offset)):
+        raise CodecError(f'an array of shape {shape} at byte {offset}')
+    count = 1
+    for size in shape:
+        count *= size
+    return np.frombuffer(body, dtype, count, first + offset).reshape(shape)
+
+
+def _rebuild(value: Any, arrays: Sequence[np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_rebuild(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == 'dict':
+        return {key: _rebuild(item, arrays) for key, item in content.items()}
+    if kind == 'tuple':
+        return tuple(_rebuild(item, arrays) for item in content)
+    if kind == 'array':
+        return arrays[content]
+    if kind == 'scalar':
+        return arrays[content][()]
+    if kind == 'groups':
+        groups = split_groups(_rebuild(content[1], arrays))
+        return tuple(groups) if content[0] else groups
+    return _UNPACK[kind](*(_rebuild(field, arrays) for field in content))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def describe_arrays(tree: Any) -> Any:
+    """Nested dicts of arrays with an ArrayShape for each array: what another process knows of them."""
+    if isinstance(tree, Mapping):
+        return {key: describe_arrays(item) for key, item in tree.items()}
+    return ArrayShape(tuple(int(size) for size in tree.shape), str(tree.dtype))
+
 
 LEARNER, CHECKPOINT, PUBLICATION, RELAY = LANES = ('learner', 'checkpoint', 'publication', 'relay')
 CLOSE = 'close'  # the command after which the other end returns

@@ -3,22 +3,235 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
 import numpy as np
 
-from areal_jax.evaluation.results import (
-    RESAMPLES,
-    AnsweredProblem,
-    bootstrap_intervals,
-    majority_score,
-    pass_at_k,
-    sizes_of_k,
-)
-from areal_jax.report.statistics import CONFIDENCE
+from areal_jax import files
+from areal_jax.report.statistics import CONFIDENCE, Interval
 from areal_jax.telemetry.progress import format_duration
+from areal_jax.types import FinishReason, Prompt, Verdict
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
+
+FILE = 'answers.jsonl'
+GREEDY = 'greedy'  # in the place of a sample index
+_FIX = 'restore the file as the evaluation wrote it, or start anew in another --workdir'
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    'tokens': list, 'text': str, 'final': str, 'finish_reason': str, 'reward': (int, float), 'label': str,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer to a problem and what it is worth. Producer: evaluator.py."""
+
+    tokens: np.ndarray  # int32 [A], the stop token included
+    text: str
+    final: str  # what the answer comes to: equal ones are one vote (Task.final_answer)
+    finish_reason: FinishReason
+    verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class AnsweredProblem:
+    """All answers to one problem, as a line of the file has them."""
+
+    draw: int
+    finished_s: float  # seconds of evaluation until its last answer, including earlier attempts
+    answers: tuple[Answer, ...]  # the greedy one, then the samples
+
+
+class AnswerFile:
+    """Appends problems whose answers are complete; each line survives the death of the process.
+
+    Args:
+      prompts: all problems of the evaluation, by draw.
+      samples: sampled answers of each.
+    """
+
+    def __init__(self, path: pathlib.Path, prompts: Mapping[int, Prompt], samples: int):
+        self._path, self._prompts, self._samples = path, prompts, samples
+        self._writer: files.LineWriter | None = None
+
+    def read(self) -> Iterator[AnsweredProblem]:
+        """The problems in the file, one at a time; a last line that was cut off is removed from the file.
+
+        Raises FileError, naming the line, for a line that is not one of this evaluation.
+        """
+        if not self._path.exists():
+            return
+        end, seen = 0, set()
+        with self._path.open('rb') as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b'\n'):
+                    break
+                where = f'{self._path}: line {number}'
+                problem = self._parse(files.parse_object(line, where, _FIX), where)
+                if problem.draw in seen:
+                    raise files.FileError(f'{where} repeats draw {problem.draw}; {_FIX}')
+                seen.add(problem.draw)
+                yield problem
+                end += len(line)
+        os.truncate(self._path, end)
+
+    def append(self, problem: AnsweredProblem, prompt_text: str) -> None:
+        """Writes one line; `read` must have ended before, because a torn line would be extended."""
+        if self._writer is None:
+            self._writer = files.LineWriter(self._path)
+        prompt = self._prompts[problem.draw]
+        names = [GREEDY, *range(1, len(problem.answers))]
+        record = {
+            'draw': problem.draw,
+            'problem': dict(prompt.problem),
+            'prompt': prompt_text,
+            'prompt_tokens': prompt.tokens.tolist(),
+            'finished_s': problem.finished_s,
+            'answers': [
+                {'sample': name, **_encode(answer)} for name, answer in zip(names, problem.answers, strict=True)
+            ],
+        }
+        self._writer.write(json.dumps(record))
+
+    def close(self) -> None:
+        """What was written is on the disk when this returns."""
+        if self._writer is not None:
+            self._writer.sync()
+            self._writer.close()
+            self._writer = None
+
+    def _parse(self, record: files.JsonObject, where: str) -> AnsweredProblem:
+        draw, answers, finished_s = record.get('draw'), record.get('answers'), record.get('finished_s')
+        prompt = self._prompts.get(draw) if isinstance(draw, int) else None
+        if not isinstance(draw, int) or prompt is None or record.get('prompt_tokens') != prompt.tokens.tolist():
+            raise files.FileError(
+                f'{where} answers another problem than draw {draw} of this evaluation: the problems have changed since '
+                'it began; bring them back, or start anew in another --workdir'
+            )
+        names = [GREEDY, *range(1, 1 + self._samples)]
+        if not isinstance(answers, list) or [_name(answer) for answer in answers] != names:
+            raise files.FileError(f'{where} does not have the answers {names}; {_FIX}')
+        if not isinstance(finished_s, (int, float)):
+            raise files.FileError(f'{where} has finished_s={finished_s!r}, not a number; {_FIX}')
+        return AnsweredProblem(draw, float(finished_s), tuple(_decode(answer, where) for answer in answers))
+
+
+def _name(answer: object) -> object:
+    return answer.get('sample') if isinstance(answer, dict) else None
+
+
+def _encode(answer: Answer) -> files.JsonObject:
+    return {
+        'reward': answer.verdict.reward,
+        'label': answer.verdict.label,
+        'final': answer.final,
+        'finish_reason': answer.finish_reason,
+        'text': answer.text,
+        'tokens': answer.tokens.tolist(),
+    }
+
+
+def _decode(record: files.JsonObject, where: str) -> Answer:
+    for name, kind in _KINDS.items():
+        if not isinstance(record.get(name), kind):
+            raise files.FileError(f'{where}: an answer has {name}={record.get(name)!r}; {_FIX}')
+    verdict = Verdict(float(record['reward']), label=record['label'])
+    tokens = np.array(record['tokens'], np.int32)
+    return Answer(tokens, record['text'], record['final'], record['finish_reason'], verdict)
+
+
+# What a model scores on a set of problems: pass@k, maj@k, and intervals by bootstrap over the problems.
+#
+# Numbers only: nothing here knows of prompts, engines or files.
+
+
+RESAMPLES = 2000  # of the bootstrap
+_STREAM = 0xB0075  # second half of the Philox key: keeps the resamples apart from other uses of a seed
+
+
+def pass_at_k(rewards: Sequence[float], k: int) -> float:
+    """The expected best reward of k answers, estimated without bias from the n >= k answers to one problem.
+
+        pass@k = Σᵢ r₍ᵢ₎ C(i-1, k-1) / C(n, k),   r₍₁₎ <= ... <= r₍ₙ₎
+
+    is the mean of the best reward over all subsets of k answers. For rewards of 0 and 1, c of them 1, it equals
+    1 - C(n-c, k) / C(n, k), Eq. 1 of Chen et al., "Evaluating Large Language Models Trained on Code",
+    arXiv:2107.03374. pass@1 is the mean.
+
+    Raises:
+        ValueError: k outside 1..n.
+    """
+    if not 1 <= k <= len(rewards):
+        raise ValueError(f'pass@{k} needs at least {k} answers, there are {len(rewards)}')
+    return math.fsum(reward * weight for reward, weight in zip(sorted(rewards), _shares(len(rewards), k), strict=True))
+
+
+def majority_score(answers: Sequence[str], rewards: Sequence[float]) -> float:
+    """The expected reward of the answer that most of the `answers` agree on; each of n tied answers counts 1/n.
+
+    Equal answers may have different rewards, for example if one of them was cut off: the mean of theirs counts.
+
+    Raises:
+        ValueError: no answers.
+    """
+    if not answers:
+        raise ValueError('a vote needs at least one answer')
+    votes: dict[str, list[float]] = {}
+    for answer, reward in zip(answers, rewards, strict=True):
+        votes.setdefault(answer, []).append(reward)
+    most = max(map(len, votes.values()))
+    tied = [math.fsum(found) / most for found in votes.values() if len(found) == most]
+    return math.fsum(tied) / len(tied)
+
+
+def sizes_of_k(samples: int) -> list[int]:
+    """The k of pass@k that `samples` answers allow: 1, 2, 4, ... and `samples` itself."""
+    powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
+    return [*powers, samples] if samples else []
+
+
+def bootstrap_intervals(scores: np.ndarray, seed: int, resamples: int = RESAMPLES) -> list[Interval]:
+    """The mean of each column with its percentile interval; rows are problems, which are drawn with replacement.
+
+    All columns are resampled together. B. Efron and R. Tibshirani, "An Introduction to the Bootstrap" (1993), chapter
+    13. A single problem has no interval. Takes O(resamples * problems) time and O(problems) memory; 100,000 problems
+    take a few seconds.
+
+    Args:
+      scores: float64 [problems, columns].
+
+    Raises:
+        ValueError: no problem.
+    """
+    n = len(scores)
+    if not n:
+        raise ValueError('no problem was scored; a mean needs one')
+    means = scores.mean(axis=0)
+    if n == 1:
+        return [Interval(float(mean), None, None, n) for mean in means]
+    # raw Philox output is the same in every version of numpy; the bias of the remainder is below n / 2^64
+    noise = np.random.Philox(key=np.array([seed % 2**64, _STREAM], np.uint64))
+    resampled = np.empty((resamples, scores.shape[1]))
+    for row in resampled:
+        drawn = (noise.random_raw(n) % np.uint64(n)).astype(np.int64)
+        row[:] = np.bincount(drawn, minlength=n) @ scores / n
+    tail = (1 - CONFIDENCE) / 2
+    lows, highs = np.quantile(resampled, [tail, 1 - tail], axis=0)
+    return [
+        Interval(float(mean), float(low), float(high), n) for mean, low, high in zip(means, lows, highs, strict=True)
+    ]
+
+
+@functools.cache
+def _shares(n: int, k: int) -> tuple[float, ...]:
+    """Of all subsets of k out of n, the share whose last element is i, for i = 1..n."""
+    return tuple(math.comb(i - 1, k - 1) / math.comb(n, k) for i in range(1, n + 1))
 
 
 class Metric(TypedDict):

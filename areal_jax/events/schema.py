@@ -4,42 +4,260 @@ The log is one JSON object a line. control/event_writer.py and report/event_log.
 here; docs/events.md is this table as a page. An addition raises VERSION. What is declared is never changed.
 """
 
+from __future__ import annotations
+
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from areal_jax import files
 from areal_jax.events import records
-from areal_jax.events.schema import (
-    Amount,
-    AuditEvent,
-    Check,
-    CheckEvent,
-    Draw,
-    Engine,
-    EngineStateEvent,
-    EvaluationReceiveEvent,
-    FenceEvent,
-    FinishEvent,
-    FrictionEvent,
-    Header,
-    MoveEvent,
-    Pause,
-    PolicyVersion,
-    ProbeEvent,
-    ReallocateEvent,
-    ReceiveEvent,
-    RegisterEvent,
-    Request,
-    RewardEvent,
-    RunNumber,
-    Sample,
-    SpareEvent,
-    StageEvent,
-    Update,
-    WorkKind,
-)
+
+Draw = Annotated[int, 'number of the draw: the position of the prompt in the stream, unique in the run']
+Sample = Annotated[int, 'index of the answer in its group, from 0']
+Request = Annotated[str, 'SEED/DRAW/SAMPLE']
+Engine = Annotated[str, 'name of the engine']
+Update = Annotated[int, 'number of the update, from 1; the policy version that it makes']
+PolicyVersion = Annotated[int, 'policy version; 0 are the weights that the run starts from']
+RunNumber = Annotated[int, 'number of the run on a lane, in the order of requests, unique in the log since version 2']
+WorkKind = Annotated[
+    str,
+    'kind of work: decode, prefill, train, snapshot, publish, load, reward, save; beside training evaluation_decode, '
+    'evaluation_prefill, pin; with a server of others generate and control; of agents tool; of another split of the '
+    'devices compile and reshard',
+]
+Check = Annotated[
+    int, 'CRC-32 of the other fields as JSON with sorted keys; of the real clock, from version 6 of the log on'
+]
+Pause = Annotated[float, 'clock seconds without decoding, the rebuild of KV caches before the next dispatch included']
+Amount = Annotated[float, 'amount of work in the unit of its kind: tokens, steps, calls']
+
+
+class Header(TypedDict):
+    """What every event has."""
+
+    seq: Annotated[int, 'number of the event, from 0, without gaps; a resumed run goes on from its checkpoint']
+    time: Annotated[float, 'clock seconds: when the clock released the last completion']
+    lane: Annotated[str | None, 'lane or engine that the event belongs to; null for the loop itself']
+
+
+# The event of a friction (section `friction` of the config): a part of the schema.
+
+
+class FrictionEvent(Header):
+    """An answer, what is reported of it, or its reward was changed on purpose."""
+
+    kind: Literal['friction']
+    draw: Draw
+    sample: Sample
+    friction: Annotated[
+        str, 'constant, logprobs, temperature: of the actor, before `finish`; unrewarded, reward: before `consume`'
+    ]
+    before: Annotated[
+        list[float],
+        'reported log-probs of the generated tokens (temperature: of the distribution that was sampled), or the reward',
+    ]
+    after: Annotated[list[float], 'the same as the learner gets it']
+    tokens: NotRequired[Annotated[list[int], 'constant: the tokens that were generated']]
+
+
+# Events of devices that go from one part of a run to another.
+
+
+class ReallocateEvent(Header):
+    """Devices went from generation to training, or back, before an update; seconds are of the clock."""
+
+    kind: Literal['reallocate']
+    update: Annotated[int, 'number of the first update with the new split']
+    from_learner: Annotated[str, 'cluster.learner before']
+    from_engines: Annotated[str, 'cluster.engines before']
+    learner: Annotated[str, 'cluster.learner from now on']
+    engines: Annotated[str, 'cluster.engines from now on']
+    left: Annotated[list[str], 'engines that left']
+    joined: Annotated[list[str], 'engines that joined']
+    moved: Annotated[int, 'requests that went on elsewhere']
+    busy_learner: Annotated[float, 'seconds of an update in which the learner was busy, mean since the move before']
+    busy_engines: Annotated[float, 'likewise, of one engine']
+    needed_engines: NotRequired[
+        Annotated[
+            float,
+            'likewise, that one engine needs for what an update takes, as `auto` counts; from version 14 of the log on',
+        ]
+    ]
+    period: Annotated[float, 'likewise, seconds of an update']
+    wait_seconds: Annotated[float, 'for the publication of the update before, and for programs not yet compiled']
+    leave_seconds: Annotated[float, 'for dispatches of the engines that left']
+    learner_seconds: Annotated[float, 'in which weights and optimizer state moved']
+    join_seconds: Annotated[float, 'in which the engines that joined were built']
+    seconds: Annotated[float, 'of the whole move, in which nothing trains; engines that stay go on']
+
+
+# Events of engines of one class, which differ from the others in their hardware.
+
+
+class SpareEvent(Header):
+    """The engines of a class get no new requests from now on, or get them again; from version 14 of the log on."""
+
+    kind: Literal['spare']
+    mode: Annotated[Literal['start', 'done'], 'which end of it']
+    hardware: Annotated[str, 'of the class, as `join` tells it']
+    engines: Annotated[list[str], 'of the class']
+    version: PolicyVersion
+    open: Annotated[float, 'open answers of the whole pool, mean since the publication before']
+    slots: Annotated[int, 'decoding slots of the engines that get requests without the class']
+    speed: Annotated[float, 'tokens a second of an open answer on the class, as a share of the fastest class']
+    update_seconds: Annotated[float, 'between two publications, mean of the last ones']
+    reason: Annotated[str, 'fits: the slots of the others held all answers; full, slower: they do not, or no longer']
+
+
+# The kinds of events of engines that are servers in other processes: a part of the schema.
+
+
+class RegisterEvent(Header):
+    """The pool learned of an engine in another process."""
+
+    kind: Literal['register']
+    engine: Engine
+    incarnation: Annotated[int, 'counts the starts of the engine of this name, from 1']
+    url: Annotated[str, 'where it serves']
+
+
+class EngineStateEvent(Header):
+    """An engine in another process changed its state in the pool."""
+
+    kind: Literal['engine_state']
+    engine: Engine
+    state: Annotated[
+        str,
+        'registered, syncing (weights are on their way), probing, serving, draining (gets no further requests), '
+        'unknown (it does not answer, or may hold either of two versions), quarantined (what it said was wrong), gone, '
+        'refused (the run cannot use it; `engine` is its name in the registry); '
+        'only a serving one gets requests',
+    ]
+    reason: Annotated[str, 'why']
+
+
+class StageEvent(Header):
+    """A part of the commit of a version on an engine in another process ended; `load` tells that it is complete."""
+
+    kind: Literal['stage']
+    engine: Engine
+    version: PolicyVersion
+    phase: Annotated[Literal['stage', 'swap', 'acknowledge'], 'which part']
+    outcome: Annotated[Literal['done', 'refused', 'unknown'], 'how it ended']
+    seconds: Annotated[float, 'clock seconds that it took']
+
+
+class ProbeEvent(Header):
+    """The answer of an engine to a probe was compared with the log-probs of the learner."""
+
+    kind: Literal['probe']
+    engine: Engine
+    version: PolicyVersion
+    outcome: Annotated[Literal['passed', 'failed', 'undecided'], 'undecided: the learner has other weights by now']
+    detail: Annotated[str, 'what was found']
+
+
+class MoveEvent(Header):
+    """A request goes on elsewhere, with the output received so far as its prefix."""
+
+    kind: Literal['move']
+    request: Request
+    from_engine: Annotated[str, 'engine that it leaves']
+    tokens: Annotated[int, 'tokens of the answer received so far; none is lost']
+    attempt: Annotated[int, 'how often it was given up by an engine that failed; 0 where none did']
+    reason: Annotated[str, 'why']
+
+
+class FenceEvent(Header):
+    """Whatever an engine still does with earlier requests was ended, before it gets others."""
+
+    kind: Literal['fence']
+    engine: Engine
+
+
+class _Receive(Header):
+    engine: Engine
+    request: Request
+    tokens: Annotated[int, 'tokens that it brought']
+
+
+class ReceiveEvent(_Receive):
+    """A call for tokens ended, with the answer or with a part of it."""
+
+    kind: Literal['receive']
+
+
+class EvaluationReceiveEvent(_Receive):
+    """As `receive`, for an evaluation beside training, from a server set aside for it (evaluation.engines)."""
+
+    kind: Literal['evaluation_receive']
+
+
+# Events of an episode: its end, and what the verifier says of it.
+
+
+class FinishEvent(Header):
+    """An answer, an episode with all of its rows, was generated to its end."""
+
+    kind: Literal['finish']
+    draw: Draw
+    sample: Sample
+    tokens: Annotated[int, 'tokens of the answer']
+    reason: Annotated[
+        str,
+        'why it ended: stop, length, cancelled; lost: no engine finished it; of an agent also turns, deadline, '
+        'agent_error, env_error',
+    ]
+    versions: Annotated[list[int], 'policy version of each segment']
+    lengths: NotRequired[Annotated[list[int], 'tokens of each segment; from version 6 of the log on']]
+    turns: NotRequired[Annotated[int, 'of an agent: turns that its program got']]
+    rows: NotRequired[Annotated[list[int], 'segments of each row of the episode; one row where it is left out']]
+    discarded: NotRequired[Annotated[list[list[int]], '[policy version, tokens] that were taken out of rows again']]
+    counts: NotRequired[
+        Annotated[list[list[str | int]], 'of an agent: [what its program did, how often], see docs/agents.md']
+    ]
+    routes: NotRequired[
+        Annotated[str, 'sha256, 16 digits, of the experts that prompt and answer have reached, where they are recorded']
+    ]
+    forks: NotRequired[Annotated[list[str], 'why each row after the first one began']]
+
+
+class RewardEvent(Header):
+    """The verifier judged an answer."""
+
+    kind: Literal['reward']
+    draw: Draw
+    sample: Sample
+    value: Annotated[float, 'the reward; 0 where no attempt gave one']
+    label: Annotated[
+        str,
+        'ok; unparsed: no answer could be read; of code what the answer did; or why there is no reward: timeout, '
+        'crash, sandbox, error',
+    ]
+    attempts: Annotated[int, 'attempts at verification, from 1']
+
+
+class CheckEvent(Header):
+    """The answer was code: what its check took."""
+
+    kind: Literal['check']
+    draw: Draw
+    sample: Sample
+    cpu_s: Annotated[float, 'CPU seconds of the processes of the check; 0: the answer had no code']
+    wall_s: Annotated[float, 'wall seconds']
+    waiting: Annotated[int, 'answers that waited for a worker when this one came']
+
+
+class AuditEvent(Header):
+    """A scored answer was compared with the gold a second time, in another way."""
+
+    kind: Literal['audit']
+    draw: Draw
+    sample: Sample
+    outcome: Annotated[str, 'agrees or disagrees with the reward; undecided: it cannot tell whether they differ']
+
 
 FILE = 'events.jsonl'  # in the workdir
 # 13: `reallocate` without needed engines, engines do not tell their hardware, none is left out; 12: devices stay, no

@@ -51,7 +51,8 @@ class SpmdLearner:
 
     The learner owns its buffers: it copies the weights that it is given, `publish` and `save` return copies, and an
     update replaces weights and optimizer state in place. On a mesh that spans processes, every process has a learner
-    and calls the same commands in the same order (distributed/remote_learner.py); each packs the same groups to the same rows.
+    and calls the same commands in the same order (distributed/remote_learner.py); each packs the same groups to the
+    same rows.
     """
 
     announce: Callable[[int, int], None] = staticmethod(lambda done, total: None)  # of every program of `warm_up`

@@ -12,15 +12,216 @@ Shapes: T tokens, E experts, k choices, d model width, M width of an expert, L l
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from areal_jax.columns import ROUTED_EXPERTS
-from areal_jax.models.expert_products import Mixer, mix_blocks
-from areal_jax.models.shape import Experts
+from areal_jax.config.ranges import ConfigError
+from areal_jax.models.expert_products import Mixer, choose_mixer, mix_blocks
+from areal_jax.models.shape import Experts, Llama3Scaling, ModelConfig
+
+
+def rotary(
+    positions: jax.Array, head_dim: int, theta: float, scaling: Llama3Scaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, float32 [T, D/2], of the angles position * theta^(-2j/D) (arXiv 2104.09864, Eq. 15)."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is not None:
+        frequencies = stretch(frequencies, scaling)
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def stretch(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Llama 3.1's rule, by the number of turns that a frequency makes in the original context.
+
+    A frequency with fewer turns than low_frequency_factor is divided by `factor`, one with more turns than
+    high_frequency_factor is kept, and between the two the results are interpolated linearly in the number of turns.
+    """
+    turns = scaling.original_context_tokens * frequencies / (2 * np.pi)
+    span = scaling.high_frequency_factor - scaling.low_frequency_factor
+    kept = np.clip((turns - scaling.low_frequency_factor) / span, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+    """Rotates the pairs (j, j + D/2) of every head of x [T, H, D], in float32; the result has the dtype of x."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)
+
+
+# The check of the mixture of experts at start-up, on the device and in the dtype of the run.
+#
+# Kernels of accelerators differ by version and device: one has given an expert without tokens a gradient, and what
+# they leave in rows without an expert is not promised. So what they compute is compared with plain JAX before it is
+# used.
+
+
+_TOKENS, _CHOICES, _EXPERTS, _WIDTH, _EXPERT_WIDTH = 96, 2, 6, 64, 48
+_UNUSED, _NONE_SHARE = 4, 0.2  # an expert that nobody chooses, and the share of choices that are none
+# largest error relative to the largest value: wrong rows give 0.1, and accelerators multiply float32 with fewer bits
+_ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}
+_NAMES = ('output', 'gradient of x', 'gradient of weights', 'gradient of gate', 'gradient of up', 'gradient of down')
+
+
+def choose_checked_mixer(platform: str, dtype: jax.typing.DTypeLike, devices: int) -> tuple[Mixer, str]:
+    """(the mixer to use, why the one of accelerators was rejected); '' where none was.
+
+    Args:
+      platform, dtype, devices: of the run, as for choose_mixer; the check runs on the default device.
+    """
+    mix = choose_mixer(platform, dtype, devices)
+    if platform == 'cpu':
+        return mix, ''  # the tests compare these
+    fault = find_fault(mix, dtype)
+    return (mix_blocks, fault) if fault else (mix, '')
+
+
+def find_fault(mix: Mixer, dtype: jax.typing.DTypeLike) -> str:
+    """What a mixer computes otherwise than mix_blocks on a small random input, in a sentence; '' = nothing."""
+    try:
+        found = jax.device_get(_differentiate(mix, dtype))
+    except Exception as error:  # kernels of accelerators fail in many ways
+        return f'the products of experts do not run here: {error or type(error).__name__}; plain JAX is used'
+    expected = jax.device_get(_differentiate(mix_blocks, dtype))
+    allowed = _ALLOWED[jnp.dtype(dtype).name]
+    for name, value, reference in zip(_NAMES, found, expected, strict=True):
+        value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
+        off = float(np.abs(value - reference).max() / np.abs(reference).max())
+        if not off <= allowed:  # NaN fails too
+            return (
+                f'the products of experts fail their check: {name} is off by {off:.2g} of its largest value in '
+                f'{jnp.dtype(dtype).name}, allowed are {allowed:g}; plain JAX is used'
+            )
+        if name in _NAMES[3:] and value[_UNUSED].any():
+            return f'the products of experts fail their check: {name} is not 0 for an unused expert; plain JAX is used'
+    return ''
+
+
+def _differentiate(mix: Mixer, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
+    """The output and the gradients that _NAMES names."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype)
+    used = np.delete(np.arange(_EXPERTS), _UNUSED)
+    experts = np.array([rng.choice(used, _CHOICES, replace=False) for _ in range(_TOKENS)], np.int32)
+    experts[rng.random(experts.shape) < _NONE_SHARE] = _EXPERTS
+    weights = jnp.asarray(rng.random(experts.shape), jnp.float32)
+    into, out_of = (_EXPERTS, _WIDTH, _EXPERT_WIDTH), (_EXPERTS, _EXPERT_WIDTH, _WIDTH)
+    inputs = (normal(_TOKENS, _WIDTH), weights, normal(*into), normal(*into), normal(*out_of))
+    d_out = normal(_TOKENS, _WIDTH)
+
+    @jax.jit
+    def run(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda x, *rest: mix(x, jnp.asarray(experts), *rest), *inputs)
+        return out, *pull(d_out)
+
+    return run(*inputs)
+
+
+# Which product of experts a pass uses, and the same over the devices of a mesh.
+#
+# Each device computes its own tokens; `tensor` cuts the width of every expert, and the parts of an output are summed.
+# `expert` cuts the experts of a layer: the devices of this axis gather each other's tokens, each computes what its
+# own experts make of all of them (choices of other experts are none), and each gets the sum for its own tokens back.
+# So no buffer has a capacity and no token is dropped.
+
+
+def require_experts(config: ModelConfig, expert: int, field: str) -> None:
+    """Raises ConfigError for a model without experts, or with a number that cannot be shared out evenly.
+
+    Args:
+      expert: devices that share the experts of a layer, as `field` of the config says.
+    """
+    if expert > 1 and config.experts is None:
+        raise ConfigError(
+            f'expert={expert} of {field} shares out the experts of a layer, and this model has none; remove expert'
+        )
+    if config.experts and config.experts.count % expert:
+        raise ConfigError(
+            f'expert={expert} of {field} does not divide the {config.experts.count} experts of the model; use a divisor'
+        )
+
+
+def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...] = ()) -> Mixer:
+    """The product for devices of a platform.
+
+    Args:
+      mesh: the devices that hold the tokens; None or one device: no exchange.
+      token_axes: of the mesh, over which the tokens are cut; () = every device has all.
+    """
+
+    def local(
+        x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        return _choose(platform, jnp.dtype(x.dtype).name)(x, experts, weights, gate, up, down)
+
+    if mesh is None or mesh.size == 1:
+        return local
+    tokens = PartitionSpec(token_axes)
+
+    def over_mesh(
+        x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        cut = _divides(mesh, 'tensor', gate.shape[2])
+        share = _divides(mesh, 'expert', gate.shape[0])  # None: each device has all experts, as a teacher's may be
+
+        def own(*inputs: jax.Array) -> jax.Array:
+            mix = local if share is None else _over_experts(local, share, cuts_tokens=share in token_axes)
+            y = mix(*inputs)
+            return y if cut is None else jax.lax.psum(y, cut)
+
+        wide, high = PartitionSpec(share, None, cut), PartitionSpec(share, cut)
+        # check_vma=False: kernels do not say how their results vary over devices
+        run = jax.shard_map(
+            own, mesh=mesh, in_specs=(tokens, tokens, tokens, wide, wide, high), out_specs=tokens, check_vma=False
+        )
+        return run(x, experts, weights, gate, up, down)
+
+    return over_mesh
+
+
+def _divides(mesh: Mesh, axis: str, size: int) -> str | None:
+    """The axis, where it cuts something of this size evenly."""
+    return axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
+
+
+def _over_experts(local: Mixer, axis: str, *, cuts_tokens: bool) -> Mixer:
+    """`local` for the experts of one device of `axis`, inside shard_map; the sum is over the experts of all.
+
+    Args:
+      cuts_tokens: whether `axis` cuts the tokens; otherwise each device has them all.
+    """
+
+    def mix(
+        x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        if cuts_tokens:
+            gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
+            x, experts, weights = gather(x), gather(experts), gather(weights)
+        own = len(gate)
+        number = experts - jax.lax.axis_index(axis) * own
+        y = local(x, jnp.where((number >= 0) & (number < own), number, own), weights, gate, up, down)
+        return jax.lax.psum_scatter(y, axis, tiled=True) if cuts_tokens else jax.lax.psum(y, axis)
+
+    return mix
+
+
+@functools.cache
+def _choose(platform: str, dtype: str) -> Mixer:
+    with jax.ensure_compile_time_eval():  # the check runs programs, and a program is being traced here
+        mix, fault = choose_checked_mixer(platform, dtype, 1)
+    if fault:
+        print(f'warning: {fault}', file=sys.stderr)
+    return mix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,19 +8,133 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, Union
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from areal_jax.config.ranges import ConfigError
-from areal_jax.models.families import FAMILIES, Init, Weight
+from areal_jax.config.declarations import require_allowed
+from areal_jax.config.ranges import COUNT, ConfigError
+from areal_jax.models.families import COMMON, FAMILIES, Init, Weight
 from areal_jax.models.shape import LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
-from areal_jax.models.weights import ADAPTERS, Lora
 from areal_jax.sharding.rules import WeightAxes, path_name
 from areal_jax.types import Tree
+
+# 'query', 'key', ...
+TARGETS = tuple(dict.fromkeys(row.path.split('/')[-2] for row in COMMON if row.path.endswith('/weight')))
+ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which projections get adapters, and how large they are."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        COUNT.require('lora.rank', self.rank)
+        require_allowed({'lora.alpha': self.alpha})
+        if not self.targets or set(self.targets) - set(TARGETS):
+            raise ConfigError(f'lora.targets={self.targets!r} must name some of {", ".join(TARGETS)} and nothing else')
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a leaf 'layers/0/attention/query/lora_a' belongs to an adapter."""
+    return path.rsplit('/', 1)[-1] in ADAPTERS
+
+
+def attach_adapters(params: Tree, adapters: Tree) -> Tree:
+    """`params` with the adapter leaves of `adapters` (a tree that has them, other leaves ignored)."""
+    if not isinstance(adapters, dict):
+        return params
+    own = {name: leaf for name, leaf in adapters.items() if name in ADAPTERS}
+    return {name: attach_adapters(value, adapters.get(name)) for name, value in params.items()} | own
+
+
+def merge_adapters(params: Tree, lora: Lora) -> Tree:
+    """The weights W + alpha / r A B without adapters, computed in float32, in either form of layers."""
+    if not isinstance(params, dict):
+        return params
+    if ADAPTERS[0] not in params:
+        return {name: merge_adapters(value, lora) for name, value in params.items()}
+    a, b = (params[name].astype(jnp.float32) for name in ADAPTERS)
+    weight = params['weight']
+    merged = weight.astype(jnp.float32) + lora.scale * jnp.matmul(a, b, precision='highest')
+    kept = {name: leaf for name, leaf in params.items() if name not in ADAPTERS}
+    return kept | {'weight': merged.astype(weight.dtype)}
+
+
+# The two forms of a tree of weights: one subtree per layer, or one subtree with all layers stacked.
+#
+# The list form is the interchange form: {'layers': {'0': {...}, '1': {...}}}. The stacked form has the same leaves
+# with a leading axis of layers: {'layers': {...}}. The conversions change no bit. They take numpy and jax arrays,
+# inside jax.jit and outside, and trees that contain a tree of weights (the moments of an optimizer).
+
+
+FORMS = ('list', 'stacked')
+_LAYERS = 'layers'
+
+
+def stack_layers(tree: Tree) -> Tree:
+    """Every {'layers': {'0': ..., '1': ...}} inside `tree` with its layers stacked."""
+    return _convert(tree, lambda layers: _stack([layers[str(index)] for index in range(len(layers))]))
+
+
+def unstack_layers(tree: Tree, n_layers: int) -> Tree:
+    """The inverse of `stack_layers`; every layer gets a leaf that lacks the axis (a placeholder of an optimizer)."""
+
+    def split(layers: Tree) -> dict[str, Tree]:
+        at = lambda index: jax.tree.map(lambda x: x[index] if _has_layers(x, n_layers) else x, layers)
+        return {str(index): at(index) for index in range(n_layers)}
+
+    return _convert(tree, split)
+
+
+def is_stacked(path: str) -> bool:
+    """Whether 'layers/mlp/up/weight' is the path of a leaf with an axis of layers; false of 'layers/0/mlp_norm'."""
+    return re.match(r'layers/(?!\d+/)', path) is not None
+
+
+def _has_layers(leaf: Tree, n_layers: int) -> bool:
+    return np.ndim(leaf) > 0 and np.shape(leaf)[0] == n_layers
+
+
+def _stack(layers: Sequence[Tree]) -> Tree:
+    def join(*leaves: Tree) -> Tree:
+        if isinstance(leaves[0], np.ndarray):
+            return np.stack(leaves)
+        # on a CPU numpy stacks without compiling a program for each shape
+        return jnp.asarray(np.stack(leaves)) if all(_lies_on_cpu(leaf) for leaf in leaves) else jnp.stack(leaves)
+
+    return jax.tree.map(join, *layers)
+
+
+def _lies_on_cpu(leaf: jax.Array) -> bool:
+    return not isinstance(leaf, jax.core.Tracer) and [device.platform for device in leaf.devices()] == ['cpu']
+
+
+def _convert(tree: Tree, convert: Callable[[Tree], Tree]) -> Tree:
+    """`tree` with every value under the key 'layers' converted, also inside of lists and tuples."""
+    if isinstance(tree, dict):
+        return {key: convert(value) if key == _LAYERS else _convert(value, convert) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, '_fields'):
+        return type(tree)(*(_convert(value, convert) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_convert(value, convert) for value in tree)
+    return tree
+
 
 Params = dict[str, Tree]  # weights by name, nested: {'layers': {'0': {'attention': {'query': {'weight': array}}}}}
 _OF_EXPERTS = ('gate', 'up', 'down')
@@ -150,3 +264,34 @@ def _with_adapters(rows: Iterable[Weight], targets: tuple[str, ...] | None = Non
             a, b = (f'{parent}{name}' for name in ADAPTERS)
             yield Weight(a, f'{fan_in} r', 'embed rank', Init.MATRIX)
             yield Weight(b, f'r {fan_out}', 'rank embed', Init.ZEROS)
+
+
+# Draws initial weights from the table of weights.
+
+
+def complete(
+    table: Mapping[str, WeightSpec], given: Params, n_layers: int, seed: int, scale: float, embedding_scale: float
+) -> Params:
+    """All weights of the table, in list form: leaves of `given` as they are, the others drawn."""
+    key = jax.random.key(seed)
+    leaves = []
+    for spec in table.values():
+        for path in spec.paths:
+            leaf = find_leaf(given, path)
+            own = scale * embedding_scale if spec.init is Init.LOOKUP else scale
+            leaves.append((path, _draw(key, path, spec, n_layers, own) if leaf is None else leaf))
+    return nest(leaves)
+
+
+def _draw(key: jax.Array, path: str, spec: WeightSpec, n_layers: int, scale: float) -> jax.Array:
+    if spec.init in (Init.ONES, Init.ZEROS):
+        return jnp.full(spec.shape, float(spec.init is Init.ONES), jnp.float32)
+    deviation = scale / math.sqrt(spec.shape[1 if spec.init in (Init.TABLE, Init.LOOKUP) else -2])
+    if spec.init is Init.RESIDUAL:
+        deviation /= math.sqrt(2 * n_layers)  # so that the variance of the residual stream does not grow with depth
+    return _normal(jax.random.fold_in(key, zlib.crc32(path.encode())), spec.shape, deviation)
+
+
+@functools.partial(jax.jit, static_argnums=1)  # one program per shape, not one per leaf
+def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float32) * deviation

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jaxlib
@@ -173,3 +174,74 @@ def describe_processor() -> str:
 def _cache_directory() -> pathlib.Path:
     home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
     return pathlib.Path(home) / 'areal_jax'
+
+
+# Memory that XLA frees is given to it again: the settings of blocks.h for this process.
+
+
+_XLA = b'libjax_common'  # part of the file name of XLA's library
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of at least 1 MiB that XLA allocated since `keep_blocks`."""
+
+    kept_bytes: int  # free, for XLA alone
+    used_bytes: int
+    given_again: int  # blocks
+
+
+def keep_blocks() -> bool:
+    """For the rest of this process, where it computes on a CPU; True where blocks are kept.
+
+    What is in use and what is kept are together at most 5/4 of what was in use at once, since the last
+    `free_kept_blocks`.
+    """
+    if not _has_kernels():
+        return False
+    keep = register().areal_jax_keep_blocks
+    keep.restype = ctypes.c_bool
+    return bool(keep(_XLA))
+
+
+def free_kept_blocks() -> None:
+    """Returns what is kept to the system, before something else needs much memory."""
+    if _has_kernels():
+        register().areal_jax_free_kept_blocks()
+
+
+def count_blocks() -> BlockCounts:
+    """The library must be registered."""
+    counts = (ctypes.c_uint64 * 3)()
+    register().areal_jax_count_blocks(counts)
+    return BlockCounts(*map(int, counts))
+
+
+def _has_kernels() -> bool:
+    """Elsewhere than on a CPU they are not compiled for this alone."""
+    return jax.default_backend() == 'cpu' and is_available()
+
+
+# Decoding gives way to training where both run on the processors of one process.
+#
+# An update that shares the processors with decoding ends late, and decoding has ended before it: new weights then
+# find no answer under way. Kernels that give way run on threads of their own, when no other thread wants the
+# processor (threads.h).
+
+
+@contextlib.contextmanager
+def preferred() -> Iterator[None]:
+    """While it is open, kernels that decode in this process give way to all other work; no result changes.
+
+    Nothing happens where no kernel has been used.
+    """
+    kernels = registered()
+    if kernels is None:
+        yield
+        return
+    prefer = kernels.areal_jax_prefer
+    prefer.argtypes = (ctypes.c_int64,)
+    prefer(1)
+    try:
+        yield
+    finally:
+        prefer(-1)

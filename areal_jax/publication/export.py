@@ -2,16 +2,131 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import jax
+import numpy as np
+
+from areal_jax import files
 from areal_jax.files import Announce, announce_nothing
-from areal_jax.formats.hf_directory import WEIGHT_DTYPES
-from areal_jax.formats.hf_export import HfCompanions, plan_hf_files
+from areal_jax.formats.hf_config import HfError
+from areal_jax.formats.hf_directory import INDEX, WEIGHT_DTYPES, WEIGHTS
+from areal_jax.formats.hf_export import HfCompanions, HfFiles, plan_hf_files, write_record
+from areal_jax.formats.safetensors_file import SafetensorsError
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params
-from areal_jax.publication.export import write_hf_directory
-from areal_jax.publication.versions import PublicationError
+from areal_jax.models.weights import Params, leaf_at
+from areal_jax.publication.manifest import decode_manifest, encode_manifest, finite_host_manifest, manifest_hash
+from areal_jax.publication.versions import MANIFEST, PublicationError, clear_versions, version_path
+from areal_jax.sharding.rules import SharedLeaf, path_name
+from areal_jax.types import Tree
+
+ANOTHER = 'name another publication.directory'
+
+
+def write_hf_directory(
+    target: pathlib.Path,
+    contents: HfFiles,
+    records: Mapping[str, Mapping[str, object]] | None = None,
+    elsewhere: str = ANOTHER,
+    announce: files.Announce = files.announce_nothing,
+    links: Mapping[str, pathlib.Path] | None = None,
+) -> None:
+    """Writes planned files and JSON `records` by file name; an earlier directory of the same name is replaced.
+
+    `elsewhere` says in errors what else to do on a full disk than to make room. `announce` hears of the bytes written.
+    `links` has, by name, files on the same disk that hold what would be written; they are written where the file system
+    has no hard links.
+
+    Raises PublicationError for a directory in the way that holds no weights, for lack of space (naming needed and
+    free bytes), for a failed write, and for values that the dtype of the files cannot hold.
+    """
+    partial = open_directory(target, contents.nbytes, elsewhere)
+    done, total = 0, contents.nbytes
+
+    def note(nbytes: int) -> None:
+        nonlocal done
+        announce(done, total)
+        done += nbytes
+
+    with writing(target, elsewhere):
+        for name in contents.weights:
+            if not (links and name in links and _link(links[name], partial / name)):
+                contents.write_weights(partial, name, note=note)
+        finish_directory(target, contents, records)
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
+    """Whether `target` is a hard link to `source` now."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def open_directory(target: pathlib.Path, nbytes: int, elsewhere: str = ANOTHER) -> pathlib.Path:
+    """An empty directory of a hidden name in which `target` can be written; raises PublicationError as above."""
+    if target.exists() and not any((target / name).exists() for name in (WEIGHTS, INDEX)) and any(target.iterdir()):
+        raise PublicationError(
+            f'{target} exists and holds no {WEIGHTS}: it is not ours to replace; choose another name'
+        )
+    partial = files.partial_name(target)
+    with writing(target, elsewhere):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _require_free_space(target, nbytes, elsewhere)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    return partial
+
+
+def finish_directory(
+    target: pathlib.Path, contents: HfFiles, records: Mapping[str, Mapping[str, object]] | None = None
+) -> None:
+    """Writes all but the weights, which are there, and gives the directory its name. Use it inside `writing`."""
+    partial = files.partial_name(target)
+    for name, record in (records or {}).items():
+        write_record(partial / name, record)
+    contents.write_rest(partial)  # syncs the records too
+    if target.exists():
+        files.remove_directory(target)
+    partial.rename(target)
+    files.sync(target.parent)
+
+
+@contextlib.contextmanager
+def writing(target: pathlib.Path, elsewhere: str = ANOTHER, *, remove: bool = True) -> Iterator[None]:
+    """Raises PublicationError where the block fails for a reason that the user can mend.
+
+    `remove`: what was written of `target` is removed then.
+    """
+    try:
+        yield
+    except (OSError, PublicationError, HfError, SafetensorsError) as error:
+        if remove:
+            shutil.rmtree(files.partial_name(target), ignore_errors=True)
+        if isinstance(error, PublicationError):
+            raise
+        if isinstance(error, OSError):
+            raise PublicationError(
+                f'writing {target} failed ({error}); the disk has {files.free_bytes(target.parent)} bytes free. '
+                f'Make room or {elsewhere}'
+            ) from error
+        raise PublicationError(f'writing {target} failed: {error}') from error
+
+
+def _require_free_space(target: pathlib.Path, needed: int, elsewhere: str) -> None:
+    free = files.free_bytes(target.parent)
+    if free < needed:
+        raise PublicationError(
+            f'writing {target} failed: {target.parent} has {free} bytes free, one version of the weights needs '
+            f'{needed}: make room or {elsewhere}'
+        )
+
 
 FILE_BYTES = 5_000_000_000  # largest file of weights
 
@@ -56,3 +171,91 @@ def export_hf(
         companions=companions,
     )
     write_hf_directory(target, contents, elsewhere='write to another disk', announce=announce)
+
+
+# One version of the weights on the disk, written by several processes: each whole leaves in a file of its own.
+#
+# begin       one process makes the hidden directory, once there is room write       every process writes the file of
+# its leaves, and says their digests finish      the first one writes everything else, and gives the directory its
+# name
+
+
+class PartWriter:
+    """Writes the part of this process. `directory` holds all versions; `copy` is the version.
+
+    It is a tree of SharedLeaf, or in a learner of one process of arrays.
+
+    Args:
+      companions: tokenizer and so on, which the process that finishes writes with each version.
+      separate_head: see `plan_hf_files`; the same in all processes.
+    """
+
+    def __init__(self, config: ModelConfig, companions: HfCompanions | None = None, *, separate_head: bool = False):
+        self._config, self._companions, self._separate_head = config, companions, separate_head
+
+    def begin(self, directory: str, version: int, copy: Tree) -> None:
+        """Removes this and later versions, which the run wrote before it was resumed, and begins a new one.
+
+        Raises PublicationError for lack of space and for a foreign directory in the way.
+        """
+        clear_versions(pathlib.Path(directory), version)
+        open_directory(version_path(pathlib.Path(directory), version), self._plan(copy).nbytes)
+
+    def write(self, directory: str, version: int, copy: Tree) -> dict[str, dict[str, object]]:
+        """Writes the leaves of this process, one at a time, and returns their part of the manifest.
+
+        Fetches each of its leaves once, and none of another process.
+        Raises PublicationError for NaN or infinity, a failed write, and a directory that is not seen from here.
+        """
+        target = version_path(pathlib.Path(directory), version)
+        partial = files.partial_name(target)
+        if not partial.is_dir():
+            raise PublicationError(
+                f'process {jax.process_index()} does not see {partial}, which another process made: let all processes '
+                'share publication.directory under one path'
+            )
+        manifest: dict[str, dict[str, object]] = {}
+
+        def fetch(path: str) -> np.ndarray:
+            leaf = leaf_at(copy, path)
+            whole = leaf.join() if isinstance(leaf, SharedLeaf) else np.asarray(leaf)
+            manifest.update(encode_manifest(finite_host_manifest({path: whole}, version)))
+            return whole
+
+        plan = self._plan(copy)
+        with writing(target, remove=False):  # others are writing there
+            for name in self._own_files(plan, copy):
+                plan.write_weights(partial, name, fetch)
+        return manifest
+
+    def finish(
+        self, directory: str, version: int, copy: Tree, manifest: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[str, str]:
+        """(manifest hash, path) of the version, which gets its name; `manifest` covers all processes.
+
+        Raises PublicationError for a leaf that no process wrote, and a failed write.
+        """
+        plan, target = self._plan(copy), version_path(pathlib.Path(directory), version)
+        leaves = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(copy)]
+        if absent := sorted(set(leaves) - set(manifest)):
+            raise PublicationError(f'writing {target} failed: no process wrote the leaf {absent[0]!r}')
+        digest = manifest_hash(decode_manifest(manifest))
+        record = {'format': 1, 'version': version, 'manifest_hash': digest, 'leaves': dict(manifest)}
+        with writing(target):
+            finish_directory(target, plan, {MANIFEST: record})
+        return digest, str(target)
+
+    def _plan(self, copy: Tree) -> HfFiles:
+        owner = lambda path: _find_owner(leaf_at(copy, path))
+        return plan_hf_files(
+            copy, self._config, file_of=owner, companions=self._companions, separate_head=self._separate_head
+        )
+
+    def _own_files(self, plan: HfFiles, copy: Tree) -> list[str]:
+        """One, or none where there are more processes than leaves."""
+        owners = sorted({_find_owner(leaf) for leaf in jax.tree.leaves(copy)})
+        return [name for name, owner in zip(plan.weights, owners, strict=True) if owner == jax.process_index()]
+
+
+def _find_owner(leaf: SharedLeaf | jax.Array | np.ndarray) -> int:
+    return leaf.owner if isinstance(leaf, SharedLeaf) else 0

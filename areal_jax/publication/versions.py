@@ -1,6 +1,6 @@
 """The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
 
-A version is whole, a directory `v000000/`, or a file `v000007.delta` (delta_file.py) that needs the version before.
+A version is whole, a directory `v000000/`, or a file `v000007.delta` (files_carrier.py) that needs the version before.
 
 Nothing here imports jax.
 """
@@ -16,7 +16,16 @@ import shutil
 from collections.abc import Collection, Iterator
 
 from areal_jax import files
-from areal_jax.publication.versions import PublicationError
+from areal_jax.errors import UserError
+
+
+class PublicationError(UserError, RuntimeError):
+    """Weights cannot be sent, or differ from what was sent; the message names version, leaf or directory, and fix."""
+
+
+class ChainFull(PublicationError):
+    """A carrier has no room for a delta behind the newest whole record; the channel then sends the version whole."""
+
 
 MANIFEST = 'manifest.json'
 DELTA = '.delta'  # ending of the file of a delta

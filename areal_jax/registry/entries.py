@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import os
 import pathlib
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.errors import UserError
+from areal_jax.errors import LostPeerError, UserError
 
 REGISTRY = 'registry'  # in the workdir
 _FILE = re.compile(r'(.+)\.(\d{6,})\.([0-9a-f]{8})\.json')
@@ -200,3 +204,195 @@ def read_entries(workdir: pathlib.Path) -> list[Entry]:
         if None not in found:
             break
     return [entry for entry in found if entry is not None]
+
+
+# Whether a directory can hold the registry and the checkpoints of a run: tried out, before anything depends on it.
+
+
+_FIX = 'use a --workdir on a file system that all hosts share, NFS or Lustre for instance'
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EXDEV, errno.ENOLCK, errno.EINVAL}
+
+
+def require_usable(workdir: pathlib.Path) -> None:
+    """Writes, renames, lists, reads, touches and locks files of the registry; leaves none behind.
+
+    Raises UserError that names the directory and what does not work there.
+    """
+    directory = workdir / REGISTRY
+    with _doing('making it', directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    name = f'.test_{secrets.token_hex(8)}'
+    first, second = directory / name, directory / f'{name}.renamed'
+    try:
+        _try_files(directory, first, second)
+    finally:
+        for path in (first, second):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _try_files(directory: pathlib.Path, first: pathlib.Path, second: pathlib.Path) -> None:
+    with _doing('writing a file', directory):
+        second.write_text('replaced')
+        with first.open('w') as file:
+            file.write(first.name)
+            file.flush()
+            os.fsync(file.fileno())
+    with _doing('renaming a file over another', directory):
+        first.rename(second)
+    _require(lambda: not first.exists() and second.name in os.listdir(directory), 'listing what was renamed', directory)
+    _require(lambda: second.read_text() == first.name, 'reading what was written', directory)
+    with _doing('setting the time of a file', directory):
+        os.utime(second, ns=(10**18, 10**18))
+    _require(lambda: second.stat().st_mtime_ns // 10**9 == 10**9, 'reading the time of a file', directory)
+    with _doing('locking a file', directory), second.open('r+') as file, second.open('r+') as other:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            raise UserError(f'{directory} gives one lock to two holders: {_FIX}')
+
+
+@contextlib.contextmanager
+def _doing(action: str, directory: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _UNSUPPORTED or isinstance(error, PermissionError | FileExistsError | NotADirectoryError):
+            raise UserError(f'{directory}: {action} does not work there ({error.strerror}): {_FIX}') from error
+        raise
+
+
+def _require(holds: Callable[[], bool], action: str, directory: pathlib.Path) -> None:
+    with _doing(action, directory):
+        if not holds():
+            raise UserError(f'{directory}: {action} does not give what was put there: {_FIX}')
+
+
+# The heartbeat of a process, on a thread that does nothing else: whatever else it does, it says that it is alive.
+
+
+PERIOD_S = 1.0  # between two heartbeats
+
+OnFenced = Callable[[FencedError], None]
+
+
+class Heartbeat:
+    """A context manager: inside, the process is registered and its heartbeat goes on.
+
+    Args:
+      entry: see Registration.
+      on_fenced: called once, on the thread, where another process takes the name; then the heartbeat ends. May be
+        replaced by another function.
+    """
+
+    def __init__(self, workdir: pathlib.Path, entry: Entry, on_fenced: OnFenced):
+        self.workdir, self.registration = workdir, Registration(workdir, entry)
+        self.on_fenced = on_fenced
+        self._end, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name='heartbeat', daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self.registration.close()
+
+    @property
+    def entry(self) -> Entry:
+        return self.registration.entry
+
+    def note_leaving(self) -> None:
+        """Nothing new is taken."""
+        self.update(is_leaving=True)
+
+    def update(self, **changes: object) -> None:
+        """Replaces fields of the entry."""
+        with self._lock:
+            self.registration.update(**changes)
+
+    def _beat(self) -> None:
+        while not self._end.wait(PERIOD_S):
+            try:
+                with (
+                    contextlib.suppress(OSError),
+                    self._lock,
+                ):  # a file system away for a while
+                    self.registration.beat()
+            except FencedError as error:
+                self.on_fenced(error)
+                return
+
+
+# Which processes of a registry are alive, and waits for those that shall come.
+#
+# A heartbeat is a change of its entry, seen twice by one reader on its own clock: no clocks of two machines are
+# compared, and the rest of a dead process is never taken for a living one.
+
+
+PATIENCE_S = 10.0  # without a heartbeat a process is no longer taken for alive
+LOOK_S = 0.25  # between two looks of a process that waits
+REPORT_S = 10.0  # between two sentences of one
+
+
+class Presence:
+    """A reader of one registry. `now` gives seconds of this process's clock."""
+
+    def __init__(self, workdir: pathlib.Path, *, now: Callable[[], float] = time.monotonic):
+        self._workdir, self._now = workdir, now
+        self._beats: dict[str, tuple[Order, int | None]] = {}  # by name: at the last look
+        self._alive: dict[str, tuple[Order, float]] = {}  # by name: whose heartbeat was seen to change, and when
+
+    def look(self) -> dict[str, Entry]:
+        """The living by name: not leaving, and with a heartbeat that has changed within the patience."""
+        now = self._now()
+        entries = {entry.name: entry for entry in read_entries(self._workdir)}
+        for name, entry in entries.items():
+            before = self._beats.get(name)
+            if before is not None and before[0] == entry.order and before[1] != entry.heartbeat:
+                self._alive[name] = entry.order, now
+            self._beats[name] = entry.order, entry.heartbeat
+        return {name: entry for name, entry in entries.items() if not entry.is_leaving and self._is_alive(entry, now)}
+
+    def _is_alive(self, entry: Entry, now: float) -> bool:
+        order, since_s = self._alive.get(entry.name, (None, 0.0))
+        return order == entry.order and now - since_s <= PATIENCE_S
+
+
+def await_living(
+    workdir: pathlib.Path,
+    names: Collection[str],
+    deadline_s: float,
+    *,
+    what: str,
+    fix: str,
+    accept: Callable[[Mapping[str, Entry]], bool] = lambda found: True,
+    say: Callable[[str], None] = lambda sentence: print(sentence, flush=True),
+) -> dict[str, Entry]:
+    """The entries of these names when all are alive and `accept` takes them.
+
+    Args:
+      what: of whom a process that waits says that it does: 'learner 0 of attempt 2'.
+      fix: what to do where they do not come.
+
+    Raises LostPeerError that names the processes that have not come within the deadline.
+    """
+    presence, began = Presence(workdir), time.monotonic()
+    reported = began
+    while True:
+        living = presence.look()
+        found = {name: living[name] for name in names if name in living}
+        if len(found) == len(names) and accept(found):
+            return found
+        now = time.monotonic()
+        missing = ', '.join(sorted(set(names) - set(found))) or 'one of an earlier attempt'
+        if now - began >= deadline_s:
+            raise LostPeerError(
+                f'waited {now - began:.0f} s for {what} in {workdir}, and {missing} has not come: {fix}'
+            )
+        if now - reported >= REPORT_S:
+            reported = now
+            say(f'waiting for {what} ({missing}), {now - began:.0f} s')
+        time.sleep(LOOK_S)

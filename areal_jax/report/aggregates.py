@@ -4,14 +4,124 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NotRequired, TypedDict
 
 from areal_jax.events.schema import Event
 from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.event_log import Window
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, number
+
+HEAD = ('engine', 'server', 'tokens received', 'starts', 'taken out of service')
+_OUT = ('unknown', 'quarantined')
+
+
+class ServerRow(TypedDict):
+    """One server that answers came from."""
+
+    engine: str
+    url: str  # where it served last
+    starts: int  # times that it registered
+    tokens: int  # received, including evaluations and probes
+    failures: int  # times that it was taken out of service
+    last_failure: str  # why, the last time; '' = never
+
+
+def server_rows(events: Sequence[Event]) -> list[ServerRow]:
+    """One for each engine in another process, in the order of their names; none where the run had no servers."""
+    found: dict[str, ServerRow] = {}
+    for event in events:
+        if event['kind'] == 'register':
+            row = found.setdefault(event['engine'], _new_row(event['engine']))
+            row['url'], row['starts'] = event['url'], row['starts'] + 1
+        elif event['kind'] == 'receive' or (event['kind'] == 'decode' and event['engine'] in found):
+            found[event['engine']]['tokens'] += event['tokens']  # `decode` is of a simulation
+        elif event['kind'] == 'engine_state' and event['state'] in _OUT:
+            row = found[event['engine']]
+            row['failures'], row['last_failure'] = row['failures'] + 1, event['reason']
+    return [found[engine] for engine in sorted(found)]
+
+
+def _new_row(engine: str) -> ServerRow:
+    return {'engine': engine, 'url': '', 'starts': 0, 'tokens': 0, 'failures': 0, 'last_failure': ''}
+
+
+def describe_servers(rows: Sequence[ServerRow]) -> list[tuple[str, ...]]:
+    """Of the page's table."""
+    return [
+        (
+            row['engine'],
+            row['url'],
+            str(row['tokens']),
+            str(row['starts']),
+            f'{row["failures"]}, the last time: {row["last_failure"]}' if row['failures'] else '0',
+        )
+        for row in rows
+    ]
+
+
+# The ledger of draws: the state of every draw, and whether each only moved forward.
+
+
+State = Literal['pending', 'running', 'buffered', 'trained', 'dropped']
+_ENTERED_BY: dict[str, State] = {
+    'draw': 'pending', 'admit': 'running', 'buffer': 'buffered', 'consume': 'trained', 'drop': 'dropped',
+}  # fmt: skip
+_COMES_FROM: dict[State, tuple[State | None, ...]] = {
+    'pending': (None,),
+    'running': ('pending',),
+    'buffered': ('running',),
+    'trained': ('buffered',),
+    'dropped': ('pending', 'running', 'buffered'),
+}
+
+
+class DrawLedger:
+    """The state of every draw, event by event; a move that the loop does not allow is kept as a violation."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, State] = {}
+        self.reasons: dict[int, str] = {}  # of the dropped
+        self.violations: list[str] = []
+        self._counts: collections.Counter[State] = collections.Counter()
+
+    def apply(self, event: Event) -> None:
+        if event['kind'] == 'consume':
+            for draw in event['draws']:
+                self._move(draw, event)
+        elif event['kind'] in ('draw', 'admit', 'buffer', 'drop'):
+            self._move(event['draw'], event)
+        if event['kind'] == 'drop':
+            self.reasons[event['draw']] = event['reason']
+
+    def count(self, state: State) -> int:
+        return self._counts[state]
+
+    def _move(self, draw: int, event: Event) -> None:
+        before, state = self.states.get(draw), _ENTERED_BY[event['kind']]
+        if before not in _COMES_FROM[state]:
+            self.violations.append(
+                f'event {event["seq"]} ({event["kind"]}): draw {draw} goes from {before or "unknown"} to {state}'
+            )
+        if before is not None:
+            self._counts[before] -= 1
+        self._counts[state] += 1
+        self.states[draw] = state
+
+
+def ledger(events: Iterable[Event]) -> DrawLedger:
+    """The ledger after all events."""
+    found = DrawLedger()
+    for event in events:
+        found.apply(event)
+    return found
+
+
+def conservation(events: Iterable[Event]) -> list[str]:
+    """Violations of the rule that each draw is in exactly one state and only moves forward; empty if it holds."""
+    return ledger(events).violations
+
 
 Metrics = Sequence[Line]  # of the updates, in order
 

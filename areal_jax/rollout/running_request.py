@@ -6,18 +6,138 @@ in numpy arrays.
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from areal_jax.columns import ColumnArrays, of_request
 from areal_jax.protocols import Clock
 from areal_jax.rollout.blocks import CachedSequence, root_digest
-from areal_jax.rollout.running_request import SegmentIterator, StopSearch
+from areal_jax.text.decoding import TextStart, TokenBytes
 from areal_jax.types import EngineFinish, GenerationRequest, Segment, concatenate, is_repeated, repeat
+
+
+class SegmentIterator:
+    """Iterate for the segments of a request; implements protocols.Generation.
+
+    `engine` is the one that generates, '' where none does yet. The iteration ends with `finish_reason`, or raises
+    `error`, after everything that was delivered.
+    """
+
+    def __init__(self, request: GenerationRequest, clock: Clock, engine: str = ''):
+        self.request, self.request_id, self.engine = request, request.request_id, engine
+        self.finish_reason: EngineFinish | None = None
+        self.error: Exception | None = None  # why it ended without a reason
+        self._undelivered: collections.deque[Segment] = collections.deque()
+        self._clock, self._news = clock, clock.event(f'segments of request {self.request_id}')
+
+    def deliver(self, segment: Segment) -> None:
+        self._undelivered.append(segment)
+        self._news.set()
+
+    def end(self, reason: EngineFinish) -> None:
+        self.finish_reason = reason
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """The iteration raises the error, after what was delivered."""
+        self.error = error
+        self._news.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Segment:
+        while not self._undelivered:
+            if self.error is not None:
+                raise self.error
+            if self.finish_reason is not None:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._clock.wait(self._news)
+        return self._undelivered.popleft()
+
+
+class GrowingAnswer(SegmentIterator):
+    """An answer that comes from another process: it also keeps what has come, to go on after it elsewhere."""
+
+    def __init__(self, request: GenerationRequest, clock: Clock, engine: str = ''):
+        super().__init__(request, clock, engine)
+        self.received_tokens = sum(len(segment.tokens) for segment in request.prefix)
+        self._received = list(request.prefix)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n]: the answer so far, prefix included."""
+        return concatenate([segment.tokens for segment in self._received], np.int32)
+
+    @property
+    def room_tokens(self) -> int:
+        """How many more tokens the answer may have."""
+        return self.request.sampling.max_new_tokens - self.received_tokens
+
+    def take(self, segment: Segment) -> None:
+        self.received_tokens += len(segment.tokens)
+        self._received.append(segment)
+        self.deliver(segment)
+
+
+# Stop strings: which token of an answer completes the first of them. Texts exist on the host only; stream.py asks.
+
+
+class StopSearch:
+    """Looks for the first of some strings in the text of an answer that grows.
+
+    Of several strings that one token completes, it is the one that begins first, then the one named first. The work is
+    in proportion to the new tokens and the longest string, not to the answer. Bytes are compared: those of a string
+    are found in the bytes of the tokens exactly where the text has the string, because no character of UTF-8 begins
+    inside of another one.
+
+    Args:
+      strings: none is empty. U+FFFD in one is that character, not a broken one; half of a surrogate pair is in no text.
+    """
+
+    def __init__(self, strings: Sequence[str], token_bytes: TokenBytes):
+        self._strings = [(string.encode(), string) for string in strings if _has_bytes(string)]
+        self._longest = max((len(content) for content, _ in self._strings), default=1)
+        self._start = TextStart(token_bytes)
+        self._tail = b''  # of the text so far: what a string may begin with
+
+    def pass_over(self, tokens: Iterable[int]) -> None:
+        """The next tokens of the answer, in which no string ends it."""
+        self._keep(self._tail + b''.join(self._start.spell(tokens)))
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """(how many of the next tokens belong to the answer, the string that the last one of these completes)."""
+        for count, added in enumerate(self._start.spell(tokens), start=1):
+            passed = len(self._tail)
+            content = self._tail + added
+            string = self._first_match(content, passed)
+            if string is not None:
+                return count, string
+            self._keep(content)
+        return None
+
+    def _keep(self, content: bytes) -> None:
+        self._tail = content[max(0, len(content) - self._longest + 1) :]
+
+    def _first_match(self, content: bytes, passed: int) -> str | None:
+        """The string that begins first among those that end behind `passed` bytes."""
+        found = [
+            (at, index)
+            for index, (one, _) in enumerate(self._strings)
+            if (at := content.find(one, max(0, passed - len(one) + 1))) >= 0
+        ]
+        return self._strings[min(found)[1]][1] if found else None
+
+
+def _has_bytes(string: str) -> bool:
+    return not any('\ud800' <= character <= '\udfff' for character in string)
+
 
 _NO_LOGPROBS, _NO_COLUMNS = np.zeros(0, np.float32), dict[str, np.ndarray]()
 _DIGEST_BYTES = 16  # of a prompt's key: two different prompts share one with a chance of 2^-128

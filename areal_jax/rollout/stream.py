@@ -1,7 +1,7 @@
 """One set of decoding slots: the requests in and before them, their KV cache, and the dispatches that serve them.
 
-LocalEngine has a stream for training, and local_engine.py one for evaluation beside it. A stream runs one dispatch at a time;
-scheduler.py plans it, and the owner of the stream chooses its weights.
+LocalEngine has a stream for training, and another for pinned requests, as of evaluation. It runs one dispatch at a
+time: scheduler.py plans it, and the owner of the stream chooses its weights.
 """
 
 from __future__ import annotations

@@ -16,6 +16,34 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from areal_jax.sharding.host_shards import HostShards
 from areal_jax.types import Tree
 
+
+def to_slices(x: jax.Array, context: int) -> jax.Array:
+    """Tokens [R, T, ...] from the order of the row to slice order. T is a multiple of 2 * context."""
+    blocks = x.reshape(x.shape[0], 2 * context, x.shape[1] // (2 * context), *x.shape[2:])
+    early, late = blocks[:, :context], blocks[:, context:][:, ::-1]
+    return jnp.stack([early, late], axis=2).reshape(x.shape)
+
+
+def from_slices(x: jax.Array, context: int) -> jax.Array:
+    """Tokens [R, T, ...] from slice order to the order of the row: the inverse of `to_slices`."""
+    pairs = x.reshape(x.shape[0], context, 2, x.shape[1] // (2 * context), *x.shape[2:])
+    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(x.shape)
+
+
+def slice_places(index: jax.Array, tokens: int, context: int) -> jax.Array:
+    """The position in slice order of each token `index` of a row of `tokens`: int, of the shape of `index`."""
+    size = tokens // (2 * context)
+    block = index // size
+    place = jnp.where(block < context, 2 * block, 2 * (2 * context - 1 - block) + 1)
+    return place * size + index % size
+
+
+def first_tokens(device: jax.Array | int, tokens: int, context: int) -> tuple[jax.Array | int, jax.Array | int]:
+    """The indices in the row of the first token of the two blocks that a device of `context` holds."""
+    size = tokens // (2 * context)
+    return device * size, (2 * context - 1 - device) * size
+
+
 Leaf = np.ndarray | jax.Array
 Index = tuple[slice, ...] | None  # one slice per axis, whose start and stop may be None; as jax describes a shard
 Region = tuple[slice, ...]  # one per axis, start and stop given

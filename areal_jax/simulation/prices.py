@@ -12,10 +12,313 @@ from collections.abc import Mapping
 from areal_jax.config.cluster import EnginesLayout, LearnerLayout
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.virtual import Price
+from areal_jax.errors import suggest
 from areal_jax.lanes import engine_lane, publish_lane
+from areal_jax.models.shape import LAYERS, Experts, ModelConfig, count_parameters
 from areal_jax.simulation.drawn_task import Answers
-from areal_jax.simulation.prices import Chip, ModelShape, Reached, Roofline, find_chip, step_overhead_s
 from areal_jax.types import Work
+
+# Of a chip whose network is not published; an assumption: as the nodes of arXiv 2505.24298, 3.2 Tb/s for 8 chips.
+ASSUMED_NIC_BYTES_S = 50e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of one chip."""
+
+    name: str
+    flops: float  # a second, dense, 16 bit
+    bytes_s: float  # of its memory
+    memory_bytes: float
+    interconnect_bytes_s: float  # both directions together, to chips of the same node or slice
+    nic_bytes_s: float | None  # its share of the network between nodes; None = not published with the chip
+    source: str = ''
+
+    @property
+    def network_bytes_s(self) -> float:
+        """What its network is taken to have: `nic_bytes_s`, or ASSUMED_NIC_BYTES_S where none is published."""
+        return ASSUMED_NIC_BYTES_S if self.nic_bytes_s is None else self.nic_bytes_s
+
+
+A100 = Chip('A100-80 SXM', 312e12, 2.04e12, 80e9, 600e9, None, 'data sheet of NVIDIA')
+H800 = Chip(
+    'H800 SXM', 989e12, 3.35e12, 80e9, 400e9, 50e9,
+    'data sheet of the vendor; network: nodes of 8 with RoCE of 3.2 Tb/s, arXiv 2505.24298',
+)  # fmt: skip
+H100 = Chip('H100 SXM', 989e12, 3.35e12, 80e9, 900e9, None, 'data sheet of NVIDIA')
+H200 = Chip('H200 SXM', 989e12, 4.8e12, 141e9, 900e9, None, 'data sheet of NVIDIA')
+V5E = Chip(
+    'TPU v5e', 197e12, 0.82e12, 16e9, 400e9, 2 * 100e9 / 8 / 8,
+    'documentation of Google Cloud; network: two of 100 Gb/s for a host of 8 chips',
+)  # fmt: skip
+V5P = Chip('TPU v5p', 459e12, 2.765e12, 95e9, 1200e9, 50e9 / 8, 'documentation of Google Cloud; network: DCN 50 Gb/s')
+V6E = Chip('TPU v6e', 918e12, 1.638e12, 32e9, 800e9, 100e9 / 8, 'documentation of Google Cloud; network: DCN 100 Gb/s')
+TPU7X = Chip(
+    'TPU7x', 2307e12, 7.38e12, 192e9, 1200e9, 100e9 / 8, 'documentation of Google Cloud; network: DCN 100 Gb/s'
+)
+
+CHIPS = (A100, H800, H100, H200, V5E, V5P, V6E, TPU7X)
+
+
+def find_chip(name: str) -> Chip:
+    """The chip of that name: 'H800', 'h800 sxm', 'TPU v5e' and 'v5e' are understood, in either case.
+
+    Raises ConfigError that names the chips for an unknown one.
+    """
+    for chip in CHIPS:
+        if name.strip().lower() in _names(chip):
+            return chip
+    known = {short: chip for chip in CHIPS for short in _names(chip)}
+    raise ConfigError(
+        f'the chip {name!r} is not known{suggest(name.lower(), known)}; use one of '
+        f'{", ".join(chip.name for chip in CHIPS)}'
+    )
+
+
+def _names(chip: Chip) -> list[str]:
+    """What it is called, in small letters: in full, and without the maker's or the socket's word."""
+    full = chip.name.lower()
+    bare = full.removesuffix(' sxm').removeprefix('tpu ')
+    return [full, bare, bare.removesuffix('-80')]
+
+
+# Sizes of a model that prices of its work need, counted from its config; published models by name.
+
+
+CACHE_BYTES = 2  # of each number of the KV cache, 16 bit
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder; windows of its attention are not known, so that a long context costs as without them."""
+
+    name: str
+    parameters: float
+    product_parameters: float  # of matrices that tokens are multiplied with: layers and output head, all experts
+    head_parameters: float
+    layers: int
+    attention_width: int  # heads * head_dim
+    kv_bytes: int  # of one position, in all layers, 16 bit
+    hidden: int  # width of the residual stream
+    expert_parameters: float = 0.0  # those of `product_parameters` that are experts
+    experts: int = 0  # of a layer; 0 = none
+    experts_per_token: int = 0
+
+    @property
+    def active_parameters(self) -> float:
+        """Of the matrices that one token is multiplied with."""
+        return self.product_parameters - self.expert_parameters + self.expert_parameters * self._reached(1)
+
+    def read_parameters(self, tokens: float) -> float:
+        """Of the matrices that so many tokens together are multiplied with: experts that none reaches are not read.
+
+        Every token reaches `experts_per_token` experts, all alike and independent of the other tokens.
+        """
+        return self.product_parameters - self.expert_parameters + self.expert_parameters * self._reached(tokens)
+
+    def _reached(self, tokens: float) -> float:
+        """The share of the experts that some of the tokens reach."""
+        return 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 1.0
+
+
+def shape_of(name: str, config: ModelConfig) -> ModelShape:
+    """The sizes of any model of a known family, counted from the table of its weights."""
+    counts = [(row.path, parameters) for row, parameters in count_parameters(config)]
+    of_layers = sum(count for path, count in counts if path.startswith(LAYERS) and _multiplies(path))
+    heads = [count for path, count in counts if path == ('embedding' if config.tie_embeddings else 'head')]
+    return ModelShape(
+        name,
+        parameters=sum(count for _, count in counts),
+        product_parameters=of_layers + sum(heads),
+        head_parameters=sum(heads),
+        layers=config.n_layers,
+        attention_width=config.n_heads * config.head_dim,
+        kv_bytes=2 * config.n_layers * config.n_kv_heads * config.head_dim * CACHE_BYTES,
+        hidden=config.d_model,
+        expert_parameters=sum(count for path, count in counts if '/experts/' in path),
+        experts=config.experts.count if config.experts else 0,
+        experts_per_token=config.experts.per_token if config.experts else 0,
+    )
+
+
+def _multiplies(path: str) -> bool:
+    """Whether it is a matrix, and no bias or scale of a norm."""
+    return path.endswith('/weight') or '/experts/' in path
+
+
+def _qwen2(name: str, vocabulary: int, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelShape:
+    """A model that was distilled from R1 into Qwen 2.5: head dimension 128, a head of its own."""
+    config = ModelConfig(
+        vocabulary, width, layers, heads, kv_heads, 128, mlp, 1e4, family='qwen2', qkv_bias=True, tie_embeddings=False
+    )
+    return shape_of(name, config)
+
+
+R1_DISTILL_1_5B = _qwen2('R1-distill-Qwen-1.5B', 151936, 1536, 28, 12, 2, 8960)
+R1_DISTILL_7B = _qwen2('R1-distill-Qwen-7B', 152064, 3584, 28, 28, 4, 18944)
+R1_DISTILL_14B = _qwen2('R1-distill-Qwen-14B', 152064, 5120, 48, 40, 8, 13824)
+R1_DISTILL_32B = _qwen2('R1-distill-Qwen-32B', 152064, 5120, 64, 40, 8, 27648)
+QWEN3_0_6B = shape_of(
+    'Qwen3-0.6B', ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, 1e6, family='qwen3', qk_norm=True)
+)  # fmt: skip
+QWEN3_8B = shape_of(
+    'Qwen3-8B',
+    ModelConfig(151936, 4096, 36, 32, 8, 128, 12288, 1e6, family='qwen3', qk_norm=True, tie_embeddings=False),
+)
+LLAMA_3_1_8B = shape_of(
+    'Llama-3.1-8B', ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, 5e5, tie_embeddings=False)
+)  # fmt: skip
+QWEN3_30B_A3B = shape_of(
+    'Qwen3-30B-A3B',
+    ModelConfig(
+        151936, 2048, 48, 32, 4, 128, 6144, 1e6,
+        family='qwen3_moe', qk_norm=True, tie_embeddings=False, experts=Experts(128, 8, 768),
+    ),
+)  # fmt: skip
+
+SHAPES = (
+    *(R1_DISTILL_1_5B, R1_DISTILL_7B, R1_DISTILL_14B, R1_DISTILL_32B),
+    *(QWEN3_0_6B, QWEN3_8B, LLAMA_3_1_8B, QWEN3_30B_A3B),
+)  # sizes as in the config.json that are published with the models
+
+
+def find_shape(name: str) -> ModelShape:
+    """The published model of that name: 'R1-distill-Qwen-7B', 'r1-distill-7b' and its full name are understood.
+
+    Raises ConfigError that names the models for an unknown one.
+    """
+    wanted = _plain(name)
+    for shape in SHAPES:
+        if wanted == _plain(shape.name):
+            return shape
+    raise ConfigError(
+        f'the model {name!r} is not known{suggest(wanted, {_plain(shape.name) for shape in SHAPES})}; use one of '
+        f'{", ".join(shape.name for shape in SHAPES)}'
+    )
+
+
+def _plain(name: str) -> str:
+    """Small letters, without the maker and without what the distilled models were distilled into."""
+    return name.strip().lower().rpartition('/')[2].removeprefix('deepseek-').replace('distill-qwen-', 'distill-')
+
+
+# Seconds that work takes on a chip, from flops and bytes: prices of the virtual clock for work of real size.
+#
+# A decode step reads the weights and the KV cache of all rows, or computes, whichever takes longer; prefill and
+# training compute; the optimizer and a publication move bytes. `positions` are summed over the tokens in question:
+# how many positions each of them sees.
+
+
+WEIGHT_BYTES = 2  # 16-bit weights, as they decode and are published
+OPTIMIZER_BYTES = 28  # of a parameter, float32: weight, two moments and gradient are read, all but the last written
+MEMORY_SHARE = 0.9  # of an engine's memory, for weights and KV cache
+# of the bandwidth, by models of 7 to 8 billion parameters with one row, eager, and the gain of graphs: 2605.30571
+BATCH_ONE = 0.27 * 1.26
+BATCH_ONE_SHAPE = QWEN3_8B
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """Shares of the peaks that are reached, as published for others' engines and trainers.
+
+    The defaults: 0.6 of the bandwidth is the low end of what served engines are said to reach (0.6 to 0.85); 0.5 of the
+    flops in prefill is the low end likewise (0.5 to 0.73); 0.40 in training lies in what AReaL reaches on H800s with
+    packed sequences, 0.39 to 0.46 (arXiv 2505.24298, figure 6a).
+    """
+
+    bandwidth: float = 0.6  # while decoding
+    prefill: float = 0.5  # of the flops, also of a decode step that computes more than it reads
+    mfu: float = 0.40  # of the flops, while training
+
+
+def step_overhead_s(chip: Chip, shape: ModelShape, reached: Reached) -> float:
+    """Of a decode step, besides its work: what a step of one row takes longer than it reads weights, by layers."""
+    read_s = WEIGHT_BYTES * BATCH_ONE_SHAPE.product_parameters / chip.bytes_s
+    return shape.layers / BATCH_ONE_SHAPE.layers * read_s * (1 / BATCH_ONE - 1 / reached.bandwidth)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """One engine, or the learner, on chips of one kind that share its work evenly."""
+
+    chip: Chip
+    shape: ModelShape
+    reached: Reached = Reached()
+    devices: int = 1  # of the engine: tensor parallel; of the learner: all of them
+    step_overhead_s: float = 0.0  # of a decode step, besides its work
+
+    def step_s(self, rows: float, positions: float) -> float:
+        """A decode step; `positions` of the cache are read, over all rows."""
+        shape, chip = self.shape, self.chip
+        read = WEIGHT_BYTES * shape.read_parameters(rows) + shape.kv_bytes * positions
+        read_s = read / (self.reached.bandwidth * chip.bytes_s * self.devices)
+        computed = 2 * shape.active_parameters * rows + self._attention(positions)
+        computed_s = computed / (self.reached.prefill * chip.flops * self.devices)
+        return self.step_overhead_s + max(read_s, computed_s) + self._reduce_s(rows)
+
+    def prefill_s(self, tokens: float, positions: float) -> float:
+        """Prefill, or rebuild, of so many tokens; the head is used for the last of each prompt and left out."""
+        products = 2 * (self.shape.active_parameters - self.shape.head_parameters) * tokens
+        flops = self.reached.prefill * self.chip.flops * self.devices
+        return (products + self._attention(positions)) / flops + self._reduce_s(tokens)
+
+    def train_s(self, tokens: float, positions: float, passes: float) -> float:
+        """Training on so many tokens.
+
+        `passes` are in forward passes: 3 for the update, 4 where activations are computed again, 1 more for proximal
+        log-probs and 1 more for a reference model.
+        """
+        computed = 2 * self.shape.active_parameters * tokens + self._attention(positions)
+        return passes * computed / (self.reached.mfu * self.chip.flops * self.devices)
+
+    def optimizer_s(self) -> float:
+        """A step of Adam with float32 state, cut over the devices: the bytes that it touches, at the full bandwidth."""
+        return OPTIMIZER_BYTES * self.shape.parameters / (self.chip.bytes_s * self.devices)
+
+    def publication_s(self, receiver: int, senders: int, changed: float = 1.0) -> float:
+        """Transfer of a version, without the pause of an engine: what the slower side's networks take.
+
+        Args:
+          receiver: devices of one engine, each of which receives a part.
+          senders: devices of the learner, each of which sends a part.
+          changed: share of the weights that is sent.
+        """
+        sent = changed * WEIGHT_BYTES * self.shape.parameters
+        return sent / (self.chip.network_bytes_s * min(receiver, senders))
+
+    def cache_tokens(self) -> int:
+        """Positions that fit beside the weights in nine tenths of the memory."""
+        memory = MEMORY_SHARE * self.chip.memory_bytes * self.devices
+        return int((memory - WEIGHT_BYTES * self.shape.parameters) / self.shape.kv_bytes)
+
+    def prices(self) -> Mapping[str, Price]:
+        """For VirtualClock: of an engine's work."""
+
+        def decode(lane: str, work: Work) -> float:
+            rows = work.size['rows']
+            # each step sees one position more of each row: the mean over the steps, since the price is linear there
+            return work.amount * self.step_s(rows, work.size['positions'] + rows * (work.amount - 1) / 2)
+
+        def prefill(lane: str, work: Work) -> float:
+            return self.prefill_s(work.size['tokens'], work.size['positions'])
+
+        load_s = self.publication_s(self.devices, self.devices)
+        return {'decode': decode, 'prefill': prefill, 'load': lambda lane, work: load_s}
+
+    def _attention(self, positions: float) -> float:
+        """Flops."""
+        return 4 * self.shape.layers * self.shape.attention_width * positions
+
+    def _reduce_s(self, tokens: float) -> float:
+        """Two all-reduces a layer of the residual stream, 16 bit; their latency is left out.
+
+        In a ring each of n devices sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009), in one direction
+        of its interconnect.
+        """
+        n, one_direction = self.devices, self.chip.interconnect_bytes_s / 2
+        reduced = 2 * self.shape.layers * tokens * self.shape.hidden * WEIGHT_BYTES
+        return 2 * (n - 1) / n * reduced / one_direction
+
 
 STATE_BYTES = 12  # of a parameter: weight and two moments, float32
 _ENGINES = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')

@@ -4,18 +4,134 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from areal_jax.files import JsonObject
-from areal_jax.tasks.demonstrations import encode_prompts, read_tools, require_conversation, take_keys
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
-from areal_jax.tasks.user_lines import OF_DEMONSTRATIONS, LineKeys, read_objects, require_text
-from areal_jax.text.chat_template import Messages, TokenizerError, Tools
+from areal_jax.tasks.user_lines import (
+    OF_DEMONSTRATIONS,
+    OF_MESSAGES,
+    OF_PAIRS,
+    LineKeys,
+    read_objects,
+    refuse,
+    require_text,
+    says_something,
+)
+from areal_jax.text.chat_template import ConversationError, Messages, TokenizerError, Tools, for_template, require_shown
 from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import Prompt, Segment, Trajectory, TrajectoryGroup
+
+_TURN = ('role', 'content', 'tool_calls', 'tool_call_id', 'name')  # of a message for a chat template
+_COUNTS = ('weight', 'train', 'training', 'loss')  # whether a turn is trained
+
+
+def read_tools(row: JsonObject, place: str) -> list[JsonObject]:
+    """The tools of a line; raises TaskError for what is no list of definitions."""
+    tools = row.get('tools') or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and 'function' in tool for tool in tools):
+        raise TaskError(f"{place}: tools must be a list of objects {{'type': 'function', 'function': ...}}")
+    return tools
+
+
+def require_conversation(messages: object, source: str, name: str = 'messages') -> list[JsonObject]:
+    """The turns, whose last one is the answer; raises TaskError for what is no list of turns that ends in one."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise TaskError(f'{source}: {name} must be a list of objects with role and content')
+    turns = [_with_content(message) for message in messages]
+    for index, message in enumerate(turns):
+        if missing := [key for key in ('role', 'content') if not isinstance(message.get(key), str)]:
+            raise TaskError(
+                f'{source}: {name}[{index}] needs {" and ".join(missing)}, each a text; it has {sorted(message)[:8]}'
+            )
+    roles = [message['role'] for message in turns]
+    if 'user' not in roles[:-1] or roles[-1] != 'assistant':
+        raise TaskError(
+            f'{source}: {name} has turns of the roles {roles[:8]}; they must end with assistant, after a user'
+        )
+    needed = {roles.index('user'), len(roles) - 1}
+    for index, message in enumerate(turns):
+        require_text(message['content'], f'{name}[{index}].content', source, may_be_blank=index not in needed)
+    return turns
+
+
+def take_keys(
+    turns: Sequence[JsonObject], source: str, keys: LineKeys, tokenizer: Tokenizer, name: str = 'messages'
+) -> list[JsonObject]:
+    """The turns with what the chat template reads of them; `keys` counts what nothing reads.
+
+    Raises TaskError for a key of the published list that is not used: in the answer, of which the content alone is
+    trained, and in a turn before it, where the template does not read it.
+    """
+    found = []
+    for number, turn in enumerate(turns):
+        is_answer = number == len(turns) - 1
+        kept: JsonObject = {}
+        for key, value in turn.items():
+            place = f'{name}[{number}].{key}'
+            if key in _COUNTS and says_something(key, value):
+                if value not in ((1, True) if is_answer else (0, False)):
+                    raise refuse(place, value, source, OF_MESSAGES[key])
+            elif key in ('role', 'content') or (not is_answer and _reads(tokenizer, key)):
+                kept[key] = value
+            elif says_something(key, value) and not (key == 'name' and turn['role'] == 'tool'):
+                raise refuse(place, value, source, OF_MESSAGES[key])
+            elif key not in OF_MESSAGES and key not in _TURN:
+                keys.note(f'{name}.{key}')
+        found.append(kept)
+    for number, turn in enumerate(found[:-1]):
+        if turn['role'] != 'tool' and turn.get('name') and not _shows_name(found[:-1], number, tokenizer):
+            raise refuse(f'{name}[{number}].name', turn['name'], source, OF_MESSAGES['name'])
+    return found
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str], tools: Sequence[Tools] = ()
+) -> list[np.ndarray]:
+    """int32 [P] of each conversation; raises TaskError that names the source of one that no template renders.
+
+    Args:
+      tools: of each conversation; () = there are none.
+    """
+    places: dict[str, list[int]] = {}  # conversations by their tools: those with equal ones are encoded together
+    for index in range(len(conversations)):
+        places.setdefault(json.dumps(tools[index]) if tools else '[]', []).append(index)
+    found: dict[int, np.ndarray] = {}
+    for shown, indices in places.items():
+        alike, listed = [for_template(conversations[index]) for index in indices], json.loads(shown)
+        try:
+            require_shown(tokenizer, alike, listed)
+            prompts = tokenizer.encode_chats(alike, listed)
+        except ConversationError as error:
+            raise TaskError(f'{sources[indices[error.index]]}: {error}') from error
+        found.update(zip(indices, prompts, strict=True))
+    return [found[index] for index in range(len(conversations))]
+
+
+def _with_content(message: JsonObject) -> JsonObject:
+    """A turn of calls alone has no content, which is an empty one."""
+    return {**message, 'content': ''} if message.get('content') is None and message.get('tool_calls') else message
+
+
+def _reads(tokenizer: Tokenizer, key: str) -> bool:
+    """Whether a turn before the answer may have the key; calls are refused later if they are not shown."""
+    return key in ('tool_calls', 'tool_call_id') or tokenizer.reads(key)
+
+
+def _shows_name(turns: Sequence[JsonObject], number: int, tokenizer: Tokenizer) -> bool:
+    """Whether the prompt is another one without the name: templates read the names of tools too."""
+    without = [dict(turn) for turn in turns]
+    del without[number]['name']
+    try:
+        first, second = tokenizer.encode_chats([for_template(turns), for_template(without)])
+    except ConversationError:
+        return True  # the template says why when the prompt is made
+    return not np.array_equal(first, second)
+
 
 _USED = ('messages', 'question', 'answer', 'tools')  # keys of a line
 _NAME = 'demonstrations'  # what the prompts give as their task
@@ -42,7 +158,7 @@ class Demonstration:
 
 
 class Given(Protocol):
-    """What supervised training draws: a Demonstration, or a pair of answers (demonstrations.py)."""
+    """What supervised training draws: a Demonstration, or a pair of answers."""
 
     @property
     def prompt_tokens(self) -> np.ndarray: ...
@@ -254,3 +370,104 @@ def _digest(demonstrations: Sequence[Given]) -> str:
         digest.update(np.array([len(part) for part in parts], '<i4').tobytes())
         digest.update(np.concatenate(parts).astype('<i4').tobytes())
     return digest.hexdigest()
+
+
+# Pairs of answers to a prompt, of which one was chosen above the other: the data of preference training.
+
+
+_FIELDS = ('prompt', 'chosen', 'rejected')
+_NOUN = 'pair'
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A prompt and two answers; see demonstrations.Given. Raises TaskError where the two are the same tokens."""
+
+    prompt_tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
+    chosen_tokens: np.ndarray  # int32 [A], the last one EOS
+    rejected_tokens: np.ndarray  # int32 [B], the last one EOS
+    source: str  # 'FILE:LINE', or the question of a task: names it in errors
+
+    def __post_init__(self) -> None:
+        if np.array_equal(self.chosen_tokens, self.rejected_tokens):
+            raise TaskError(f'{self.source}: chosen and rejected are the same answer: remove the line, or change one')
+
+    @property
+    def answers(self) -> tuple[np.ndarray, ...]:
+        return self.chosen_tokens, self.rejected_tokens
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Places it takes in a row, which has both answers: tokens that are read, tokens in the loss."""
+        answered = len(self.chosen_tokens) + len(self.rejected_tokens)
+        return 2 * (len(self.prompt_tokens) - 1) + answered, answered
+
+
+def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fraction: float) -> Demonstrations:
+    """Pairs from a file of JSON lines; blank lines are skipped, repeated ones kept.
+
+    A line is an object with `prompt`, a text or a list of {role, content} whose last is the user's, and the texts
+    `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with one of their own. `tools` and
+    other keys are those of demonstrations. The side is decided by a hash of the first user message, so that pairs of
+    the same prompt are on one side.
+
+    Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
+    """
+    keys = LineKeys(path, (*_FIELDS, 'tools'), OF_PAIRS)
+    rows = [(source, *_read_pair(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)]
+    keys.tell()
+    sources, tools = [row[0] for row in rows], [row[4] for row in rows]
+    prompts = encode_prompts(tokenizer, [row[1] for row in rows], sources, tools)
+    sides: dict[Split, list[Pair]] = {'train': [], 'held_out': []}
+    for (source, messages, chosen, rejected, _), prompt_tokens in zip(rows, prompts, strict=True):
+        question = next(str(m['content']) for m in messages if m['role'] == 'user')
+        side: Split = 'held_out' if hash_fraction(question) < held_out_fraction else 'train'
+        first, second = (encode_answer(tokenizer, answer, source) for answer in (chosen, rejected))
+        sides[side].append(Pair(prompt_tokens, first, second, source))
+    return Demonstrations(tuple(sides['train']), tuple(sides['held_out']), noun=_NOUN)
+
+
+def contrast_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
+    """Each problem of a task once: its own answer is chosen above that of another problem of its side.
+
+    Raises TaskError for a task whose problems have no answers, and for a side on which all have the same.
+    """
+    solved = solve_task(task, tokenizer)
+    return Demonstrations(_contrast(solved.train), _contrast(solved.held_out), noun=_NOUN)
+
+
+def _contrast(solved: Sequence[Given]) -> tuple[Pair, ...]:
+    """The rejected answer is that of the next problem whose answer differs, around the end."""
+    pairs = []
+    for index, (prompt_tokens, answer, source) in enumerate((d.prompt_tokens, d.answers[0], d.source) for d in solved):
+        others = (other.answers[0] for other in (*solved[index + 1 :], *solved[:index]))
+        rejected = next((other for other in others if not np.array_equal(other, answer)), None)
+        if rejected is None:
+            raise TaskError(f'{source}: no other problem of its side has another answer that could be rejected')
+        pairs.append(Pair(prompt_tokens, answer, rejected, source))
+    return tuple(pairs)
+
+
+def _read_pair(
+    row: JsonObject, source: str, system_prompt: str, keys: LineKeys, tokenizer: Tokenizer
+) -> tuple[Messages, str, str, Tools]:
+    """The conversation before the answers, the chosen one, the rejected one, and the tools."""
+    if missing := [name for name in _FIELDS if name not in row]:
+        raise TaskError(
+            f'{source}: expected an object with prompt, chosen and rejected, {" and ".join(missing)} is missing'
+        )
+    keys.require(row, source)
+    chosen, rejected = (require_text(row[name], name, source) for name in _FIELDS[1:])
+    messages = _read_prompt(row['prompt'], chosen, source, keys, tokenizer)
+    if system_prompt and messages[0]['role'] != 'system':
+        messages = [{'role': 'system', 'content': system_prompt}, *messages]
+    return messages, chosen, rejected, read_tools(row, source)
+
+
+def _read_prompt(prompt: object, chosen: str, source: str, keys: LineKeys, tokenizer: Tokenizer) -> Messages:
+    if not isinstance(prompt, list):
+        return chat_messages(require_text(prompt, 'prompt', source))
+    whole = require_conversation([*prompt, {'role': 'assistant', 'content': chosen}], source, 'prompt')
+    if whole[-2]['role'] != 'user':
+        raise TaskError(f'{source}: the prompt ends with the role {whole[-2]["role"]!r}; it must end with user')
+    return take_keys(whole, source, keys, tokenizer, 'prompt')[:-1]

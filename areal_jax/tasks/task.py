@@ -6,9 +6,12 @@ The modules of the tasks build a ListedTask; the controller draws prompts from i
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Literal, Protocol, TypeVar
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,7 +21,7 @@ from areal_jax.plugins import spec_of
 from areal_jax.protocols import PromptStream
 from areal_jax.tasks.answers.number_reader import integer_or_text
 from areal_jax.text.chat_template import ConversationError, Messages
-from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.text.tokenizer import Tokenizer, chat_messages
 from areal_jax.types import FinishReason, Prompt
 
 Split = Literal['train', 'held_out']
@@ -236,3 +239,91 @@ def shuffle(size: int, seed: int, epoch: int) -> np.ndarray:
 def hash_fraction(key: str) -> float:
     """A number in [0, 1) that depends on the text alone: the same in every process, version and order."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], 'big') / 2**48
+
+
+# The prompts of one of several clients that share a stream: each prompt of it goes to exactly one of them.
+
+
+class ClientStream:
+    """`protocols.PromptStream` of prompts client, client + clients, client + 2 clients, ... of the whole stream.
+
+    Their draws are numbered 0, 1, 2, ...: a run knows no other clients.
+    """
+
+    def __init__(self, whole: PromptStream, client: int, clients: int):
+        self._whole, self._client, self._clients = whole, client, clients
+        self._next = 0
+
+    def draw(self) -> Prompt:
+        """The next prompt of this client."""
+        prompts = [self._whole.draw() for _ in range(self._clients)]
+        own = dataclasses.replace(prompts[self._client], draw=self._next)
+        self._next += 1
+        return own
+
+    def state(self) -> Mapping[str, Any]:
+        """Of the whole stream, with the place of this client in it."""
+        whole = dict(self._whole.state())
+        return {'whole': whole, 'next': self._next, 'client': self._client, 'clients': self._clients}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; raises TaskError where it comes from another client."""
+        for field, here in (('client', self._client), ('clients', self._clients)):
+            if state.get(field) != here:
+                raise TaskError(
+                    f'the saved prompt stream has distributed.{field}={state.get(field)}, this one distributed.{field}='
+                    f'{here}: its next draw would be another prompt. Restore with the client that saved'
+                )
+        self._whole.restore(state['whole'])
+        self._next = int(state['next'])
+
+
+# A task from a list of questions: what the `build` of an own task file returns. docs/your_task.md shows one.
+#
+# def build(tokenizer, digits=2):
+#     return question_task(tokenizer, [{'question': '1+2=', 'answer': '3'}, ...], score)
+
+
+def question_task(
+    tokenizer: Tokenizer,
+    problems: Iterable[Problem],
+    score: Scorer,
+    *,
+    name: str = '',
+    held_out_fraction: float = 0.25,
+    system_prompt: str = '',
+) -> ListedTask:
+    """The distinct questions of `problems`, about `held_out_fraction` of them held out by a hash of the question.
+
+    The side of a question depends on its text alone: it stays where it is when others are added.
+
+    Args:
+      problems: dicts that JSON can carry. `question` is the prompt's text; `answer`, where there is one, is what
+        supervised training imitates. `score` gets the whole dict.
+      score: score(problem, answer_text, finish_reason) -> reward, at the top level of its file: worker processes load
+        it from there.
+      name: of the task, in messages and events; '' = the name of the file that has `score`.
+
+    Raises TaskError for a problem that is no such dict.
+    """
+    name = name or _name_of(score)
+    sides: dict[Split, list[Problem]] = {'train': [], 'held_out': []}
+    seen: set[str] = set()
+    for index, problem in enumerate(problems):
+        require_json(problem, f'task {name!r}: problems[{index}]')
+        question = problem.get('question') if isinstance(problem, dict) else None
+        if not isinstance(question, str) or not question:
+            raise TaskError(
+                f"task {name!r}: problems[{index}]={str(problem)[:80]} must be a dict with a text 'question'"
+            )
+        if question not in seen:
+            seen.add(question)
+            sides['held_out' if hash_fraction(question) < held_out_fraction else 'train'].append(problem)
+    if not seen:
+        raise TaskError(f'task {name!r} lists no problem')
+    return ListedTask(name, score, sides, lambda problem: chat_messages(problem['question'], system_prompt), tokenizer)
+
+
+def _name_of(score: Scorer) -> str:
+    file = getattr(sys.modules.get(score.__module__), '__file__', None)
+    return pathlib.Path(file).stem if file else score.__module__

@@ -8,10 +8,41 @@ a run computes in float32, jax multiplies in TF32 on NVIDIA GPUs and in one pass
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from areal_jax.telemetry import names
-from areal_jax.telemetry.metrics import Line, number
+from areal_jax.telemetry.metrics import Line, Value, counts, number
+
+if TYPE_CHECKING:
+    import psutil
+
+
+class OptimizerAges:
+    """Counts the optimizer steps that were applied up to each version."""
+
+    def __init__(self, steps: Sequence[float] = (0.0,)):
+        """`steps`: applied before version 0, 1, ..., as `state` gives them."""
+        self._steps = list(steps)
+
+    def note_update(self, update: int, metrics: Line) -> dict[str, Value]:
+        """The metrics of the update with this number; {} where it trained nothing, or earlier updates are unknown."""
+        if len(self._steps) != update:
+            return {}
+        before = self._steps
+        histogram = counts(metrics, names.TOKEN_AGE_HISTOGRAM)
+        ages = [before[-1] - before[-1 - age] for age in range(min(len(histogram), len(before)))]
+        before.append(before[-1] + (number(metrics, names.OPTIMIZER_STEPS) or 0.0))
+        tokens = sum(histogram)
+        inside = number(metrics, names.STEPS_INSIDE_MEAN), number(metrics, names.STEPS_INSIDE_MAX)
+        if not tokens or inside[0] is None or inside[1] is None or len(ages) < len(histogram):
+            return {}
+        mean = sum(age * count for age, count in zip(ages, histogram, strict=True)) / tokens
+        return {names.STEP_AGE_MEAN: mean + inside[0], names.STEP_AGE_MAX: max(ages) + inside[1]}
+
+    def state(self) -> list[float]:
+        return list(self._steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +127,84 @@ class DeviceRates:
     def of_engines(self, tokens_per_second: float) -> dict[str, float]:
         """Of generation, from the tokens per second of all engines."""
         return {names.GENERATE_RATE_PER_DEVICE: tokens_per_second / self.engines} if self.engines else {}
+
+
+# Memory and processor time of the process and its workers, measured while the run runs.
+
+
+INTERVAL_S = 0.5
+
+Quantity = TypeVar('Quantity', int, float)
+
+
+class ResourceSampler:
+    """A daemon thread that remembers the largest sum of resident memory over the process tree.
+
+    Pages that processes share count once for each of them, so the sum is an upper bound. Use as a context manager, or
+    call `start` and `stop`.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S):
+        self._interval_s = interval_s
+        self._peak_bytes = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name='resources', daemon=True)
+
+    def __enter__(self) -> ResourceSampler:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, resident_bytes())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end the thread."""
+        self._stopped.set()
+        self._thread.join()
+        self._peak_bytes = max(self._peak_bytes, resident_bytes())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def cpu_seconds(self) -> float:
+        """Processor seconds (user and system) of the tree so far; a difference of two calls measures a window."""
+        return cpu_seconds()
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._peak_bytes = max(self._peak_bytes, resident_bytes())
+
+
+def resident_bytes(pid: int | None = None) -> int:
+    """Sum of resident memory over a process (None: this one) and its descendants."""
+    return sum(_each(lambda process: int(process.memory_info().rss), pid))
+
+
+def cpu_seconds(pid: int | None = None) -> float:
+    """Processor seconds over a process (None: this one), its living descendants and (not on macOS) those that have
+    ended."""
+
+    def spent(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        ended = getattr(times, 'children_user', 0.0) + getattr(times, 'children_system', 0.0)
+        return float(times.user + times.system + ended)
+
+    return sum(_each(spent, pid))
+
+
+def _each(measure: Callable[[psutil.Process], Quantity], pid: int | None) -> Iterator[Quantity]:
+    """The measure of every process of the tree that is still there."""
+    import psutil
+
+    this = psutil.Process(pid)
+    yield measure(this)
+    for process in this.children(recursive=True):
+        try:
+            yield measure(process)
+        except psutil.Error:  # it has ended, or belongs to another user
+            continue

@@ -7,22 +7,175 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from areal_jax import files
 from areal_jax.errors import show
-from areal_jax.telemetry.metrics import (
-    Line,
-    TensorBoardWriter,
-    Value,
-    plain,
-    read_json_lines,
-    require_fields,
-    rewrite_json_lines,
-)
 from areal_jax.telemetry.names import EVALUATION, EVALUATION_VERSION, HISTOGRAMS, METRICS, STEP
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+
+def read_json_lines(path: pathlib.Path) -> list[dict[str, object]]:
+    """`parse_json_lines` of a file; no file is an empty list."""
+    return parse_json_lines(path.read_bytes(), str(path)) if path.exists() else []
+
+
+def parse_json_lines(
+    content: bytes, name: str, keep: Callable[[dict[str, object]], dict[str, object]] = lambda record: record
+) -> list[dict[str, object]]:
+    """One dict per line, what `keep` makes of it; a last line that its writer's death has cut off is left out.
+
+    Raises:
+        FileError: a line before the last is not a JSON object, or the last is complete and not an object; the message
+            begins with `name` and the line.
+    """
+    if not content:
+        return []
+    lines = content.split(b'\n')
+    ended = not lines[-1]
+    lines = lines[:-1] if ended else lines
+    records: list[dict[str, object]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            where = f'{name}: line {number} of {len(lines)}'
+            records.append(keep(files.parse_object(line, where, 'restore or remove it')))
+        except files.FileError:
+            if number == len(lines) and _is_torn(line):
+                break
+            raise
+    return records
+
+
+def require_fields(
+    path: pathlib.Path, number: int, record: Mapping[str, object], fields: Mapping[str, type | tuple[type, ...]]
+) -> None:
+    """Raises FileError where line `number` of the file lacks one of `fields` or has it with another type."""
+    for name, kind in fields.items():
+        if not isinstance(record.get(name), kind):
+            found = f'has {name}={record[name]!r}' if name in record else f'has no {name!r}'
+            raise files.FileError(f'{path}: line {number} {found}: it was edited or is of another program; remove it')
+
+
+def rewrite_json_lines(path: pathlib.Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Replace the file by these records, all or nothing; no file stays no file."""
+    if not path.exists():
+        return
+    files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether the line can be the beginning of an object, as a writer leaves it that dies while it writes."""
+    return line.lstrip()[:1] in (b'{', b'', b'\0')  # zeros: the file system had allocated the block, but not written it
+
+
+def plain(value: object) -> Any:
+    """What JSON can hold: numpy scalars and arrays become numbers and lists, NaN and infinity become None."""
+    if hasattr(value, 'tolist'):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# The values of metrics: numbers, lists of counts, None for what was not finite.
+
+
+Value = float | Sequence[float] | None
+Line = Mapping[str, Value]  # metrics of one update, by telemetry.names
+
+
+def number(line: Line, name: str) -> float | None:
+    """The metric, None where it is missing or was not finite; raises TypeError for a list."""
+    value = line.get(name)
+    if isinstance(value, Sequence):
+        raise TypeError(f'the metric {name!r} is {value!r}, where a number is expected')
+    return value
+
+
+def counts(line: Line, name: str) -> Sequence[float]:
+    """The metric that is a list of counts; empty where it is missing. Raises TypeError for a number."""
+    value = line.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence):
+        raise TypeError(f'the metric {name!r} is {value!r}, where a list is expected')
+    return value
+
+
+# Writes TensorBoard's event files in the thread of the caller.
+#
+# The writers of TensorBoard packages use a queue and a thread, which block when the disk is full.
+
+
+class TensorBoardWriter:
+    """One event file, made at the first value.
+
+    Args:
+      purge_step: TensorBoard ignores values at this step and later in earlier files of the directory; None = keeps all.
+    """
+
+    def __init__(self, directory: pathlib.Path, purge_step: int | None):
+        from tensorboardX import summary  # slow
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        self._summary, self._events = summary, event_pb2
+        directory.mkdir(parents=True, exist_ok=True)
+        suffix = f'.from_{purge_step or 0}'  # two files of one second must not share a name
+        self._path = directory
+        self._writer: EventsWriter
+        try:
+            self._writer = EventsWriter(str(directory / 'events'), suffix)
+            self._path = pathlib.Path(self._writer._file_name)
+            if purge_step is not None:
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._writer.write_event(event_pb2.Event(session_log=start, step=purge_step, wall_time=time.time()))
+        except OSError as error:
+            raise self._named(error) from None
+
+    def write(self, step: int, values: Line) -> None:
+        """Numbers of one update; lists of counts by age 0, 1, ... as histograms. Raises OSError that names the file."""
+        try:
+            for name, value in values.items():
+                if (summary := self._summarize(name, value)) is not None:
+                    self._writer.write_event(self._events.Event(summary=summary, step=step, wall_time=time.time()))
+            self._writer.flush()
+        except OSError as error:
+            raise self._named(error) from None
+
+    def close(self) -> None:
+        """Raises OSError where the rest cannot be written; the file is closed then as well."""
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise self._named(error) from None
+
+    def _summarize(self, name: str, value: Value) -> object:
+        if isinstance(value, (int, float)):
+            return self._summary.scalar(name, value)
+        if not isinstance(value, list) or not sum(value):
+            return None
+        ages = range(len(value))
+        return self._summary.histogram_raw(
+            name, min=0, max=len(value) - 1, num=sum(value),
+            sum=sum(age * count for age, count in zip(ages, value, strict=True)),
+            sum_squares=sum(age * age * count for age, count in zip(ages, value, strict=True)),
+            bucket_limits=[age + 0.5 for age in ages], bucket_counts=value,
+        )  # fmt: skip
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror or os.strerror(error.errno or 0), str(self._path))
+
 
 FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'

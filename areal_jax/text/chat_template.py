@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
-from areal_jax.errors import UserError
+from areal_jax.errors import UserError, show
 from areal_jax.files import JsonObject
 from areal_jax.text.template_worker import TemplateWorker
 
@@ -165,3 +168,219 @@ def _parse(source: str, place: str) -> tuple[frozenset[str], frozenset[str]]:
         raise TokenizerError(f'{place}: the chat template cannot be read: line {error.lineno}: {error}') from error
     except RecursionError as error:
         raise TokenizerError(f'{place}: the chat template cannot be read: it is nested too deep') from error
+
+
+# Messages of OpenAI's chat as chat templates expect them: a text as content, and arguments of calls as objects.
+
+
+Message = Mapping[str, object]
+
+
+def for_template(messages: Messages) -> list[dict[str, object]]:
+    """Templates expect arguments as objects, programs send JSON in a string; what is none stays the string."""
+    return [_with_objects(message) for message in messages]
+
+
+def read_arguments(arguments: object) -> object:
+    """The JSON in a text of arguments; what is none stays as it is."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(arguments)
+    return arguments
+
+
+def _with_objects(message: Message) -> dict[str, object]:
+    calls = message.get('tool_calls')
+    own = {**message, 'content': message.get('content') or ''}
+    return {**own, 'tool_calls': [_with_object(call) for call in calls]} if isinstance(calls, list) else own
+
+
+def _with_object(call: object) -> object:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
+        return call
+    return {**call, 'function': {**function, 'arguments': read_arguments(function.get('arguments'))}}
+
+
+# What a chat template writes after an answer: so a conversation goes on from the sampled ids, which stay as they are.
+#
+# The difference of two renderings of a short conversation gives it (template difference). It holds for every
+# conversation if the template writes a turn without looking at those around it, which is tried out first.
+
+
+_QUESTION = {'role': 'user', 'content': 'x'}
+# A template that takes the reasoning out of earlier answers changes the second one.
+_ANSWER, _REASONED = 'y', '<think>\ny\n</think>\n\ny'
+_RESULT = {'role': 'tool', 'content': 'z', 'name': 'z', 'tool_call_id': 'zzzzzzzzz'}  # Mistral's have nine characters
+_MOST_KNOWN = 64  # sets of tools and kinds of messages whose test is remembered
+
+
+def can_extend(messages: Messages) -> bool:
+    """Whether they are results of tools, then at most one message of the user."""
+    roles = [message.get('role') for message in messages]
+    results = roles[:-1] if roles[-1:] == ['user'] else roles
+    return all(role == 'tool' for role in results)
+
+
+class Extension:
+    """The texts that follow an answer in one template; thread-safe."""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._known: dict[tuple[str, bool, bool], str | None] = {}  # what stands before the text, None = unstable
+
+    def render(self, messages: Messages, tools: Tools) -> str | None:
+        """From the end of an answer on: the close of its turn, the messages, and the opened turn of the next answer.
+
+        None for messages that no answer is followed by, and where the template does not write a conversation as the
+        shorter one and such a text: it refuses the messages, changes earlier turns, or moves the tools.
+        """
+        if not can_extend(messages):
+            return None
+        kind = any(m['role'] == 'tool' for m in messages), any(m['role'] == 'user' for m in messages)
+        key = (json.dumps(tools), *kind)
+        if key not in self._known:
+            before = self._find_stable(kind, tools)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = before
+        before = self._known.get(key)
+        whole = None if before is None else self._try_render([[_QUESTION, _answer(_ANSWER), *messages]], tools)
+        if before is None or whole is None or not whole[0].startswith(before):
+            return None
+        return whole[0][len(before) :]
+
+    def _find_stable(self, kind: tuple[bool, bool], tools: Tools) -> str | None:
+        """What stands before the text that follows the answer; None for an unstable template."""
+        has_results, has_question = kind
+        then = [_RESULT] * 2 * has_results + [_QUESTION] * has_question
+        rounds = [[_answer(text), *then] for text in (_ANSWER, _REASONED)]
+        conversations = [[_QUESTION], *([_QUESTION, *turns * count] for turns in rounds for count in (1, 2))]
+        found = self._try_render(conversations, tools)
+        if found is None:
+            return None
+        opened, once, twice, once_reasoned, twice_reasoned = found
+        text = once[len(opened) + len(_ANSWER) :]
+        pieces = [opened, _ANSWER, text, _ANSWER, text]
+        reasoned = [_REASONED if piece == _ANSWER else piece for piece in pieces]
+        same = [''.join(part) for part in (pieces[:3], pieces, reasoned[:3], reasoned)]
+        return opened + _ANSWER if same == [once, twice, once_reasoned, twice_reasoned] else None
+
+    def _try_render(self, conversations: Sequence[Messages], tools: Tools) -> list[str] | None:
+        try:
+            return self._template.render(conversations, tools)
+        except ConversationError:
+            return None
+
+
+def _answer(text: str) -> dict[str, str]:
+    return {'role': 'assistant', 'content': text}
+
+
+# Tools are shown to the model or refused: one check, for every door through which a conversation becomes a prompt.
+#
+# The doors are the routes of areal-serve and of the gateway, agents, environments and data of supervised training
+# (tests/text/test_shown_tools.py lists them). A template that has no place for tools leaves them out without a word,
+# and the model would be trained or asked without them.
+
+
+REMEDY = "name one that shows them in model.chat_template, 'package:configs/templates/hermes.jinja' for ChatML models"
+_SHOWN_TOOLS_RESULT = {
+    'role': 'tool',
+    'content': 'zq7zq',
+    'name': 'z',
+    'tool_call_id': 'zzzzzzzzz',
+}  # Mistral's have nine characters
+NO_PLACE = f'is not shown to the model: the chat template of this model has no place for tools; {REMEDY}'
+_LEFT_OUT = f'is not shown to the model: the chat template of this model leaves its name out here; {REMEDY}'
+
+
+class ToolsNotShownError(ConversationError):
+    """Something of the first of several conversations that the chat form does not show to the model.
+
+    `field` names it as requests do, 'tools' or 'messages[1].tool_calls', `value` is what it holds.
+    """
+
+    def __init__(self, index: int, field: str, value: object, reason: str):
+        super().__init__(index, f'{field}={show(value)} {reason}')
+        self.field, self.value, self.reason = field, value, reason
+
+
+class ChatForm(Protocol):
+    """What the check asks of a tokenizer."""
+
+    @property
+    def takes_tools(self) -> bool: ...
+
+    @property
+    def shows_results(self) -> bool: ...
+
+
+def require_shown(form: ChatForm, conversations: Sequence[Messages], tools: Tools) -> None:
+    """Raises ToolsNotShownError for tools, calls, and results of tools that the chat form of a model does not show."""
+    if form.takes_tools:
+        return  # a prompt that lacks a name all the same is refused by `require_names`
+    has_results = any(
+        message.get('role') == _SHOWN_TOOLS_RESULT['role'] for messages in conversations for message in messages
+    )
+    require_place(conversations, tools, shows_results=has_results and form.shows_results)
+
+
+def require_place(conversations: Sequence[Messages], tools: Tools, *, shows_results: bool = False) -> None:
+    """The same for a chat form that is known to have no place for tools; with `shows_results` for their results."""
+    if tools and conversations:
+        raise ToolsNotShownError(0, 'tools', list(tools), NO_PLACE)
+    for index, messages in enumerate(conversations):
+        for number, message in enumerate(messages):
+            if calls := message.get('tool_calls'):
+                raise ToolsNotShownError(index, f'messages[{number}].tool_calls', calls, NO_PLACE)
+            if message.get('role') == _SHOWN_TOOLS_RESULT['role'] and not shows_results:
+                raise ToolsNotShownError(index, f'messages[{number}].role', message['role'], NO_PLACE)
+
+
+def shows_results(template: ChatTemplate) -> bool:
+    """Whether a template writes the content of a turn of the role 'tool': it is tried out."""
+    asked: list[Mapping[str, object]] = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': 'y'}]
+    try:
+        [text] = template.render([[*asked, _SHOWN_TOOLS_RESULT]])
+    except ConversationError:
+        return False
+    return str(_SHOWN_TOOLS_RESULT['content']) in text
+
+
+def require_names(texts: Sequence[str], conversations: Sequence[Messages], tools: Tools) -> None:
+    """For a chat form with tools: raises ToolsNotShownError where a prompt lacks the name of a tool or of a call.
+
+    So a template that reads the tools and shows them under a condition alone, as to the first user, is found out.
+    """
+    for index, (text, messages) in enumerate(zip(texts, conversations, strict=True)):
+        for field, value, name in _list_names(messages, tools):
+            if not any(spelled in text for spelled in (name, json.dumps(name)[1:-1])):
+                raise ToolsNotShownError(index, field, value, _LEFT_OUT)
+
+
+def _list_names(messages: Messages, tools: Tools) -> Iterator[tuple[str, object, str]]:
+    """(field, what it holds, name of the function) of each tool and each call that has a name."""
+    for number, tool in enumerate(tools):
+        if name := _name(tool):
+            yield f'tools[{number}]', tool, name
+    for place, message in enumerate(messages):
+        calls = message.get('tool_calls')
+        for number, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
+            if name := _name(call):
+                yield f'messages[{place}].tool_calls[{number}]', call, name
+
+
+def _name(tool: object) -> str:
+    """Of a tool or a call in the form of OpenAI's chat, or of a bare function; '' = none."""
+    function: object = tool.get('function', tool) if isinstance(tool, Mapping) else None
+    name = function.get('name') if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ''
+
+
+def describe_untold(fields: Mapping[str, Sequence[str]]) -> str:
+    """The sentence that refuses a run before it begins: its config names tools that no prompt would show.
+
+    Args:
+      fields: those of the config that are set, with their values; '' where none is.
+    """
+    return next((f'{field}={tuple(values)!r} {NO_PLACE}' for field, values in fields.items() if values), '')

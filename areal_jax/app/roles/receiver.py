@@ -2,8 +2,8 @@
 --publication=DIR --template=VERSION --directory=DIR --port=PORT [...].
 
 server_program.py starts it next to its server, on the same machine. It takes versions from the learner by what changed
-(publication/weight_buffers.py); the client of the server asks for one before it tells the server to load it. It sends the
-key of the run, which this process has in its environment variable AREAL_JAX_API_KEY:
+(publication/weight_buffers.py); the client of the server asks for one before it tells the server to load it. It sends
+the key of the run, which this process has in its environment variable AREAL_JAX_API_KEY:
 
   POST /versions {"version": 4, "manifest_hash": "..."}
       200 {"directory": ".../v000004"}, or 409 {"error": {"message": "..."}} for a version that cannot be had

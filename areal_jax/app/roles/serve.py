@@ -76,7 +76,7 @@ class VersionLoader:
     """Called with a WeightsDirectory, returns its weights for the backend and sets its digest.
 
     A path `v000007.delta` opens a reader of its directory, which then takes every version there by what changed. So
-    does the address of a version in shared memory or behind a socket (receivers.py). Other paths are loaded whole.
+    does the address of a version in shared memory or behind a socket. Other paths are loaded whole.
 
     Args:
       open_receiver: of an address, in a server of a run; None = it takes no version from an address.

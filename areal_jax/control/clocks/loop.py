@@ -10,22 +10,127 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import functools
 import heapq
 import itertools
 import selectors
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from areal_jax import protocols
-from areal_jax.control.clocks.io import IoLoop
-from areal_jax.control.clocks.loop import Inbox, Interval, Lane
+from areal_jax.control.clocks.io import IoCall, IoLoop
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import UserError
 from areal_jax.types import Work
+
+
+@dataclasses.dataclass(eq=False)
+class Interval:
+    """One use of a lane: blocking work, or a call (I/O), which has a deadline."""
+
+    lane: str
+    work: Work
+    number: int  # of the request, for the event log
+    fn: Callable[[], Any]  # work: returns the result; a call: returns an awaitable of it
+    future: asyncio.Future[Any]  # what the coroutine that asked for it awaits
+    deadline_s: float | None = None  # of a call, in wall seconds from its start; None: blocking work
+    call: IoCall | None = None  # set when a call starts
+    started_s: float = 0.0  # clock seconds
+    seconds: float = 0.0
+    result: object = None
+    error: BaseException | None = None
+
+    @property
+    def is_call(self) -> bool:
+        return self.deadline_s is not None
+
+    def describe(self) -> str:
+        return f'{"call" if self.is_call else "work"} {self.work.kind!r} on lane {self.lane!r}'
+
+    def take_outcome(self) -> None:
+        """Copy result or error of a call that has ended."""
+        assert self.call is not None
+        self.result, self.error = self.call.result, self.call.error
+        if self.call.is_late:
+            self.error = self.describe_lateness()
+
+    def describe_lateness(self) -> TimeoutError:
+        """The error of a call that hit its deadline."""
+        return TimeoutError(f'{self.describe()} exceeded its deadline of {self.deadline_s} s')
+
+    def deliver(self) -> None:
+        """Give result or error to the coroutine that waits, unless it was cancelled."""
+        if self.future.done():
+            return
+        if isinstance(self.error, StopIteration):  # a future cannot carry it (PEP 479)
+            error = RuntimeError(f'{self.describe()} raised StopIteration')
+            error.__cause__ = self.error
+            self.future.set_exception(error)
+        elif self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+
+
+class Lane:
+    """Serves up to `width` intervals at once, in order of request."""
+
+    def __init__(self, width: int):
+        self.width = width
+        self.n_busy = 0
+        self.queue: collections.deque[Interval] = collections.deque()
+
+    def next_interval(self) -> Interval | None:
+        """The next interval to begin; None while all places are taken or nothing is queued."""
+        while self.queue and self.n_busy < self.width:
+            interval = self.queue.popleft()
+            if not interval.future.cancelled():
+                self.n_busy += 1
+                return interval
+        return None
+
+
+# Where other threads put items for the program: each enters in its turn among the completions of the clock.
+#
+# `LoopClock.inbox` makes one. A server's thread of HTTP puts its requests here.
+
+
+Item = TypeVar('Item')
+
+
+class Inbox(Generic[Item]):
+    """First in, first out; any number of threads put, one coroutine takes."""
+
+    def __init__(
+        self,
+        arrived: protocols.Event,
+        post: Callable[[Callable[[], None]], None],
+        wait: Callable[[protocols.Event], Awaitable[bool]],
+    ):
+        """`post` runs a function on the host's loop in its turn, `wait` waits for the event through the clock."""
+        self._arrived, self._post, self._wait = arrived, post, wait
+        self._items: collections.deque[Item] = collections.deque()  # those whose turn has come
+
+    def put(self, item: Item) -> None:
+        """From any thread, also before the program runs; nothing happens after it has ended."""
+        self._post(functools.partial(self._receive, item))
+
+    async def take(self) -> Item:
+        """The oldest item; waits for one."""
+        while not self._items:
+            self._arrived.clear()
+            await self._wait(self._arrived)
+        return self._items.popleft()
+
+    def _receive(self, item: Item) -> None:
+        self._items.append(item)
+        self._arrived.set()
+
 
 _Result = TypeVar('_Result')
 Ready = list[tuple[selectors.SelectorKey, int]]  # what a selector returns

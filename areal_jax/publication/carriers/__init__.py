@@ -4,7 +4,7 @@ files_carrier.py     directories of whole versions, and the files of files_carri
 shm_carrier.py       shared memory of a host; shm_segment.py, shm_carrier.py and shm_carrier.py have its bytes
 stream_sender.py     sockets, with stream_receiver.py at the other end; stream_socket.py has what they say
 
-stream_receiver.py opens the receiver that an address names; stream_sender.py says which records a reader needs, and which may go.
+stream_receiver.py opens the receiver that an address names; stream_sender.py says which records a reader needs.
 
 docs/design/carriers.md has bytes, states and failures.
 """

@@ -2,17 +2,298 @@
 
 log_rules.py puts every event of a run with engines in this process through them. A dispatch of decoding gives each
 answer in its slots `steps` tokens, or fewer where the answer ends in it. So the dispatches of an answer and its length
-determine each other. generation_rules.py has what is computed before.
+determine each other.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 
-from areal_jax.events.schema import DecodeEvent, Event, FinishEvent, MoveEvent, PreemptEvent
-from areal_jax.report.engine_work import PromptLengths
-from areal_jax.report.rules.generation_rules import Answer, CacheRules, Dispatch
+from areal_jax.events.schema import (
+    DecodeEvent,
+    Event,
+    FinishEvent,
+    InterruptEvent,
+    MoveEvent,
+    PreemptEvent,
+    PrefillEvent,
+    RunDoneEvent,
+    RunStartEvent,
+)
+from areal_jax.report.engine_work import Key, PromptLengths, can_end, can_sum
+
+_FIRST_VERSION = 4  # of the log from which on `prefill` names all whose tokens it computes, and `rebuilt`
+
+
+@dataclasses.dataclass(eq=False)
+class Dispatch:
+    """One dispatch of decoding, until the tokens of all its answers are known."""
+
+    name: str
+    steps: int
+    version: int
+    tokens: int  # that are delivered to answers
+    positions: int | None  # that its rows see; None = not comparable
+    known: int = 0  # the part of `tokens` in answers whose share is known
+    seen: int = 0  # positions of these, without prompts
+    prompts: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # tokens of these
+    open: int = 0  # answers whose share is not known yet
+    ended: list[tuple[Key, int]] = dataclasses.field(default_factory=list)  # prompt, tokens before, of an evaluation
+
+    def compare_ended(self, lengths: Mapping[Key, int]) -> str:
+        """Whether answers that ended in it can have had the tokens that are left."""
+        assert self.positions is not None
+        left = self.positions - self.seen - sum(lengths[key] * count for key, count in self.prompts.items())
+        before = [lengths[key] + tokens for key, tokens in self.ended]
+        if can_end(self.tokens - self.known, left, before, self.steps):
+            return ''
+        return (
+            f'{self.name} has generated {self.tokens} tokens, and no answers that end in it make these of the '
+            f'{self.positions} positions that it has seen'
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """An answer under way."""
+
+    prompt: Key
+    segments: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (version, tokens), neighbors differ
+    settled: int = 0  # tokens of these
+    last: Dispatch | None = None  # the only one whose share of tokens is not known
+    computed: int | None = None  # version under which its KV cache is computed; None = it is not
+    decoded: bool = False  # since its cache was computed
+
+    def add(self, version: int, tokens: int) -> None:
+        self.settled += tokens
+        if self.segments and self.segments[-1][0] == version:
+            tokens += self.segments.pop()[1]
+        self.segments.append((version, tokens))
+
+    @property
+    def tokens(self) -> int:
+        """So far, where it goes on after its last dispatch."""
+        return self.settled + (self.last.steps if self.last else 0)
+
+    def forget_cache(self) -> None:
+        self.computed, self.decoded = None, False
+
+
+@dataclasses.dataclass(eq=False)
+class _Computing:
+    """What is computed from an instant at which all slots are ready until the next one."""
+
+    engine: str
+    begins_empty: bool  # nothing is in the cache: every prompt is computed
+    waiting: set[str] = dataclasses.field(default_factory=set)  # requests that have not decoded since
+    own: int = 0  # tokens of started answers
+    computed: int = 0  # tokens of started answers and their prompts
+    computed_new: int = 0  # of prompts of answers that have not
+    computed_own: int | None = 0  # of `computed`, without prompts; None: before version 8 of the log
+    begun: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)  # requests by prompt
+    new: collections.Counter[Key] = dataclasses.field(default_factory=collections.Counter)
+
+    def compare(self, lengths: Mapping[Key, int]) -> str:
+        """A prompt is computed for the first request that needs it, and shared by the others and by equal prompts."""
+        least = sum({lengths[key] - 1 for key in (*self.begun, *self.new)}) if self.begins_empty else 0
+        found = self.computed - self.own + self.computed_new
+        if found < least:
+            return f'{self.engine} goes on to decode, and {found} tokens of prompts were computed, which have {least}'
+        for tokens, requests, words in (
+            (self.computed - self.own, self.begun, f'computed again, beside {self.own} of their answers'),
+            (self.computed_new, self.new, 'computed'),
+        ):
+            if not can_sum(tokens, ((lengths[key] - 1, count) for key, count in requests.items())):
+                prompts = ', '.join(f'{lengths[key]} (draw {key[1]})' for key in requests) or 'none'
+                return f'{self.engine} goes on to decode, {tokens} tokens were {words}, and the prompts have {prompts}'
+        return ''
+
+
+@dataclasses.dataclass(eq=False)
+class _Engine:
+    prefills: collections.deque[PrefillEvent] = dataclasses.field(default_factory=collections.deque)  # to begin
+    decoding: dict[int, int | None] = dataclasses.field(default_factory=dict)  # version by run under way
+    decoded: tuple[float, int | None] | None = None  # steps and version of a run whose `decode` is due
+    interrupted_for: int | None = None  # version of the last interruption, until it is loaded
+    is_empty: bool = True  # nothing was computed since the cache was given up
+    computing: _Computing | None = None
+    is_torn: bool = False  # a request went while it was computed: part of its prompt may be left until the next version
+
+
+class CacheRules:
+    """Follows the KV cache of every answer, event by event.
+
+    Args:
+      answers: under way, by request; kept by the caller.
+      lengths: of prompts, as far as the log tells.
+      keeps_cache: whether answers keep their KV cache under new weights.
+      single_turn: whether an answer is one request.
+    """
+
+    def __init__(self, answers: Mapping[str, Answer], lengths: PromptLengths, *, keeps_cache: bool, single_turn: bool):
+        self._answers, self._lengths = answers, lengths
+        self._keeps_cache, self._single_turn = keeps_cache, single_turn
+        self._is_covered = False  # by the version of the log
+        self._engines: collections.defaultdict[str, _Engine] = collections.defaultdict(_Engine)
+
+    def apply(self, event: Event) -> Iterator[str]:
+        """Which rules the event breaks, each as a sentence."""
+        if event['kind'] == 'log':
+            self._is_covered = event['version'] >= _FIRST_VERSION
+            self._engines.clear()
+            self._forget(self._answers)
+        elif not self._is_covered:
+            return
+        elif event['kind'] == 'save':  # requests in slots have given them up
+            self._forget(self._answers)
+            for engine in self._engines.values():
+                engine.computing, engine.is_torn, engine.is_empty = None, False, True
+        elif event['kind'] == 'prefill':
+            yield from self._prefill(event)
+        elif event['kind'] in ('preempt', 'move'):
+            self.end(event['request'])
+            self._forget([event['request']])
+        elif event['kind'] == 'leave':
+            self._engines.pop(event['engine'], None)
+        elif event['kind'] == 'interrupt':
+            yield from self._interrupt(event)
+        elif event['kind'] == 'load':
+            engine = self._engines[event['engine']]
+            if engine.interrupted_for not in (None, event['version']):
+                due = engine.interrupted_for
+                yield f'{event["engine"]} loads version {event["version"]}, and was interrupted for version {due}'
+            engine.interrupted_for = None
+        elif event['kind'] == 'run_start':
+            yield from self._start_run(event)
+        elif event['kind'] == 'run_done':
+            self._end_run(event)
+        elif event['kind'] == 'decode':
+            yield from self._decode(event)
+
+    def decode_row(self, dispatch: Dispatch, name: str, request: str, answer: Answer) -> Iterator[str]:
+        """An answer is in a slot of a dispatch."""
+        if not self._is_covered:
+            return
+        answer.decoded = True
+        if answer.computed != dispatch.version:
+            state = 'not computed' if answer.computed is None else f'computed under version {answer.computed}'
+            yield f'{dispatch.name} decodes {request} under version {dispatch.version}, and its KV cache was {state}'
+        engine = self._engines[name]
+        if engine.computing is None:
+            return
+        engine.computing.waiting.discard(request)
+        if not engine.computing.waiting:
+            computing, engine.computing = engine.computing, None
+            if self._single_turn and not engine.is_torn:
+                found = computing.computed if computing.computed_own is None else computing.computed_own
+                if found < computing.own or computing.computed_own not in (None, computing.own):
+                    yield (
+                        f'{name} decodes answers of {computing.own} tokens, which were to be computed again, and '
+                        f'{found} tokens were'
+                    )
+                else:
+                    yield self._lengths.check((*computing.begun, *computing.new), computing.compare)
+
+    def end(self, request: str) -> None:
+        """A request has left its engine."""
+        for engine in self._engines.values():
+            if engine.computing is not None and request in engine.computing.waiting:
+                engine.computing, engine.is_torn = None, True
+
+    def _forget(self, requests: Iterable[str]) -> None:
+        for request in requests:
+            if request in self._answers:
+                self._answers[request].forget_cache()
+
+    # Dispatches: each event belongs to a run of the engine's lane.
+
+    def _prefill(self, event: PrefillEvent) -> Iterator[str]:
+        name, rebuilt = event['engine'], event.get('rebuilt', 0)
+        if rebuilt > event['tokens']:
+            yield f'{name} computes {rebuilt} tokens again, of {event["tokens"]} in all'
+        if event['tokens'] - event.get('prompt_tokens', event['tokens']) > rebuilt:
+            yield (
+                f'{name} computes {event["tokens"]} tokens, {event["prompt_tokens"]} of prompts, the rest of answers '
+                f'that have begun, and {rebuilt} of it again'
+            )
+        for request in event['requests']:
+            answer = self._answers.get(request)
+            if answer is None:
+                yield f'{name} computes the KV cache of {request}, which is not under way'
+            elif answer.decoded:
+                yield f'{name} computes the KV cache of {request} again, and nothing has interrupted it'
+        self._engines[name].prefills.append(event)
+
+    def _start_run(self, event: RunStartEvent) -> Iterator[str]:
+        if event['work'] not in ('prefill', 'decode'):
+            return
+        name = event['lane'] or ''
+        engine, number = self._engines[name], event['run']
+        if engine.decoded is not None:
+            yield f'{name} begins run {number}, and the dispatch that ended before it has no event `decode`'
+            engine.decoded = None
+        if event['work'] == 'decode':
+            engine.decoding[number] = event.get('version')
+            if engine.prefills:
+                yield f'{name} begins to decode in run {number}, and a `prefill` before it has no run'
+                engine.prefills.clear()
+            return
+        prefill = engine.prefills.popleft() if engine.prefills else None
+        if prefill is None or prefill['bucket'] != event['amount']:
+            yield f'{name} begins a prefill of {event["amount"]:g} tokens in run {number}, which no `prefill` tells of'
+        else:
+            self._compute(engine, prefill, event.get('version'))
+
+    def _compute(self, engine: _Engine, prefill: PrefillEvent, version: int | None) -> None:
+        engine.computing = computing = engine.computing or _Computing(prefill['engine'], engine.is_empty)
+        engine.is_empty = False
+        rebuilt, (kept_new, kept_begun) = prefill.get('rebuilt', 0), prefill.get('kept', (0, 0))
+        computing.computed += rebuilt + kept_begun
+        computing.computed_new += prefill['tokens'] - rebuilt + kept_new
+        if computing.computed_own is not None:
+            own = prefill['tokens'] - prefill['prompt_tokens'] if 'prompt_tokens' in prefill else None
+            computing.computed_own = None if own is None else computing.computed_own + own
+        for request in prefill['requests']:
+            answer = self._answers.get(request)
+            if answer is None:
+                continue
+            answer.computed = version
+            if request not in computing.waiting:
+                computing.waiting.add(request)
+                computing.own += answer.tokens
+                (computing.begun if answer.tokens else computing.new)[answer.prompt] += 1
+
+    def _end_run(self, event: RunDoneEvent) -> None:
+        engine = self._engines.get(event['lane'] or '')
+        if engine is not None and event['run'] in engine.decoding:
+            engine.decoded = event['amount'] * event.get('joined', 1), engine.decoding.pop(event['run'])
+
+    def _decode(self, event: DecodeEvent) -> Iterator[str]:
+        engine = self._engines[event['engine']]
+        if engine.decoded != (event['steps'], event['version']):
+            yield (
+                f'{event["engine"]} has dispatch {event["dispatch"]} of {event["steps"]} steps under version '
+                f'{event["version"]}, and no such run of its lane has ended'
+            )
+        engine.decoded = None
+
+    def _interrupt(self, event: InterruptEvent) -> Iterator[str]:
+        name, version = event['engine'], event['to_version']
+        for request in event['requests']:
+            if request not in self._answers:
+                yield f'{name} interrupts {request}, which is not under way'
+        engine = self._engines[name]
+        engine.interrupted_for, engine.computing, engine.is_torn = version, None, False
+        if not self._keeps_cache:
+            engine.is_empty = True
+            self._forget(event['requests'])
+            return
+        for request in event['requests']:
+            if request in self._answers:  # a cache that is only computed in part is named by a prefill once more
+                self._answers[request].computed = version
+
 
 KINDS = frozenset(
     (

@@ -10,19 +10,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from areal_jax.columns import ColumnArrays
 from areal_jax.config.declarations import DTYPES
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.decoder import Decoder, Params
+from areal_jax.models.experts import Routing
+from areal_jax.models.logprobs import Ranking
 from areal_jax.models.native_layers import LEAST_COLUMNS
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Lora
@@ -31,12 +33,13 @@ from areal_jax.rollout.decode import decode_rows, decode_weights, prefill
 from areal_jax.rollout.decode import decode_rows as rows
 from areal_jax.rollout.decode import generate as parallel
 from areal_jax.rollout.decode import prefill_buckets as buckets
-from areal_jax.rollout.decode.decode_rows import EngineState
+from areal_jax.rollout.decode.decode_rows import CacheSizes, EngineState
 from areal_jax.rollout.decode.decode_weights import PreparedWeights, require_quantizable
 from areal_jax.rollout.decode.generate import Generate, Outputs
 from areal_jax.rollout.decode.prefill import PackedPieces
 from areal_jax.rollout.decode.sampling import MOST_BIASED_TOKENS
-from areal_jax.types import Tree
+from areal_jax.rollout.scoring import ScoringRequest
+from areal_jax.types import MOST_ALTERNATIVES, TokenScores, Tree
 
 MOST_PROGRAMS = 16
 _OTHER_PROGRAMS = 2  # in addition to the buckets': initial state, copy; and one that reads columns, where recorded
@@ -379,3 +382,162 @@ def share_backend(config: ModelConfig, lora: Lora | None, **sizes: Any) -> JaxDe
     A backend holds programs and no state, so that a second run of the same shapes traces and compiles nothing.
     """
     return JaxDecodeBackend(Decoder(config, lora=lora), **sizes)
+
+
+# The compiled passes that score sequences: packed as for a prefill, through the decoder, to log-probs.
+#
+# Sequences are concatenated in one row, as in prefill.py, and each reads its own tokens alone: its numbers do not
+# depend on the others, bit for bit where attention runs in C++, else to rounding. Their keys and values live in a
+# scratch cache inside the program, one layer at a time. Only tokens that predict a scored one reach the head, whose
+# logits exist for a part of the vocabulary at a time. A program is declared for each row of SIZES that the context
+# allows, and for one alternative or MOST_ALTERNATIVES; it is compiled when it is first needed, because a server of a
+# run scores nothing.
+
+
+SIZES = (256, 1024)  # tokens of rows, besides the context; several sequences share a row of the largest at most
+_BLOCK_TOKENS = 16  # of the scratch cache: a sequence begins at a block
+_KINDS = (1, MOST_ALTERNATIVES)
+
+
+class Program(NamedTuple):
+    """A declared shape."""
+
+    tokens: int  # of the row, padding included
+    alternatives: int
+
+
+class ScoredPlaces(NamedTuple):
+    """Which tokens of a row predict scored ones, int32 [C]; from `wanted` on it is padding."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    temperatures: np.ndarray  # float32 [C]
+    wanted: np.ndarray  # int32 []
+
+
+class JaxScoring:
+    """scoring.ScoringBackend on the devices of a decode backend, with the weights that it prepared."""
+
+    def __init__(self, backend: JaxDecodeBackend):
+        self._placement, self._dtype = backend.placement, backend.dtype
+        context = backend.context_tokens
+        self._sizes = tuple(sorted({*(size for size in SIZES if size < context), context}))
+        self._shared = min(SIZES[-1], context)  # tokens of sequences that share a row
+        self._compiled: dict[Program, jax.stages.Compiled] = {}
+
+    @property
+    def programs(self) -> int:
+        return len(self._compiled)
+
+    @property
+    def declared(self) -> tuple[Program, ...]:
+        return tuple(Program(size, kind) for kind in _KINDS for size in self._sizes)
+
+    def program_for(self, lengths: Sequence[int], alternatives: int) -> Program | None:
+        if len(lengths) > 1 and sum(lengths) > self._shared:
+            return None
+        spans = [Span(0, length - 1) for length in lengths]  # nothing is predicted by the last token
+        kind = next(kind for kind in _KINDS if alternatives <= kind)
+        for size in self._sizes:
+            if prefill.holds(spans, PrefillBucket(size, 0), _BLOCK_TOKENS):
+                return Program(size, kind)
+        return None
+
+    def is_compiled(self, program: Hashable) -> bool:
+        return program in self._compiled
+
+    def compile(self, program: Hashable, weights: PreparedWeights) -> None:
+        assert isinstance(program, Program)
+        where = self._placement
+        run = jax.jit(
+            functools.partial(self._run, program), in_shardings=(where.prepared, where.rows, where.rows),
+            out_shardings=where.rows,
+        )  # fmt: skip
+        self._compiled[program] = run.lower(weights, *self._pack(program, [])).compile()
+
+    def score(
+        self, program: Hashable, weights: PreparedWeights, requests: Sequence[ScoringRequest]
+    ) -> list[TokenScores]:
+        assert isinstance(program, Program)
+        if program not in self._compiled:
+            self.compile(program, weights)
+        ranking = jax.device_get(self._compiled[program](weights, *self._pack(program, requests)))
+        found, end = [], 0
+        for request in requests:
+            start, end = end, end + len(request.tokens) - request.first
+            own = slice(start, end)
+            ids, largest = (side[own, : request.alternatives] for side in (ranking.ids, ranking.largest))
+            found.append(TokenScores(ranking.logprobs[own], ids, largest))
+        return found
+
+    def _scratch(self, program: Program) -> CacheSizes:
+        """A sequence takes whole blocks, so that each may leave one that is not full."""
+        blocks = -(-program.tokens // _BLOCK_TOKENS) + prefill.MAX_PIECES
+        return CacheSizes(program.tokens, _BLOCK_TOKENS, blocks)
+
+    def _pack(
+        self, program: Program, requests: Sequence[ScoringRequest]
+    ) -> tuple[PackedPieces[np.ndarray], ScoredPlaces]:
+        pieces, block = [], 0
+        sources, targets = (np.zeros(program.tokens, np.int32) for _ in range(2))
+        temperatures = np.ones(program.tokens, np.float32)
+        token = place = 0
+        for request in requests:
+            length = len(request.tokens) - 1
+            blocks = -(-length // _BLOCK_TOKENS)
+            pieces.append(PrefillPiece(request.tokens[:-1], 0, range(block, block + blocks)))
+            scored = slice(place, place + len(request.tokens) - request.first)
+            sources[scored] = np.arange(token + request.first - 1, token + length)
+            targets[scored] = request.tokens[request.first :]
+            temperatures[scored] = request.temperatures
+            token, place, block = token + length, scored.stop, block + blocks
+        bucket = PrefillBucket(program.tokens, 0)
+        packed = prefill.pack_pieces(pieces, bucket, _BLOCK_TOKENS, self._scratch(program).padding_block)
+        return packed, ScoredPlaces(sources, targets, temperatures, np.array(place, np.int32))
+
+    def _run(
+        self, program: Program, weights: PreparedWeights, packed: PackedPieces[jax.Array], scored: ScoredPlaces
+    ) -> Ranking:
+        where, params = self._placement, weights.params
+        decoder, given = where.decoder, PackedPieces(*map(jnp.asarray, packed))
+        attend_layer = where.over_heads(prefill.attend_pieces(where.attention, where.row_attention, given))
+        scratch: Tree = where.empty_cache(self._scratch(program), self._dtype)[0]  # each layer writes over the last
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
+            nonlocal scratch
+            out, scratch = attend_layer(q, k, v, scratch, window)
+            return out, entry
+
+        hidden, _ = decoder.hidden(
+            params, given.tokens, given.positions, attend, wanted=given.wanted, routing=Routing(where.mix)
+        )
+        sources, targets, temperatures, wanted = map(jnp.asarray, scored)
+        predicting = jnp.take(hidden, sources, axis=decoder.token_axis, mode='clip')
+        return decoder.rank(params, predicting, targets, temperatures, program.alternatives, wanted)
+
+
+# Compiles the programs of a backend before there are weights on its devices, while others use these.
+
+
+def compile_ahead(backend: JaxDecodeBackend, weights: PreparedWeights) -> None:
+    """Compiles what `warm_up` would run, and runs nothing; from any thread.
+
+    `weights` are those of a backend over as many other devices, or descriptions of them: only shapes are read.
+    """
+
+    def describe(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding, mesh = leaf.sharding, backend.placement.mesh
+        if mesh is None or not isinstance(sharding, NamedSharding):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec))
+
+    described, state = jax.tree.map(describe, weights), backend.abstract_state()
+    padding = backend.cache_blocks  # the block behind the last
+    at = np.full(decode_rows.COPIES, padding, np.int32)
+    backend.initial_program.lower().compile()
+    backend.copy_program.lower(state, at, at).compile()
+    for lowered in backend.lower_all(described):
+        lowered.compile()
+    if state.columns:
+        table = np.zeros(-(-backend.context_tokens // backend.block_tokens), np.int32)
+        backend.read_program.lower(state.columns, table).compile()

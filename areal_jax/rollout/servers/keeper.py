@@ -7,16 +7,153 @@ of a call is unknown, the keeper sends only one request: which version do you ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import collections
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
 from areal_jax.control.event_writer import EventLog
+from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.rollout.servers.keeper import ProbeError, Score, answer_probe, compare, make_probe
-from areal_jax.rollout.servers.member import HeldWeights, Member, RefusedError, RemoteError, ServerSettings
-from areal_jax.types import PublishedWeights, concatenate
+from areal_jax.rollout.servers.member import (
+    HeldWeights,
+    Member,
+    ProbeSettings,
+    RefusedError,
+    RemoteError,
+    ServerSettings,
+    find_fault,
+)
+from areal_jax.telemetry.metrics import Line, number
+from areal_jax.telemetry.names import MISMATCH_OF
+from areal_jax.types import GenerationRequest, KvPolicy, PublishedWeights, SamplingParams, Segment, concatenate
+
+# of which softmax log-probs are: that at the request's temperature, or that before any
+LogprobsMode = Literal['processed', 'raw']
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself, and, for a run, what it needs; None: it does not say, or has no need."""
+
+    kv_policy: KvPolicy | None = None  # of unfinished answers at a swap
+    context_tokens: int | None = None  # of prompt and answer; a server may have more
+    dtype: str | None = None  # of the weights that it decodes with
+    logprobs_mode: LogprobsMode | None = None
+    hardware: str | None = None  # see EngineStatus; no run needs a certain one
+
+
+SAYS_NOTHING = ServerFacts()
+_FIELDS = {  # of the config
+    'kv_policy': 'rollout.kv_policy',
+    'context_tokens': 'rollout.context_tokens',
+    'dtype': 'publication.dtype',
+    'logprobs_mode': 'rollout.temperature',
+}
+
+
+def require_fit(server: str, has: ServerFacts, needs: ServerFacts) -> None:
+    """Raises UserError, naming the server, for the first fact that does not fit.
+
+    Args:
+      server: its name and address.
+    """
+    for name, field in _FIELDS.items():
+        found, needed = getattr(has, name), getattr(needs, name)
+        if found is None or needed is None:
+            continue
+        if found < needed if name == 'context_tokens' else found != needed:
+            raise UserError(
+                f'the server {server} has {name}={found!r}, and this run needs {needed!r} ({field}): start it with '
+                'the config of the run'
+            )
+
+
+# Takes an engine out of service if its log-probs differ from the learner's, which measures this in every update.
+
+
+_TOKENS = 500  # over which the mean is taken
+
+
+class MismatchWatch:
+    """The mean |mismatch| of each engine over windows of at least 500 tokens of age 0, in nats.
+
+    Args:
+      most: largest mean of an engine that is right (rollout.max_mismatch).
+      quarantine: called with the engine and a sentence (ServerPool.quarantine).
+    """
+
+    def __init__(self, most: float, quarantine: Callable[[str, str], None]):
+        self._most, self._quarantine = most, quarantine
+        self._tokens: collections.Counter[str] = collections.Counter()  # of the window under way
+        self._sums: dict[str, float] = {}
+
+    def note_update(self, metrics: Line) -> None:
+        """The metrics of an update (learning/diagnostics/data_metrics.py)."""
+        for name in metrics:
+            if name.startswith(MISMATCH_OF) and name.endswith('/n'):
+                engine = name.removeprefix(MISMATCH_OF).removesuffix('/n')
+                tokens, mean = number(metrics, name), number(metrics, f'{MISMATCH_OF}{engine}/mean_abs')
+                self.note(engine, int(tokens or 0), math.nan if mean is None else mean)  # JSON has no NaN
+
+    def note(self, engine: str, tokens: int, mean: float) -> None:
+        """The learner has compared so many tokens of age 0 that the engine generated."""
+        if not tokens:
+            return
+        self._tokens[engine] += tokens
+        self._sums[engine] = self._sums.get(engine, 0.0) + tokens * mean
+        if self._tokens[engine] < _TOKENS:
+            return
+        count, total = self._tokens.pop(engine), self._sums.pop(engine)
+        if not total / count <= self._most:  # also NaN
+            self._quarantine(
+                engine,
+                f"its log-probs differ from the learner's by {total / count:.3g} on average over {count} tokens "
+                f'(rollout.max_mismatch={self._most:g})',
+            )
+
+
+# The request that an engine in another process answers before it gets work, and what its answer must be.
+
+
+PROBE_DRAW = 2**31 - 1  # no draw of a prompt stream is that high
+
+# version, prompt tokens int32 [P], answer tokens int32 [A] -> the learner's log-probs of the answer, float32 [A]; None:
+# the learner does not have that version any more
+Score = Callable[[int, np.ndarray, np.ndarray], Awaitable[np.ndarray | None]]
+
+
+class ProbeError(RemoteError):
+    """An engine answered the probe, and not as it should."""
+
+
+def make_probe(settings: ProbeSettings, number: int) -> GenerationRequest:
+    """`number` tells the probes of one engine apart."""
+    sampling = SamplingParams(settings.new_tokens, temperature=settings.temperature, top_k=0, top_p=1.0, stop_tokens=())
+    return GenerationRequest(PROBE_DRAW, number, 0, settings.prompt_tokens, sampling)
+
+
+async def answer_probe(member: Member, request: GenerationRequest, version: int) -> list[Segment]:
+    """The answer of an engine that holds the version; raises ProbeError for one that is not sound in itself."""
+    generation, segments, room = member.engine.generate(request), [], request.sampling.max_new_tokens
+    async for segment in generation:
+        if fault := find_fault(segment, version, version, room):
+            raise ProbeError(fault)
+        segments.append(segment)
+        room -= len(segment.tokens)
+    if room or generation.finish_reason != 'length':
+        raise ProbeError(f'an answer with {room} tokens left and the reason {generation.finish_reason!r}')
+    return segments
+
+
+def compare(segments: list[Segment], reference: np.ndarray) -> tuple[float, float]:
+    """The largest and the mean difference between the log-probs of an answer and the learner's, float32 [A]."""
+    differences = np.abs(concatenate([s.behavior_logprobs for s in segments], np.float32) - reference)
+    return float(differences.max()), float(differences.mean())
+
 
 Result = TypeVar('Result')
 _Phase = Literal['stage', 'swap', 'acknowledge']

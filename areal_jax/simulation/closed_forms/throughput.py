@@ -3,7 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The probability that a job waits in M/M/c; `load` is rho, the share of all servers that is busy, below 1."""
+    offered = servers * load
+    last = offered**servers / math.factorial(servers) / (1 - load)
+    return last / (sum(offered**k / math.factorial(k) for k in range(servers)) + last)
+
+
+def wait_s(servers: int, load: float, service_s: float) -> float:
+    """Mean wait in M/M/c: exponential service of that mean."""
+    return erlang_c(servers, load) * service_s / (servers * (1 - load))
+
+
+def wait_for_one_s(load: float, service_s: float, variation: float) -> float:
+    """Mean wait in M/G/1, lambda E[s^2] / (2 (1 - rho)).
+
+    `variation` is the standard deviation of the service over its mean: 0 is M/D/1, 1 is M/M/1.
+    """
+    return load * service_s * (1 + variation**2) / (2 * (1 - load))
+
+
+def longest_exponential(n: int) -> float:
+    """E[max] of n exponential times over their mean: the harmonic number H_n."""
+    return math.fsum(1 / k for k in range(1, n + 1))
+
+
+def longest_uniform(n: int) -> float:
+    """E[max] of n uniform numbers in [0, 1]."""
+    return n / (n + 1)
+
+
+def longest_lognormal(n: int, sigma: float) -> float:
+    """E[max] of n lognormal lengths over their mean, asymptotically and loosely: exp(sigma sqrt(2 ln n) - sigma^2 / 2).
+
+    Not cut off: a cap bounds it by cap / mean. `group_moments` has exact values.
+    """
+    return math.exp(sigma * math.sqrt(2 * math.log(n)) - sigma**2 / 2)
 
 
 def slowest(seconds: Mapping[str, float]) -> str:
@@ -80,3 +119,106 @@ def stale_share(updates: int, allowance: int) -> float:
     Inferred from ledgers of marin (issue 8955): 32 of 96 groups with K = 2, A = 1.
     """
     return allowance / (updates + allowance)
+
+
+# Runs under the staleness gate, N <= (version + eta + 1) B: periods and ages where every batch takes equally long.
+#
+# G seconds generate a batch where slots are free, T train on it, p pass from an update to the gate's knowledge of it.
+# Derived from the rule (arXiv 2505.24298, equation 3) and checked event by event.
+
+
+def period_s(generation_s: float, train_s: float, publish_s: float, eta: float, work_s: float = 0.0) -> float:
+    """Seconds an update: max(T, W, (G + T + p) / (eta + 1)), exact where G is constant, else a lower bound.
+
+    `work_s` is W, what the engines need for the tokens of a batch with all slots full; `eta` may be inf.
+    """
+    return max(train_s, work_s, (generation_s + train_s + publish_s) / (eta + 1))
+
+
+def saturating_eta(generation_s: float, train_s: float, publish_s: float) -> int:
+    """The least eta with which the learner never waits: ceil((G + p) / T)."""
+    return math.ceil((generation_s + publish_s) / train_s)
+
+
+def update_ends_s(generation_s: Sequence[float], train_s: float, publish_s: float, eta: int) -> list[float]:
+    """When each update ends: e_k = max(e_{k-1}, e_{k-eta-1} + p + G_k) + T, with time 0 in place of what is before it.
+
+    `generation_s` is that of each batch; slots are never short.
+    """
+    ends: list[float] = []
+    for k, generated_s in enumerate(generation_s):
+        admitted_s = ends[k - eta - 1] + publish_s if k > eta else 0.0
+        ends.append(max(ends[-1] if ends else 0.0, admitted_s + generated_s) + train_s)
+    return ends
+
+
+def group_age(eta: int, batch: int) -> int:
+    """Versions from the admission of a group to its training, in batch 0, 1, ...: eta, and less in the first batches.
+
+    Also where generation limits the pace. With long tails a straggler may be older: the rule bounds counts, not ages.
+    """
+    return min(batch, eta)
+
+
+def mean_token_age(eta: int, generation_s: float, train_s: float) -> float:
+    """In versions, of tokens whose engine takes new weights at once, where the learner limits the pace.
+
+    eta - the mean of floor(u G / T) over u in [0, 1), which is eta - (g - 1) / 2 for a whole g = G / T.
+    """
+    ratio = generation_s / train_s
+    return eta - _sum_of_floor(ratio) / ratio
+
+
+def mean_floor(low: float, high: float) -> float:
+    """The mean of floor(x) over x in [low, high), which are not negative."""
+    return (_sum_of_floor(high) - _sum_of_floor(low)) / (high - low)
+
+
+def _sum_of_floor(end: float) -> float:
+    """The integral of floor(x) from 0 to `end`."""
+    whole = math.floor(end)
+    return whole * (whole - 1) / 2 + whole * (end - whole)
+
+
+# Staleness without a gate: engines are always full, and a full queue drops its oldest groups.
+#
+# Formulas of 'Predicting and Controlling Staleness in Fully Asynchronous RL Training' (Applied Compute, 2026-07-03).
+# Letters: C sampling slots, B trajectories of a batch, q capacity of the queue in batches, rho rate of rollout over
+# rate of the trainer, M_tail = E[L_max] / E[L] of a group (`group_moments`). Staleness is in versions, from the first
+# token to training.
+
+
+def pre_queue_staleness(slots: float, batch: float, tail: float, rho: float) -> float:
+    """While a group is generated: C M_tail / (B max(1, rho))."""
+    return slots * tail / (batch * max(1.0, rho))
+
+
+def in_queue_staleness(capacity: float, rho: float) -> float:
+    """While it waits: rho below 1, else (2 q + rho - 1) / (2 rho)."""
+    return rho if rho < 1 else (2 * capacity + rho - 1) / (2 * rho)
+
+
+def staleness(slots: float, batch: float, capacity: float, rho: float, tail: float) -> float:
+    """The two together."""
+    return pre_queue_staleness(slots, batch, tail, rho) + in_queue_staleness(capacity, rho)
+
+
+def fluid_in_queue_staleness(capacity: float, rho: float) -> float:
+    """While it waits, exact for groups that come evenly and faster than they are used, rho > 1.
+
+    The mean of floor(x) + 1 over x from (q - 1) / rho to q / rho.
+    """
+    return 1 + mean_floor((capacity - 1) / rho, capacity / rho)
+
+
+def token_age(slots: float, batch: float, capacity: float, rho: float, token_tail: float) -> float:
+    """The mean age of a token: with kappa = (E[L L_max] - E[L^2] / 2) / E[L]^2 of a group in place of M_tail."""
+    return staleness(slots, batch, capacity, rho, token_tail)
+
+
+def relative_period(trainer_rate: float, rollout_rate: float, rho: float) -> float:
+    """Seconds an update times devices, up to a factor: (1 / c_T + rho / c_R) / min(1, rho).
+
+    c_T and c_R are what one device trains and generates in a second; devices are split so that rates have ratio rho.
+    """
+    return (1 / trainer_rate + rho / rollout_rate) / min(1.0, rho)

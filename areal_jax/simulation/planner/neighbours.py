@@ -8,28 +8,250 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from areal_jax.simulation.planner.neighbours import (
-    Outcome,
-    Plan,
-    Prediction,
-    Setting,
-    Simulate,
-    fits,
-    list_plans,
-    predict,
-    predict_worth,
-    train_s,
-    worth,
-)
+from areal_jax.simulation.drawn_answers import GroupMoments
+from areal_jax.simulation.prices import Chip, ModelShape, Reached, Roofline, step_overhead_s
+
+MOST_ETA = 32  # twice the largest finite bound that arXiv 2505.24298 trained with
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Of an update, and how long they are; lengths are after the limit."""
+
+    text: str  # simulation.answers
+    count: int  # of an update
+    group_size: int
+    moments: GroupMoments
+    longest: float  # expected, of the answers of an update, tokens
+    prompt: float  # mean tokens
+    limit: int  # rollout.max_new_tokens
+    context: int  # rollout.context_tokens
+
+    @property
+    def groups(self) -> int:
+        return self.count // self.group_size
+
+    @property
+    def live_positions(self) -> float:
+        """Of a slot on average, its prompt included."""
+        return self.moments.live_position + self.prompt
+
+    @property
+    def tokens(self) -> float:
+        """Generated for an update, and trained in it."""
+        return self.count * self.moments.mean
+
+    @property
+    def read_tokens(self) -> float:
+        """That an update computes: a prompt is read once for its group."""
+        return self.tokens + self.groups * self.prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What is known within a range: shares of the peaks, and seconds of a publication besides its bytes."""
+
+    reached: Reached = dataclasses.field(default_factory=Reached)
+    load_s: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a plan is made for."""
+
+    devices: int
+    chip: Chip
+    shape: ModelShape
+    answers: Answers
+    engine_devices: int  # tensor parallel
+    most_slots: int  # of an engine, that fit its memory
+    least_training: int  # devices that hold what training needs
+    costs: Costs = dataclasses.field(default_factory=Costs)
+    passes: float = 4.0  # forward passes of a trained token
+    optimizer_steps: int = 4  # of an update
+    most_eta: int = MOST_ETA
+    max_age: float | None = None  # bound on the mean age of a trained token, versions; None = none
+    # share of the speed that is given up for a mean age of one version less; what a version costs in learning depends
+    # on objective, rate and task, so that no published number is a default
+    age_price: float = 0.0
+
+    def shrink(self, divisor: int) -> Setting:
+        """The setting with devices and answers divided alike; what an update takes stays the same."""
+        answers = dataclasses.replace(self.answers, count=self.answers.count // divisor)
+        least = math.ceil(self.least_training / divisor)
+        return dataclasses.replace(self, devices=self.devices // divisor, answers=answers, least_training=least)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Plan:
+    """What is decided. Engines that share the learner's devices take turns with it, with eta 0."""
+
+    engines: int
+    training: int  # devices
+    eta: int
+    slots: int  # of an engine
+    shared: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of a simulated run, after its warm-up. Shares are of time, ages in versions of the trained tokens."""
+
+    period_s: float  # of an update
+    tokens_s: float  # generated, and all trained in time
+    engines_busy: float
+    learner_busy: float
+    age_mean: float
+    age_p95: float
+    updates: int = 0  # measured
+    trained_s: float = 0.0  # tokens a second of the updates themselves, which swings with their lengths
+    scatter: float = 0.0  # standard deviation of that over a few updates in a row, of its mean
+
+
+Simulate = Callable[[Plan], Outcome]
+
+
+def price_age(setting: Setting, tokens_s: float, age: float) -> float:
+    """Tokens a second that are worth as much at age 0: each version of mean age takes its price from what is left."""
+    return tokens_s * (1 - setting.age_price) ** age
+
+
+def worth(setting: Setting, outcome: Outcome) -> float:
+    """What a plan is compared by, where it keeps the bound on the age."""
+    return price_age(setting, outcome.tokens_s, outcome.age_mean)
+
+
+def fits(setting: Setting, plan: Plan) -> bool:
+    """Whether a plan keeps to the devices and to the memory."""
+    if plan.shared:
+        return plan.engines >= 1 and plan.training >= setting.least_training
+    used = plan.engines * setting.engine_devices + plan.training
+    return plan.engines >= 1 and plan.training >= setting.least_training and used <= setting.devices
+
+
+# A plan's period by closed forms, in milliseconds of computing: where a search starts, and how its result varies.
+#
+# Loads as in section `closed_forms`, with what the fluid limit leaves out: the gate bounds the answers under way, a
+# group holds its place until its longest answer ends, and every version makes engines compute their caches again.
+
+
+_ROUNDS = 24  # of the fixed point, which halves its error in each
+_TIE = 0.01
+_FEWEST_SLOTS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    period_s: float
+    generation_s: float  # of an update, by all engines
+    train_s: float
+    publication_s: float  # of a version: no update is shorter
+    live: float  # answers that an engine decodes at a time
+    age_mean: float
+
+
+def train_s(setting: Setting, training: float) -> float:
+    """Seconds of an update on so many devices: passes and optimizer."""
+    answers = setting.answers
+    learner = Roofline(setting.chip, setting.shape, setting.costs.reached, 1)
+    computed_s = learner.train_s(answers.read_tokens, answers.tokens * answers.live_positions, setting.passes)
+    return (computed_s + setting.optimizer_steps * learner.optimizer_s()) / training
+
+
+def publication_s(setting: Setting, training: float) -> float:
+    """Seconds until an engine has a version that so many devices send."""
+    learner = Roofline(setting.chip, setting.shape)
+    return learner.publication_s(setting.engine_devices, max(1, round(training))) + setting.costs.load_s
+
+
+def predict(setting: Setting, plan: Plan, slowdown: float = 1.0, engines: float = 0.0) -> Prediction:
+    """The period P of max(T, W, p): W is what engines take for an update with as many answers as the gate admits.
+
+    Of the (eta + 1) B answers that the gate admits, B are trained for T of P, B wait for p of P until the gate knows of
+    their update, and 1 / M_tail of the others are live.
+
+    Args:
+      slowdown: of the engines, against this closed form.
+      engines: in place of the plan's, when it is no whole number; the learner has the rest.
+    """
+    answers = setting.answers
+    count = engines or plan.engines
+    training = setting.devices - engines * setting.engine_devices if engines else plan.training
+    trained_s, published_s = train_s(setting, training), publication_s(setting, training)
+    least_s = max(trained_s, published_s)
+    engine = _engine(setting)
+    period_s, generated_s, live = least_s, 0.0, 1.0
+    for _ in range(_ROUNDS):
+        admitted = (plan.eta + 1 - (trained_s + published_s) / max(period_s, least_s)) * answers.count
+        live = min(plan.slots, max(admitted, 0.05 * answers.count) / (answers.moments.tail * count))
+        generated_s = slowdown * _generation_s(engine, answers, live, count)
+        generated_s += _rebuild_s(engine, answers, live)
+        period_s = 0.5 * (period_s + max(least_s, generated_s))
+    open_share = live * count * answers.moments.token_tail / answers.count
+    return Prediction(max(least_s, generated_s), generated_s, trained_s, published_s, live, open_share)
+
+
+def _engine(setting: Setting) -> Roofline:
+    overhead_s = max(0.0, step_overhead_s(setting.chip, setting.shape, setting.costs.reached))
+    return Roofline(setting.chip, setting.shape, setting.costs.reached, setting.engine_devices, overhead_s)
+
+
+def _generation_s(engine: Roofline, answers: Answers, live: float, engines: float) -> float:
+    """Decoding and first prefills of an update."""
+    step_s = engine.step_s(live, live * answers.live_positions)
+    prompts_s = answers.groups * engine.prefill_s(answers.prompt, answers.prompt**2 / 2)
+    return (answers.tokens * step_s / live + prompts_s) / engines
+
+
+def _rebuild_s(engine: Roofline, answers: Answers, live: float) -> float:
+    """Once a version: the caches of an engine; its weights come while it decodes."""
+    tokens = live * answers.live_positions
+    return engine.prefill_s(tokens, tokens * answers.live_positions / 2)
+
+
+def list_plans(setting: Setting, slots: int, eta: int) -> Iterable[Plan]:
+    """Every split of all devices."""
+    most = (setting.devices - setting.least_training) // setting.engine_devices
+    for engines in range(1, most + 1):
+        plan = Plan(engines, setting.devices - engines * setting.engine_devices, eta, slots)
+        if fits(setting, plan):
+            yield plan
+
+
+def predict_worth(setting: Setting, plan: Plan, found: Prediction) -> float:
+    """As `plan_setting.worth`, by closed forms."""
+    return price_age(setting, setting.answers.tokens / found.period_s, found.age_mean)
+
+
+def choose_start(setting: Setting) -> Plan:
+    """The best plan by closed forms whose age keeps to the bound; of those as good the least eta, all slots."""
+    bound = math.inf if setting.max_age is None else setting.max_age
+    best: tuple[float, Plan] | None = None
+    for slots in _halve(setting.most_slots) if setting.max_age is not None else [setting.most_slots]:
+        for eta in range(setting.most_eta + 1):
+            found = [(predict(setting, plan), plan) for plan in list_plans(setting, slots, eta)]
+            kept = [
+                (predict_worth(setting, plan, one), plan) for one, plan in found if one.age_mean <= bound or eta == 0
+            ]
+            if kept and (best is None or best[0] < (1 - _TIE) * max(kept)[0]):
+                best = max(kept)
+    assert best is not None  # engine_size.require_room has seen to it that there is a split
+    return best[1]
+
+
+def _halve(slots: int) -> list[int]:
+    """256, 128, ... 16."""
+    return [slots, *_halve(slots // 2)] if slots > _FEWEST_SLOTS else [slots]
+
 
 TIE = 0.01  # of the worth: what a simulation does not tell apart
 _WAITING = 0.93  # a side that is busy for less waits for something
 _FAR = 0.1  # of the worth: a plan with a smaller eta that closed forms say is worse by more is not simulated
 _FAR_SPLIT = 0.25  # likewise of another split, where closed forms know less
 _STEPS = 16  # the first step is so small a part of the devices
-_ROUNDS = 3  # of split and eta in turns
+_NEIGHBOURS_ROUNDS = 3  # of split and eta in turns
 Progress = Callable[[Plan, Outcome], None]
 Predict = Callable[[Setting, Plan, float], Prediction]
 
@@ -57,7 +279,7 @@ class Search:
     def run(self, start: Plan) -> Plan:
         """The best plan that engines of their own decode for."""
         best = self._settle_age(self._climb(self._move_by_prediction(start)))
-        for _ in range(_ROUNDS):
+        for _ in range(_NEIGHBOURS_ROUNDS):
             moved = self._climb_eta(best)
             if moved.eta == best.eta:
                 break

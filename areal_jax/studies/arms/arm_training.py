@@ -7,26 +7,269 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax import files
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.app.parts.workflow_builder import build_frictions
-from areal_jax.config import TrackedConfig
+from areal_jax.config import CONFIG, TrackedConfig
+from areal_jax.config.ranges import ConfigError
 from areal_jax.control.frictions import Frictions
+from areal_jax.control.lock_step import Schedule
+from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
+from areal_jax.learning.optimizer.optimizer import BRAKES, mean_step_metrics
 from areal_jax.publication.manifest import weights_sha256
-from areal_jax.studies.arms.answer_generation import draw_faults
+from areal_jax.rollout.decode.decode_rows import Array
+from areal_jax.studies.arms.answer_generation import Answers, draw_faults, generate, take
 from areal_jax.studies.arms.arm import Arm, require_one_program
-from areal_jax.studies.arms.arm_training import State, Steps, initial_state, make_lines, make_program, open_writer, plan
+from areal_jax.studies.arms.arm_update import Batch, Sums, update
 from areal_jax.studies.arms.problems import Problems, draw_problems
-from areal_jax.studies.arms.setting import make_constants, make_setting
-from areal_jax.telemetry.metrics import Line
+from areal_jax.studies.arms.setting import Constants, Setting, make_constants, make_setting
+from areal_jax.telemetry import names
+from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, Value, merge
 from areal_jax.types import Tree
+
+_Sums = Mapping[str, float]  # of one update, see update.Sums
+
+
+def make_lines(
+    setting: Setting, schedule: Schedule, sums: Mapping[str, np.ndarray], versions: np.ndarray
+) -> list[Line]:
+    """The metrics of updates that start from `versions` [n], from their sums [n]."""
+    one = lambda index: {name: float(values[index]) for name, values in sums.items()}
+    age = lambda version: min(version, schedule.delay(version))
+    return [make_line(setting, age(int(version)), one(index)) for index, version in enumerate(versions)]
+
+
+def make_line(setting: Setting, age: int, sums: _Sums) -> Line:
+    """Of an update on a batch of one age."""
+    return merge(
+        data=_data_metrics(setting, sums),
+        ages=_age_metrics(setting, age, sums),
+        loss=finalize_policy_metrics(sums),
+        steps=_step_metrics(sums),
+        mismatch=_mismatch_metrics(sums),
+        frictions=_friction_metrics(setting, sums),
+    )
+
+
+def open_writer(workdir: pathlib.Path, arm: Arm) -> MetricsWriter:
+    """Makes the directory of an arm with its config.json, and returns the writer of its metrics.jsonl.
+
+    Raises ConfigError where the directory holds metrics already.
+    """
+    if (workdir / FILE).exists():
+        raise ConfigError(f'{workdir} holds a run already: give another --workdir, or remove it')
+    workdir.mkdir(parents=True, exist_ok=True)
+    files.write_json(workdir / CONFIG, TrackedConfig(arm.config).as_dict())
+    return MetricsWriter(workdir, tensorboard=False)
+
+
+def _data_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
+    """As diagnostics.data_metrics; a reward is right symbols / (A + 1)."""
+    count, unit = setting.groups * setting.group_size, setting.answer_tokens + 1
+    mean = sums['right'] / count
+    spread = max(sums['right_squares'] / count - mean**2, 0.0) ** 0.5
+    generated = float(count * setting.answer_tokens)
+    return {
+        'update/groups': float(setting.groups),
+        names.UPDATE_GROUPS: sums['kept'],
+        names.UPDATE_FILTERED: setting.groups - sums['kept'],
+        names.REWARD_MEAN: mean / unit,
+        names.REWARD_STD: spread / unit,
+        names.TOKENS_GENERATED: generated,
+        names.TOKENS_TRAINED: _trained_tokens(setting, sums),
+        names.GROUPS_TRAINED: sums['kept'],
+    }
+
+
+def _age_metrics(setting: Setting, age: int, sums: _Sums) -> dict[str, Value]:
+    """As diagnostics.age_metrics: all tokens of a batch have one age."""
+    trained = _trained_tokens(setting, sums)
+    metrics: dict[str, Value] = {
+        names.UPDATE_TOKENS: trained,
+        names.UPDATE_TRAJECTORIES: sums['kept'] * setting.group_size,
+        names.TOKENS_MASKED: 0.0,
+        names.TOKEN_AGE_HISTOGRAM: [0.0] * age + [trained] if trained else [],
+    }
+    if trained:
+        metrics |= {
+            names.TOKEN_AGE_MEAN: float(age),
+            names.TOKEN_AGE_MAX: float(age),
+            names.VERSIONS_MEAN: 1.0,
+            names.VERSIONS_MAX: 1.0,
+        }
+    return metrics
+
+
+def _trained_tokens(setting: Setting, sums: _Sums) -> float:
+    return sums['kept'] * setting.group_size * setting.answer_tokens
+
+
+def _step_metrics(sums: _Sums) -> dict[str, Value]:
+    """As update.train: of the optimizer steps that were made."""
+    made, skipped = sums['steps'], sums['skip_count']
+    loss: dict[str, Value] = {}
+    if made:
+        loss = {
+            'loss/value': sums['loss_sum'] / made,
+            'loss/sequence_effective_sample_size': sums['sample_sizes'] / made,
+        }
+        loss |= {f'update/{name}': sums[name] / made for name in BRAKES if name in sums}
+    return {**mean_step_metrics(made, skipped, sums['grad_norm'], sums['learning_rate']), **loss}
+
+
+def _friction_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
+    """As control/disturbances.py counts; nothing in a program without frictions."""
+    counted = (names.FRICTION_ACTOR, names.FRICTION_REWARD, names.FRICTION_UNREWARDED)
+    if 'friction_actor' not in sums:
+        return {}
+    found: dict[str, Value] = {name: sums[name.replace('/', '_')] for name in counted}
+    if count := sums['friction_policy_count']:
+        found[names.FRICTION_POLICY_REWARD] = sums['friction_policy_right'] / count / (setting.answer_tokens + 1)
+    return found
+
+
+def _mismatch_metrics(sums: _Sums) -> dict[str, Value]:
+    count = sums['mismatch_count']
+    if not count:
+        return {names.MISMATCH_COUNT: 0.0}
+    return {
+        names.MISMATCH_COUNT: count,
+        names.MISMATCH_MEAN: sums['mismatch_sum'] / count,
+        names.MISMATCH_MAX: sums['mismatch_max'],
+        names.MISMATCH_EXACT: sums['mismatch_exact'] / count,
+    }
+
+
+# The program of arms: updates in a loop on the device, arms side by side in blocks.
+#
+# A schedule fixed(k) has the batch of update v generated with version max(0, v - k). So an arm generates the batch of
+# update v + k as soon as it has version v, and keeps k + 1 batches until their turn instead of k + 1 versions of the
+# weights: the tokens and the noise are the same, and a batch is a small part of the weights. Its first k batches are
+# generated before its first update. Steps of the loop are therefore numbered from -K, the longest delay of the
+# program. A schedule every(L) has batches of all ages below L: such an arm keeps the weights of the last version that
+# L divides, which generate, and no batch waits.
+
+
+MOST_SIDE_BY_SIDE = 4  # arms in one vmap: what they compute between two products stays in a CPU's cache
+
+
+class State(NamedTuple):
+    """State of one arm, or of all arms with a leading axis."""
+
+    params: Tree
+    optimizer: Tree
+    waiting: Answers  # leaves [K + 1, B, G, A]; the batch of update v is at v mod (K + 1)
+    held: Tree  # the weights that generate, where an arm holds a version; else None
+
+
+class Steps(NamedTuple):
+    """What the steps of a call do, the same for all arms."""
+
+    number: Array  # int32 [C], the update, or from -K to -1 before the first
+    generates: Array  # bool [C]
+    trains: Array  # bool [C]
+
+
+def plan(setting: Setting, per_call: int) -> list[Steps]:
+    """The steps of every call: all have the same number, the last is filled up with steps that do nothing."""
+    first, end = -setting.longest_delay, setting.updates
+    number = np.arange(first, first + -(-(end - first) // per_call) * per_call, dtype=np.int32)
+    generates = number < end - setting.shortest_delay
+    trains = (number >= 0) & (number < end)
+    calls = (x.reshape(-1, per_call) for x in (number, generates, trains))
+    return [Steps(*parts) for parts in zip(*calls, strict=True)]
+
+
+def initial_state(setting: Setting, params: Tree) -> State:
+    """Of one arm, with nothing generated yet."""
+    shape = (setting.ring, setting.groups, setting.group_size, setting.answer_tokens)
+    waiting = Answers(jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+    # a copy: the program donates both
+    held = jax.tree.map(jnp.copy, params) if setting.holds_version else None
+    return State(params, setting.optimizer.init(params), waiting, held)
+
+
+def advance(
+    setting: Setting, steps: Steps, constants: Constants, problems: Problems, state: State
+) -> tuple[State, Sums]:
+    """One arm through the steps; the sums have a leading axis C, and are 0 where a step does not train."""
+    return jax.lax.scan(functools.partial(_advance_once, setting, constants, problems), state, steps)
+
+
+def make_program(setting: Setting, arms: int) -> jax.stages.Wrapped:
+    """`advance` of so many arms, (steps, constants, problems, state) -> (state, sums); it donates the state."""
+    blocks = -(-arms // MOST_SIDE_BY_SIDE)
+    index = np.minimum(np.arange(blocks * -(-arms // blocks)), arms - 1)  # the last block is filled with the last arm
+
+    def run(steps: Steps, constants: Constants, problems: Problems, state: State) -> tuple[State, Sums]:
+        together = jax.vmap(functools.partial(advance, setting), in_axes=(None, 0, 0, 0))
+        if blocks == 1:
+            return together(steps, constants, problems, state)
+        split = lambda x: jnp.asarray(x)[index].reshape(blocks, -1, *x.shape[1:])
+        join = lambda x: x.reshape(-1, *x.shape[2:])[:arms]
+        of_block = lambda block: together(steps, *block)
+        return jax.tree.map(join, jax.lax.map(of_block, jax.tree.map(split, (constants, problems, state))))
+
+    return jax.jit(run, donate_argnums=3)
+
+
+def _advance_once(
+    setting: Setting, constants: Constants, problems: Problems, state: State, now: Steps
+) -> tuple[State, Sums]:
+    def fill(state: State) -> State:
+        if setting.holds_version:  # under fixed(k) every version generates
+            takes = (constants.period == 0) | (now.number % jnp.maximum(constants.period, 1) == 0)
+            take = lambda new, old: jnp.where(takes, new, old)
+            state = state._replace(held=jax.tree.map(take, state.params, state.held))
+        return state._replace(waiting=_generate(setting, constants, problems, state, now.number))
+
+    def train(state: State) -> tuple[State, Sums]:
+        return _train(setting, constants, problems, state, now.number)
+
+    def rest(state: State) -> tuple[State, Sums]:
+        _, sums = jax.eval_shape(train, state)
+        return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+
+    # conditions that all arms share, so that what is not due is not computed under a vmap either
+    state = jax.lax.cond(now.generates, fill, lambda state: state, state)
+    return jax.lax.cond(now.trains, train, rest, state)
+
+
+def _generate(setting: Setting, constants: Constants, problems: Problems, state: State, number: jax.Array) -> Answers:
+    """The waiting batches with the one that is due; an arm for which none is due keeps them as they are."""
+    before_first = number < 0
+    batch = jnp.where(before_first, number + setting.longest_delay, number + constants.delay)
+    due = batch < jnp.where(before_first, constants.delay, setting.updates)
+    at = jnp.minimum(batch, setting.updates - 1)
+    draws = at * setting.groups + jnp.arange(setting.groups)
+    weights = state.held if setting.holds_version else state.params
+    faults = take(problems.faults, at)
+    scale = None if faults is None else faults.scale
+    answers = generate(setting, constants, weights, jnp.asarray(problems.prompts)[at], draws, scale)
+    place = batch % setting.ring
+    put = lambda waiting, new: waiting.at[place].set(jnp.where(due, new, waiting[place]))
+    return jax.tree.map(put, state.waiting, answers)
+
+
+def _train(
+    setting: Setting, constants: Constants, problems: Problems, state: State, number: jax.Array
+) -> tuple[State, Sums]:
+    answers = jax.tree.map(lambda waiting: waiting[number % setting.ring], state.waiting)
+    prompts, truths = (jnp.asarray(side)[number] for side in (problems.prompts, problems.truths))
+    batch = Batch(prompts, truths, answers, take(problems.faults, number))
+    params, optimizer, sums = update(setting, constants, state.params, state.optimizer, batch, number)
+    return State(params, optimizer, state.waiting, state.held), sums
+
 
 UPDATES_PER_CALL = 20
 

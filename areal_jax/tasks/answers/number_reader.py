@@ -1,4 +1,4 @@
-r"""The one reader of numerals: what a marked answer, a gold or the end of a text comes to, as an exact fraction.
+"""The one reader of numerals: what a marked answer, a gold or the end of a text comes to, as an exact fraction.
 
 A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals behind a point, an
 exponent (1.5e3, 3 \times 10^5), and may be a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). A comma is never
@@ -15,8 +15,74 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from areal_jax.tasks.answers import number_reader
 from areal_jax.tasks.answers.extraction import marked_answers, mask_fractions, plain, unwrap, without_thoughts
+
+_UNIT_LIST = """
+    cm mm km nm um dm ft in inch inches foot feet yd mi mile miles sq cu ml dl cl mg kg lb lbs oz gal pt qt ha
+    ms sec secs min mins hr hrs yr yrs am pm mph kmh kph kmph rpm fps deg rad
+    kj kw mw mv khz mhz ghz hz pa kpa mpa mol cal kcal ohm ev db kb mb gb tb bits
+    usd eur gbp jpy inr rs cents cent dollars dollar euros euro pounds rupees pct percent
+    st nd rd th
+"""
+_FUNCTION_LIST = """
+    sin cos tan cot csc arcsin arccos arctan sinh cosh tanh log ln lg exp pi sqrt cbrt frac det mod modulo max sup inf
+    lim gcd lcm arg deg dim ker rank tr infinity alpha beta gamma delta theta lambda mu phi psi omega sigma tau rho
+    choose factorial squared cubed
+"""
+# A numeral behind one of these belongs to the same value: '3 or 5', '2 by 4', '5 hours and 30 minutes'.
+_CONNECTOR_LIST = 'and or to plus minus times by over x divided versus vs nor through'
+# The remark begins here: '5 of the 7', '18 at $2 each'.
+_BREAK_LIST = """
+    of out for in at per with because since as so which where when while if that therefore thus hence from on after
+    before until than left total each every altogether is are was were the i we he she it they this there
+"""
+_SHORT_LIST = 'a i an am as at be by do go he if in is it me my no of on or so to up us we'
+
+_UNITS = frozenset(_UNIT_LIST.split())
+_LETTER_UNITS = frozenset('mgshlLNJWVAKCF')  # other letters are variables
+_SCALES = {'hundred': 100, 'thousand': 1000, 'million': 10**6, 'billion': 10**9, 'trillion': 10**12}
+_FUNCTIONS = frozenset(_FUNCTION_LIST.split())
+_CONNECTORS = frozenset(_CONNECTOR_LIST.split())
+_BREAKS = frozenset(_BREAK_LIST.split())
+_SHORT = frozenset(_SHORT_LIST.split())
+_VARIABLES = re.compile('[abcdexz]{1,4}|[wxyz]+|[uvw]+|[pqrs]+|[ijk]+|[klmn]+')  # products of them: 'abc', 'xyz'
+_VOWELS = frozenset('aeiouyAEIOUY')
+
+
+def scale_of(word: str) -> int | None:
+    """1000000 for 'million' and 'millions'; None for another word."""
+    return _SCALES.get(word.lower().removesuffix('s'))
+
+
+def is_function(word: str) -> bool:
+    """Whether the letters name a function, a constant or an operator."""
+    return word.lower() in _FUNCTIONS
+
+
+def is_word(letters: str) -> bool:
+    """Whether the letters are a word of a language, not a product of variables and no function: 'eggs', not 'abc'."""
+    lower = letters.lower()
+    if lower in _SHORT:
+        return True
+    if lower in _FUNCTIONS or _VARIABLES.fullmatch(lower):
+        return False
+    return len(letters) > 2 and not _VOWELS.isdisjoint(letters)
+
+
+def is_unit(letters: str) -> bool:
+    """Whether the letters are a unit of the lists above."""
+    return letters in _LETTER_UNITS if len(letters) == 1 else letters.lower() in _UNITS
+
+
+def connects(word: str) -> bool:
+    """Whether a numeral behind this word belongs to the value before it."""
+    return word.lower() in _CONNECTORS
+
+
+def ends_value(word: str) -> bool:
+    """Whether what begins with this word is a remark about the value before it."""
+    return word.lower() in _BREAKS
+
 
 MOST_DIGITS = 4000  # of numerator or denominator: int() and str() take no more than 4300
 _LONGEST = 10_000  # characters of a marked answer that are read
@@ -161,7 +227,7 @@ def _read_with_suffix(text: str) -> Numeral | None:
     if not _changes_nothing(rest.removeprefix('.') if not numeral.is_fraction and '.' not in match[0] else rest):
         return None
     first = re.match(r'\s*([A-Za-z]+)', rest)
-    scale = number_reader.scale_of(first[1]) if first else None
+    scale = scale_of(first[1]) if first else None
     return numeral if scale is None else numeral._replace(value=numeral.value * scale)
 
 
@@ -176,7 +242,7 @@ def _read_behind_words(text: str) -> Numeral | None:
     if _BEFORE.sub('', before) or text[start - 1 : start].isalnum() or '(' in before:
         return None
     letters = re.findall('[A-Za-z]+', before)
-    if not all(number_reader.is_word(run) or number_reader.is_unit(run) for run in letters):
+    if not all(is_word(run) or is_unit(run) for run in letters):
         return None
     return _read_with_suffix(text[start:]) if letters else None
 
@@ -199,12 +265,12 @@ def _changes_nothing(rest: str) -> bool:
         if kind == 'word':
             if not seen and not _may_follow(text, is_attached):
                 return False
-            if number_reader.ends_value(text) and (seen or not number_reader.connects(text)):
+            if ends_value(text) and (seen or not connects(text)):
                 return True
             seen.append(text)
         elif kind == 'number':
-            return len(seen) > 1 and not number_reader.connects(seen[-1])
-        elif kind == 'power' and not (seen and number_reader.is_unit(seen[-1])):  # cm^2
+            return len(seen) > 1 and not connects(seen[-1])
+        elif kind == 'power' and not (seen and is_unit(seen[-1])):  # cm^2
             return False
         elif kind == 'other' and text:
             joins = (text in '/*·.' or (text == '-' and not seen)) and _names_unit(after)  # '5 km/h', '5-inch'
@@ -216,17 +282,17 @@ def _changes_nothing(rest: str) -> bool:
 def _may_follow(text: str, is_attached: bool) -> bool:
     """Whether the first letters behind a numeral are a unit or a word, not variables or a function."""
     first, *others = re.split(r"['’-]", text)
-    if number_reader.is_unit(first):
+    if is_unit(first):
         return True
     if len(first) < (3 if is_attached else 2):
         return False
-    return number_reader.is_word(first) and all(number_reader.is_word(part) or len(part) < 2 for part in others)
+    return is_word(first) and all(is_word(part) or len(part) < 2 for part in others)
 
 
 def _is_said_in_brackets(rest: str) -> bool:
     """Whether what an open bracket holds is words: '5 (five)', and not '5 (mod 7)'."""
     inside = re.match(r'([A-Za-z ,-]+)\)', rest)
-    return inside is not None and all(number_reader.is_word(run) for run in re.findall('[A-Za-z]+', inside[1]))
+    return inside is not None and all(is_word(run) for run in re.findall('[A-Za-z]+', inside[1]))
 
 
 def _is_remark(rest: str) -> bool:
@@ -234,14 +300,14 @@ def _is_remark(rest: str) -> bool:
     if not rest.strip():
         return True
     first = re.match(r'\s*([A-Za-z]+)\s*(=|-?[0-9$])?', rest)
-    if first is None or not number_reader.is_word(first[1]):
+    if first is None or not is_word(first[1]):
         return False
-    return not (first[2] and (number_reader.connects(first[1]) or len(first[1]) == 1))  # ', and 3', ', x = 3'
+    return not (first[2] and (connects(first[1]) or len(first[1]) == 1))  # ', and 3', ', x = 3'
 
 
 def _names_unit(rest: str) -> bool:
     letters = re.match(r'\s*([A-Za-z]+)', rest)
-    return letters is not None and (number_reader.is_unit(letters[1]) or number_reader.is_word(letters[1]))
+    return letters is not None and (is_unit(letters[1]) or is_word(letters[1]))
 
 
 def _read_match(match: re.Match[str]) -> Numeral | None:

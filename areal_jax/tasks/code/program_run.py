@@ -7,22 +7,191 @@ import dataclasses
 import json
 import math
 import os
+import random
+import re
 import select
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_jax.tasks.code.answer_program import Failure
 from areal_jax.tasks.code.pair_protocol import FrameError, read_reason
-from areal_jax.tasks.code.program_run import CheckTime, ProgramTime
-from areal_jax.workers.sandbox.confined_children import (
-    Child,
-    ConfinedChildren,
-    Ended,
-    hand_text,
-)
-from areal_jax.workers.sandbox.control_group import Meter
+from areal_jax.workers.sandbox.confined_children import Child, ConfinedChildren, Ended, ServerLostError, hand_text
+from areal_jax.workers.sandbox.control_group import LOOK_S, Meter
 from areal_jax.workers.worker_process import name_signal
+
+# three to sixteen backticks or tildes, indented or behind the mark of a list, and what says the language
+_FENCE = re.compile(
+    r'^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)'
+    r'(?P<mark>`{3,16}(?!`)(?=[^`\n]*$)|~{3,16}(?!~))[ \t]*(?P<info>[^\n]*)$',
+    re.MULTILINE,
+)
+_INNER = 4  # a fence that is so much further right than that of its block belongs to the code
+_LANGUAGE = re.compile(r'\{?\s*(?:#\S+\s+)?\.?([^\s{}:;,=]*)')  # of 'py title="x"', '{.python #id}', 'python:main.py'
+_PYTHON = re.compile(r'(?:(?:i?python|pypy|py)[\d.]*|.+\.py)?', re.IGNORECASE)  # or no word at all, or a file
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What stands between two fences, or behind the last one."""
+
+    info: str
+    code: str
+
+    @property
+    def is_python(self) -> bool:
+        word = _LANGUAGE.match(self.info)
+        return bool(self.code.strip()) and word is not None and bool(_PYTHON.fullmatch(word[1]))
+
+
+def find_code(text: str, entry_point: str = '', prompt: str = '') -> str:
+    """Returns the source of the answer, with lines that end in '\\n'; '' where it has none.
+
+    It is the last fenced block of Python that defines `entry_point`, or else the last one, or the whole text of an
+    answer without fences. A block is one of Python where its fence says so or says nothing, and something is in it; the
+    last one needs no closing fence. A source that does not define `entry_point` is the completion of `prompt`, where
+    the problem has one.
+    """
+    text = text.replace('\r\n', '\n').replace('\r', '\n')
+    blocks = _list_blocks(text)
+    sources = [block.code for block in reversed(blocks) if block.is_python] if blocks else [text]
+    if not sources or not sources[0].strip():
+        return ''
+    if not entry_point:
+        return sources[0]
+    if code := next((one for one in sources if defines(one, entry_point)), ''):
+        return code
+    return prompt + sources[0] if prompt else sources[0] if blocks else ''
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether the source seems to give a value to the name at its top level."""
+    word = re.escape(name)
+    return bool(
+        re.search(rf'^(?:async[ \t]+)?def[ \t]+{word}\b|^class[ \t]+{word}\b|^{word}[ \t]*(?::[^=\n]*)?=', code, re.M)
+        or re.search(rf'^from\b.*\bimport\b.*\b{word}\b', code, re.M)
+    )
+
+
+def _list_blocks(text: str) -> Sequence[_Block]:
+    """As in CommonMark, but that a fence with a language inside of a block, which closes none, begins the next one."""
+    blocks: list[_Block] = []
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened and not _ends(fence, opened):
+            continue
+        if opened:
+            blocks.append(_cut(text, opened, fence.start()))
+        opened = fence if opened is None or fence['info'].strip() else None
+    return [*blocks, _cut(text, opened, len(text))] if opened else blocks
+
+
+def _ends(fence: re.Match[str], opened: re.Match[str]) -> bool:
+    """Whether a fence ends the block of another: the same mark, as long or longer, and not within its code."""
+    is_alike = fence['mark'].startswith(opened['mark'])
+    return is_alike and len(fence['indent'].expandtabs()) < len(opened['indent'].expandtabs()) + _INNER
+
+
+def _cut(text: str, opened: re.Match[str], end: int) -> _Block:
+    """The block from behind its opening fence, without the blanks by which that is indented."""
+    code = text[opened.end() : end].removeprefix('\n')
+    if indent := len(opened['indent']):
+        code = re.sub(rf'^[ \t]{{1,{indent}}}', '', code, flags=re.MULTILINE)
+    return _Block(opened['info'], code)
+
+
+# How long an answer may take, and whether it was the answer or the machine that took the time.
+
+
+WALL = 3.0  # seconds for a CPU second of a limit
+STARVED_WALL = 30.0  # and then the machine is too busy to judge an answer that would run
+_SHORTEST_S = 0.02  # between two looks at what waits for a processor
+
+
+class CheckTime:
+    """The time of a check: of the programs that it runs one after the other.
+
+    Args:
+      budget_s: wall seconds; an answer that takes more is late if a share of 1 / WALL of them was its own.
+    """
+
+    def __init__(self, budget_s: float = math.inf):
+        self._budget_s, self._start_s = budget_s, time.monotonic()
+        self._kept_s = 0.0
+        self._end_s = self._start_s + budget_s
+
+    @property
+    def left_s(self) -> float:
+        """Until the budget is used up."""
+        return self._end_s - time.monotonic()
+
+    def add_kept(self, seconds: float) -> None:
+        """What the machine kept from a program that has ended."""
+        self._kept_s += seconds
+
+    def judge_budget(self, kept_s: float) -> str:
+        """Why the answer is late; '' = it has time left. Raises ServerLostError where the machine is too busy.
+
+        `kept_s`: what the machine kept from the program that runs.
+        """
+        if self.left_s > 0:
+            return ''
+        own_s = self._budget_s - self._kept_s - kept_s
+        if own_s >= self._budget_s / WALL:
+            return f'its whole check took more than {self._budget_s:g} s'
+        raise ServerLostError(f'an answer had {own_s:.2f} s of the machine in {self._budget_s:g} s')
+
+
+class ProgramTime:
+    """The time of one program.
+
+    A stretch between two looks, at whose end a process waits for a processor, is the machine's, but for the CPU time
+    that the processes used; all other time is the program's own. The looks are at random: code that works for a moment
+    whenever it may be looked at, and sleeps in between, would seem to be kept from working.
+    """
+
+    def __init__(self, whole: CheckTime, meter: Meter, limit_s: float):
+        self._whole, self._meter, self._limit_s = whole, meter, limit_s
+        self._start_s = self._looked_s = time.monotonic()
+        self._next_s = self._draw_next()
+        self._waited_s = self._kept_s = 0.0
+
+    def find_late(self, used_s: float) -> str:
+        """Why the program is late after `used_s` of CPU time; '' = it is not.
+
+        Raises ServerLostError where the machine did not let it run.
+        """
+        if used_s >= self._limit_s or self._has_slept(used_s):
+            return f'more than {self._limit_s:g} s'
+        passed_s = time.monotonic() - self._start_s
+        if passed_s >= STARVED_WALL * self._limit_s:
+            raise ServerLostError(f'a program got {used_s:.2f} s of a processor in {passed_s:.0f} s')
+        return self._whole.judge_budget(self._kept_s)
+
+    def find_wait_s(self, used_s: float) -> float:
+        """Seconds to the next moment at which it can be late, or is to be looked at."""
+        now_s = time.monotonic()
+        slept_s = self._start_s + self._kept_s + WALL * self._limit_s - now_s
+        return min(LOOK_S, self._limit_s - used_s, slept_s, self._next_s - now_s, self._whole.left_s)
+
+    def end(self) -> None:
+        """Once: what the machine kept from this program counts in that of the check."""
+        self._whole.add_kept(self._kept_s)
+
+    def _has_slept(self, used_s: float) -> bool:
+        now_s = time.monotonic()
+        is_first = self._looked_s == self._start_s
+        if now_s >= self._next_s or (is_first and now_s - self._start_s >= WALL * self._limit_s):
+            if self._meter.waits():
+                self._waited_s += now_s - self._looked_s
+            self._looked_s, self._next_s = now_s, self._draw_next()
+        self._kept_s = max(self._waited_s - used_s, 0.0)
+        return now_s - self._start_s - self._kept_s >= WALL * self._limit_s
+
+    def _draw_next(self) -> float:
+        return time.monotonic() + random.uniform(_SHORTEST_S, LOOK_S)
+
 
 PROGRAM = 'areal_jax.tasks.code.answer_program'  # the module of the child
 
@@ -34,7 +203,7 @@ PRELOADED = (
 LABELS = ('wrong', 'syntax', 'exception', 'memory_limit', 'forbidden')  # that the child may give itself
 TOO_MUCH: Failure = ('memory_limit', 'its processes had more memory together than one may have')
 _SAID_BYTES = 2**16  # of how a program ended
-_SHORTEST_S = 0.002  # between two looks at a clock
+_PROGRAM_RUN_SHORTEST_S = 0.002  # between two looks at a clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +297,7 @@ def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int, w
         used_s = meter.read_cpu_s()
         if late := program.find_late(used_s):
             break
-        if not poll.poll(max(program.find_wait_s(used_s), _SHORTEST_S) * 1000):
+        if not poll.poll(max(program.find_wait_s(used_s), _PROGRAM_RUN_SHORTEST_S) * 1000):
             continue
         part = os.read(reader, 2**16)
         if not part:

@@ -9,22 +9,54 @@ A scorer with a parameter `episode` gets "episode" of the line, {"messages": ...
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from areal_jax.files import JsonObject
 from areal_jax.plugins import load_function, load_module
 from areal_jax.tasks.scoring.score_call import MEASURED, MachineFaultError, ScoringError, describe_error, score_answer
-from areal_jax.tasks.scoring.scorer_process import takes_episode
 from areal_jax.workers.sandbox.confinement import CONFINING, choose_confinement, confine
 from areal_jax.workers.sandbox.landlock import list_installed
 
 if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer
+
+
+DescribeEpisode = Callable[[], JsonObject]  # control/episode_description.py
+
+
+def takes_episode(score: Callable[..., object]) -> bool:
+    """Whether the scorer has a parameter `episode`."""
+    try:
+        parameter = inspect.signature(score).parameters.get('episode')
+    except (TypeError, ValueError):  # a function of C without a signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def complete_episode(
+    found: JsonObject, problem: Mapping[str, object], read_prompt: Callable[[], str], text: str, finish_reason: str
+) -> JsonObject:
+    """`found`, with a conversation of one question and the answer where no program has made calls.
+
+    Args:
+      found: of control/episode_description.py; {} = one turn.
+      read_prompt: the text of the prompt, asked where the problem has no text `question`.
+      text: of the answer.
+    """
+    if found.get('messages'):
+        return found
+    question = problem.get('question')
+    asked = question if isinstance(question, str) else read_prompt()
+    messages = [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': text}]
+    one_turn = {'label': finish_reason, 'turns': 1, 'tools': []}
+    return {**one_turn, **found, 'messages': messages, 'conversations': [messages]}
 
 
 def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, readable: Sequence[str] = ()) -> None:

@@ -6,15 +6,72 @@ Texts come from a model: what is not printable is shown escaped, so that no answ
 from __future__ import annotations
 
 import itertools
+import pathlib
 import statistics
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from areal_jax import files
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
+from areal_jax.telemetry.metrics import read_json_lines, require_fields
+from areal_jax.telemetry.rollouts.writer import DIRECTORY, list_files, read_records
 from areal_jax.types import NOT_GENERATED
+
+EVALUATED = 'answers.jsonl'  # evaluation/results.py
+
+
+def read_rollouts(workdir: pathlib.Path) -> list[files.JsonObject]:
+    """The groups, in the order of updates and draws; those of an evaluation have update 0. [] where none are kept.
+
+    Raises FileError for a file that is not as its writer leaves it.
+    """
+    records: list[files.JsonObject] = []
+    for path in list_files(workdir / DIRECTORY):
+        try:
+            records += read_records(path)
+        except FileNotFoundError:  # the run has just dropped it
+            continue
+    return records or _read_evaluated(workdir / EVALUATED)
+
+
+def _read_evaluated(path: pathlib.Path) -> list[files.JsonObject]:
+    records: list[files.JsonObject] = []
+    for number, line in enumerate(read_json_lines(path), start=1):
+        require_fields(path, number, line, {'draw': int, 'prompt': str, 'answers': list})
+        problem: files.JsonObject = line
+        records.append(
+            {
+                'update': 0,
+                'draw': problem['draw'],
+                'task': '',
+                'trained': False,
+                'prompt': {'text': problem['prompt'], 'tokens': problem.get('prompt_tokens', [])},
+                'problem': problem.get('problem', {}),
+                'answers': [_convert(path, number, answer) for answer in problem['answers']],
+            }
+        )
+    return records
+
+
+def _convert(path: pathlib.Path, number: int, answer: files.JsonObject) -> files.JsonObject:
+    fields: dict[str, type | tuple[type, ...]] = {
+        'text': str,
+        'reward': (int, float),
+        'label': str,
+        'finish_reason': str,
+        'tokens': list,
+    }
+    require_fields(path, number, answer, fields)
+    return {
+        **{name: answer[name] for name in ('reward', 'label', 'text', 'tokens')},
+        'sample': answer.get('sample', 0),
+        'finish': answer['finish_reason'],
+        'final': answer.get('final', ''),
+    }
+
 
 _HEAD = (
     f'{"update":>6} {"draw":>6} {"answer":>6} {"reward":>7} {"adv.":>7} {"age":>4} {"tokens":>6}  {"verdict":<14} text'

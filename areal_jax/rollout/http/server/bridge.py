@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import numpy as np
 
 from areal_jax.errors import UserError
+from areal_jax.files import JsonObject
 from areal_jax.protocols import Inbox
 from areal_jax.rollout.http.pauses import CLIENT, FENCED, FencedError, LeasedError
-from areal_jax.rollout.http.server.bridge import AnswerReaders, Counts, Texts
+from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.server.limits import FAILED, Limits, Load
 from areal_jax.rollout.http.service import Action, Delivery, GenerationService, ServiceStatus, Submission
-from areal_jax.rollout.http.wire.answer_reader import AnswerParser, AnswerReader
+from areal_jax.rollout.http.wire.answer_reader import (
+    BEGIN_TOKEN,
+    END_TOKEN,
+    NOTATIONS,
+    AnswerParser,
+    AnswerReader,
+    AnswerText,
+    CallParser,
+    CallReader,
+    PlainReader,
+    Reading,
+    WholeReader,
+    cut_stop,
+)
 from areal_jax.rollout.http.wire.exchange import (
     ASKED,
     Answer,
@@ -28,6 +43,7 @@ from areal_jax.rollout.http.wire.exchange import (
     CallSampling,
     Finish,
     FinishWord,
+    Message,
     Piece,
     RequestError,
     join_pieces,
@@ -38,12 +54,169 @@ from areal_jax.rollout.http.wire.openai import Required, find_misses, grant, req
 from areal_jax.rollout.http.wire.request_fields import refuse
 from areal_jax.rollout.scoring import ScoringRequest
 from areal_jax.rollout.stream import DispatchError, LogprobError
-from areal_jax.text.chat_template import TokenizerError
+from areal_jax.text.chat_template import TokenizerError, ToolsNotShownError, require_place
+from areal_jax.text.decoding import TextDecoder
+from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import EngineFinish, GenerationRequest, SamplingParams
+
+
+class Texts:
+    """One model's; used on the HTTP thread and its workers."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self.token_bytes = tokenizer, tokenizer.token_bytes
+        self.end_ids = tokenizer.end_ids
+        self._hidden = tokenizer.special_token_ids()
+        self.reads = tokenizer.reads  # whether the chat template looks at something of this name
+
+    def bound(self, context_tokens: int) -> BodyBound:
+        """Of bodies of requests to this model."""
+        return BodyBound.of(context_tokens, self._tokenizer.vocabulary())
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], nothing added: what spells a special token becomes it."""
+        return self._tokenizer.encode(text)
+
+    def encode_prompt(self, text: str, *, adds_special: bool) -> np.ndarray:
+        """The same of a plain prompt, as of /v1/completions and /tokenize.
+
+        Args:
+          adds_special: with what the tokenizer adds around texts, most often BOS.
+        """
+        return self._tokenizer.encode_prompt(text) if adds_special else self._tokenizer.encode(text)
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> np.ndarray:
+        """int32 [P]: special tokens where the template writes them, ordinary text where messages or tools spell them.
+
+        Calls take turns, since one process renders all of them. The first one starts it.
+        Raises RequestError for tools that the template of the model does not show.
+        """
+        conversations = [[message.describe() for message in messages]]
+        try:
+            if not self._tokenizer.takes_tools:
+                require_place(conversations, tools)  # also where the form writes the content of any turn
+            return self._tokenizer.encode_chats(conversations, tools)[0]
+        except ToolsNotShownError as error:
+            raise refuse(error.field, error.value, error.reason) from error
+
+    def decode(self, tokens: np.ndarray, *, skip_special: bool) -> str:
+        """Of int32 [n]; special tokens are spelled out, except for the end of an answer at the very end."""
+        return self.open(skip_special=skip_special).extend(tokens, is_last=True)
+
+    def open(self, *, skip_special: bool, marks: Mapping[int, str] | None = None) -> TextDecoder:
+        """`decode` for a text whose tokens come in pieces; `marks`: see TextDecoder."""
+        hidden = self._hidden if skip_special else ()
+        return TextDecoder(self.token_bytes, hidden, self.end_ids, marks)
+
+    def spell(self, tokens: np.ndarray, *, skip_special: bool = False) -> str:
+        """The whole text of int32 [n], an EOS at its end included."""
+        return TextDecoder(self.token_bytes, self._hidden if skip_special else ()).extend(tokens, is_last=True)
+
+    def special_tokens(self) -> dict[str, str | None]:
+        """The text of the token that ends an answer; None for a model without."""
+        eos = self.end_ids[0]
+        return {'eos_token': self.spell(np.array([eos], np.int32)) if eos in self._hidden else None}
+
+    def answer(self, sampling: CallSampling) -> AnswerText:
+        """Of one answer, from its beginning."""
+        decoder = self.open(skip_special=sampling.skip_special_tokens)
+        return AnswerText(decoder, sampling.stop_strings, sampling.keep_stop)
+
+    def token_text(self, token: int) -> str:
+        """The text of a token behind others; none of one that ends an answer."""
+        return '' if token in self.end_ids else self.token_bytes.text_of(token)
+
+
+# Which reader takes the tokens of an answer.
+
+
+_ID_BYTES = 12  # random, of the id of a call
+
+
+class AnswerReaders:
+    """Those of one model.
+
+    Args:
+      parser: of calls in another notation than that of Hermes.
+    """
+
+    def __init__(self, texts: Texts, parser: AnswerParser | None = None):
+        self._texts, self._parser, self._notation = texts, parser, NOTATIONS['hermes']
+        spelled = ((BEGIN_TOKEN, self._notation.begin), (END_TOKEN, self._notation.end))
+        self._marks = {token: mark for mark, text in spelled if (token := _find_token(texts, text)) is not None}
+
+    def open(self, call: Call, prompt: int = 0) -> AnswerReader:
+        """Of one answer to the prompt with this index, from its beginning; calls are found if the request has tools."""
+        sampling = call.sampling[prompt]
+        if not call.tools:
+            return PlainReader(self._texts.answer(sampling))
+        if self._parser is not None:
+            before = cast(np.ndarray, call.prompts[prompt])
+            return WholeReader(
+                functools.partial(self._parser.parse, tools=call.tools, prompt=before),
+                functools.partial(
+                    cut_stop,
+                    keep_stop=sampling.keep_stop,
+                    token_bytes=self._texts.token_bytes,
+                    encode=self._texts.encode,
+                ),
+                call.one_tool_call,
+                _make_id,
+            )
+        decoder = self._texts.open(skip_special=sampling.skip_special_tokens, marks=self._marks)
+        text = AnswerText(decoder, sampling.stop_strings, sampling.keep_stop)
+        parser = CallParser(self._notation, tuple(self._marks.values()))
+        return CallReader(text, parser, call.one_tool_call, _make_id)
+
+
+def _find_token(texts: Texts, text: str) -> int | None:
+    """The token that a text is; None where it is several, or characters that the tokenizer does not know."""
+    try:
+        ids = texts.encode(text)
+    except TokenizerError:
+        return None
+    return int(ids[0]) if len(ids) == 1 else None
+
+
+def _make_id() -> str:
+    return f'call_{secrets.token_hex(_ID_BYTES)}'
+
+
+# What requests ask for and answers bring, counted since the start for /metrics; on the HTTP loop alone.
+
+
+class Counts:
+    """Of one server. Labels are names of fields that the parsers know, so there are few."""
+
+    def __init__(self) -> None:
+        self.calls = self.unparsed = self.hidden = 0
+        self.ignored: collections.Counter[str] = collections.Counter()
+        self.wishes: collections.Counter[str] = collections.Counter()
+        self.missed: collections.Counter[str] = collections.Counter()
+
+    def note_call(self, call: Call) -> None:
+        """A request is taken."""
+        self.note_ignored(call.ignored)
+        self.wishes.update(wish.field for wish in call.wishes)
+
+    def note_ignored(self, fields: Iterable[str]) -> None:
+        """Fields of a request that have no influence, also of one that asks for no answer."""
+        self.ignored.update(fields)
+
+    def note_reading(self, reading: Reading) -> None:
+        """A part of an answer was read."""
+        self.calls += len(reading.calls)
+        self.unparsed += reading.unparsed
+        self.hidden += reading.hidden
+
+    def note_misses(self, fields: Iterable[str]) -> None:
+        """The answers to a request are complete and miss the wishes of these fields."""
+        self.missed.update(fields)
+
 
 _FINISH: dict[EngineFinish, FinishWord] = {'stop': 'stop', 'length': 'length', 'cancelled': 'abort'}
 _CONFLICT = 409
-_ID_BYTES = 16  # random, of an id that the server makes: a client cannot end a request whose id it cannot guess
+_BRIDGE_ID_BYTES = 16  # random, of an id that the server makes: a client cannot end a request whose id it cannot guess
 Result = TypeVar('Result')
 
 
@@ -231,7 +404,7 @@ class Exchange:
         self._began = time.monotonic()
         self._news: asyncio.Queue[tuple[int, Delivery]] = asyncio.Queue()
         self._unfinished = call.n_answers
-        names = name_answers(call, f'request-{secrets.token_hex(_ID_BYTES)}').request_ids
+        names = name_answers(call, f'request-{secrets.token_hex(_BRIDGE_ID_BYTES)}').request_ids
         self.answers = [
             Answer(name, cast(np.ndarray, call.prompts[index // call.n]), index, prompt_text=_echo(call, index))
             for index, name in enumerate(names)

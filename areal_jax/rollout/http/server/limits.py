@@ -6,10 +6,78 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
+import os
+import pathlib
+import resource
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from areal_jax.rollout.http.wire.exchange import RequestError
+
+_MOST = 65536  # a limit above it is not asked for: some programs close all descriptors below their limit one by one
+_RESERVED = 112  # for files of weights, pipes of templates, and connections between accept and close
+_LEAST = 16  # connections, however few descriptors there are
+_OPEN = pathlib.Path('/proc/self/fd')
+_OPEN_GUESS = 64  # where the system does not say
+
+
+def raise_limit() -> None:
+    """Raises the soft limit of descriptors as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system that gives less than it says: the soft limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def count_connections(wanted: int) -> int:
+    """As many of the wanted connections as the limit of descriptors leaves room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    taken = len(os.listdir(_OPEN)) if _OPEN.is_dir() else _OPEN_GUESS
+    return min(wanted, max(_LEAST, soft - taken - _RESERVED))
+
+
+# What the HTTP thread complains of: a line for each kind and minute, however often clients provoke it.
+
+
+NAME = 'areal_jax.rollout.http.server'
+_PERIOD_S = 60.0
+
+
+class OncePerMinute(logging.Filter):
+    """Lets the first record of a kind pass, then one a minute that says how many it counts for."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._now = now
+        self._kinds: dict[object, tuple[float, int]] = {}  # (when the last one passed, how many since)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[0] if record.exc_info else None
+        kind = (record.levelno, record.msg, error)
+        last_s, held_back = self._kinds.get(kind, (-float('inf'), 0))
+        if self._now() - last_s < _PERIOD_S:
+            self._kinds[kind] = last_s, held_back + 1
+            return False
+        self._kinds[kind] = self._now(), 0
+        if held_back:
+            record.msg = f'{record.msg} (and {held_back} times since the last such line)'
+        return True
+
+
+@contextlib.contextmanager
+def bounded_log() -> Iterator[logging.Logger]:
+    """The logger of the HTTP side, inside with a bound."""
+    logger, bound = logging.getLogger(NAME), OncePerMinute()
+    logger.addFilter(bound)
+    try:
+        yield logger
+    finally:
+        logger.removeFilter(bound)
+
 
 TOO_LONG_BODY, SLOW_BODY, TOO_MANY_STREAMS, QUEUE_FULL, TOO_LATE = 413, 408, 429, 503, 504
 SMALL_BYTES = 1 << 16  # of a body that is parsed on the loop of HTTP

@@ -3,14 +3,315 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from areal_jax.rollout.http.wire.answer_reader import AnswerText, CallParser
 from areal_jax.rollout.http.wire.exchange import Finish, ToolCall
+from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, count_levels
+from areal_jax.text.decoding import TextDecoder, TokenBytes
 from areal_jax.types import concatenate
+
+
+class AnswerText:
+    """Turns the tokens of one answer into the text that they add.
+
+    Text that may be the beginning of a stop string, or is one, is held back until it is clear that the answer goes on
+    behind it. The work is in proportion to the new tokens, not to the answer.
+
+    Args:
+      decoder: of this answer, from its beginning.
+      keep_stop: the stop string, or the text of the stop token, stays.
+    """
+
+    def __init__(self, decoder: TextDecoder, stop_strings: Sequence[str] = (), keep_stop: bool = False):
+        self._decoder, self._stops, self._keep_stop = decoder, stop_strings, keep_stop
+        self._held = ''  # text that may be the beginning of a stop string
+
+    def extend(self, tokens: np.ndarray, finish: Finish | None = None) -> str:
+        """The text that the tokens add; those that end the answer come with its end."""
+        if finish is None:
+            self._held += self._decoder.extend(tokens)
+            clear = len(self._held) - self._suspicious()
+            given, self._held = self._held[:clear], self._held[clear:]
+            return given
+        if isinstance(finish.matched, int) and not self._keep_stop:
+            tokens = tokens[:-1]
+        before = self._held + self._decoder.extend(tokens[:-1])
+        given = before + self._decoder.extend(tokens[-1:], is_last=True)
+        if isinstance(finish.matched, str):
+            # it ends behind what came before, or with it where the end comes alone
+            begin = given.find(finish.matched, max(0, len(before) - len(finish.matched) + min(1, len(tokens))))
+            kept = len(finish.matched) if self._keep_stop else 0
+            given = given if begin < 0 else given[: begin + kept]
+        self._held = ''
+        return given
+
+    def _suspicious(self) -> int:
+        """Characters at the end of the held text that a stop string may begin with, or is."""
+        longest = max(map(len, self._stops), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+def cut_stop(
+    tokens: np.ndarray,
+    finish: Finish,
+    keep_stop: bool,
+    token_bytes: TokenBytes,
+    encode: Callable[[str], np.ndarray],
+) -> np.ndarray:
+    """The ids of a whole answer without the stop that ended it, and without what its last token has behind a string.
+
+    Where a stop string begins inside of a token, the text before it in this token is encoded again.
+
+    Args:
+      keep_stop: the stop stays.
+    """
+    if isinstance(finish.matched, int) and not keep_stop:
+        return tokens[:-1]
+    if not isinstance(finish.matched, str) or not len(tokens):
+        return tokens
+    parts, stop = token_bytes.spell_all(tokens.tolist()), finish.matched.encode()
+    content = b''.join(parts)
+    begin = content.find(stop, max(0, len(content) - len(parts[-1]) - len(stop) + 1))
+    if begin < 0:
+        return tokens
+    end = begin + (len(stop) if keep_stop else 0)
+    bounds = np.cumsum([0, *map(len, parts)])
+    whole = max(i for i, at in enumerate(bounds.tolist()) if at == end or (at < end and _begins(content, at)))
+    kept = token_bytes.read(content[bounds[whole] : end])
+    return concatenate([tokens[:whole], *([encode(kept)] if kept else [])], np.int32)
+
+
+def _begins(content: bytes, place: int) -> bool:
+    """Whether no character is cut in two there."""
+    return content[place] & 0xC0 != 0x80
+
+
+# Calls of tools in the text of an answer, in the notation that the model was trained to write.
+
+
+SPACE = ' \t\r\n'  # white space of JSON
+# One character each in the place of a mark that is a token of its own. Decoded text has no half of a surrogate pair.
+BEGIN_TOKEN, END_TOKEN = '\ud800', '\ud801'
+
+
+@dataclasses.dataclass(frozen=True)
+class Notation:
+    """How a model writes a call: two marks, and what is between them.
+
+    `read` gives the name of the function and its arguments, a JSON object as it was written, or None for what is no
+    call.
+    """
+
+    begin: str
+    end: str
+    read: Callable[[str], tuple[str, str] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundCall:
+    """A call as it was written: `text` is all of it, with its marks and the white space before it."""
+
+    name: str
+    arguments: str
+    text: str
+
+
+Part = str | FoundCall
+
+
+class CallParser:
+    """Cuts the text of one answer, which comes piece by piece, into text and calls.
+
+    How the text is cut into pieces does not matter. All of it is in the parts, in order, but for white space behind a
+    call at the end of the answer. White space before a call belongs to the call. What begins as a call and is none
+    stays text, and `unparsed` counts it: no closing mark, or anything but one JSON object between the marks.
+
+    Args:
+      tokens: which of BEGIN_TOKEN and END_TOKEN are in the text in the place of a mark. Such a mark counts wherever it
+        is, and its spelled text does not; the text of another mark does not count inside of a JSON string.
+    """
+
+    def __init__(self, notation: Notation, tokens: Sequence[str] = ()):
+        self.unparsed = 0
+        self._notation = notation
+        self._begin = BEGIN_TOKEN if BEGIN_TOKEN in tokens else notation.begin
+        self._end = END_TOKEN if END_TOKEN in tokens else notation.end
+        self._next = re.compile('|'.join([r'["\\\n]', re.escape(self._begin), re.escape(self._end)]))
+        self._text = ''  # what is not decided yet; inside of a call, what is not scanned yet
+        self._call: list[str] = []  # of an open call: white space and mark, then what is scanned
+        self._in_string = False
+        self._after_call = False  # nothing but white space has come since a call
+
+    def extend(self, text: str, is_last: bool = False) -> list[Part]:
+        """The parts that are complete now; with the last piece of the answer all that are left."""
+        self._text += text
+        parts: list[Part] = []
+        while (found := self._advance(is_last)) is not None:
+            parts += found
+            if found:
+                self._after_call = isinstance(found[-1], FoundCall)
+        return parts
+
+    def _advance(self, is_last: bool) -> list[Part] | None:
+        """The parts of one step; None where more text is needed, or none is left."""
+        return self._scan_call(is_last) if self._call else self._scan_text(is_last)
+
+    def _scan_text(self, is_last: bool) -> list[Part] | None:
+        begin = self._text.find(self._begin)
+        if begin >= 0:
+            given = len(self._text[:begin].rstrip(SPACE))
+            inside = begin + len(self._begin)
+            self._call, self._in_string = [self._text[given:inside]], False
+            part, self._text = self._text[:given], self._text[inside:]
+            return self._spell(part)
+        clear = len(self._text) - _count_begun(self._text, self._begin)
+        if not is_last:
+            end = len(self._text[:clear].rstrip(SPACE))
+        else:
+            end = 0 if self._after_call and not self._text.strip(SPACE) else len(self._text)
+        part, self._text = self._text[:end], self._text[end:]
+        return self._spell(part) or None
+
+    def _scan_call(self, is_last: bool) -> list[Part] | None:
+        at = 0
+        while (found := self._next.search(self._text, at)) is not None:
+            mark, at = found.group(), found.end()
+            if mark in (self._begin, self._end):
+                if self._in_string and len(mark) > 1:
+                    continue
+                return self._end_call(at) if mark == self._end else self._break_off(found.start())
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == '\\':
+                if not self._in_string:
+                    return self._break_off(at)
+                if at == len(self._text) and not is_last:
+                    at -= 1
+                    break
+                at += self._text[at : at + 1] not in (BEGIN_TOKEN, END_TOKEN)
+            elif self._in_string:
+                return self._break_off(at)
+        else:
+            at = max(at, len(self._text) - max(_count_begun(self._text, one) for one in (self._begin, self._end)))
+        if is_last:
+            return self._reopen()
+        self._call.append(self._text[:at])
+        self._text = self._text[at:]
+        return None
+
+    def _end_call(self, end: int) -> list[Part]:
+        """The closing mark ends at `end` of the text that is not scanned yet."""
+        self._call.append(self._text[:end])
+        written, lead = ''.join(self._call), len(self._call[0])
+        read = self._notation.read(written[lead : len(written) - len(self._end)])
+        if read is None:
+            return self._break_off(end, [])
+        self._text, self._call = self._text[end:], []
+        return [FoundCall(*read, self._write(written))]
+
+    def _break_off(self, end: int, more: Sequence[str] | None = None) -> list[Part]:
+        """What was scanned up to `end` is no call."""
+        self.unparsed += 1
+        written = ''.join([*self._call, *([self._text[:end]] if more is None else more)])
+        kept = max(len(self._call[0]), len(written.rstrip(SPACE)))  # white space may belong to the next call
+        self._text, self._call = written[kept:] + self._text[end:], []
+        return self._spell(written[:kept])
+
+    def _reopen(self) -> list[Part]:
+        """The answer ends inside of a call: its mark is text, and what follows it is looked at again."""
+        self.unparsed += 1
+        lead, *rest = self._call
+        self._text, self._call = ''.join([*rest, self._text]), []
+        return self._spell(lead)
+
+    def _spell(self, text: str) -> list[Part]:
+        return [self._write(text)] if text else []
+
+    def _write(self, text: str) -> str:
+        """The text with its marks as they are written."""
+        return text.replace(BEGIN_TOKEN, self._notation.begin).replace(END_TOKEN, self._notation.end)
+
+
+def _count_begun(text: str, mark: str) -> int:
+    """Characters at the end of the text that the mark may begin with."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
+
+
+# Hermes, as Qwen and others write it: {"name": ..., "arguments": {...}}.
+
+
+def read_hermes(text: str) -> tuple[str, str] | None:
+    """(name, arguments as they were written) of the JSON object in `text`; None for anything else."""
+    try:
+        members = _read_members(text)
+        (name, _), (arguments, written) = members['name'], members['arguments']
+        return require_call(name, arguments, written)
+    except (ValueError, KeyError, RecursionError):
+        return None
+
+
+def require_call(name: object, arguments: object, written: str) -> tuple[str, str]:
+    """(name, arguments as they were written); raises ValueError for what no client could read, or send back."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError('no name, or arguments that are no object')
+    if count_levels(arguments) > MOST_LEVELS:
+        raise ValueError('too many levels')
+    (name + written).encode()  # no half of a surrogate pair
+    return name, written
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f'{constant} is no JSON')
+
+
+_SPACES = re.compile(f'[{SPACE}]*')
+STRICT_JSON = json.JSONDecoder(parse_constant=_refuse)  # no NaN
+
+
+def _read_members(text: str) -> dict[str, tuple[object, str]]:
+    """Each member of the one object in `text`, as a value and as it was written; raises ValueError."""
+    found: dict[str, tuple[object, str]] = {}
+    at = _skip(text, 0, '{')
+    closed = text[at : at + 1] == '}'
+    while not closed:
+        key, end = STRICT_JSON.raw_decode(text, at)
+        if not isinstance(key, str) or key in found:
+            raise ValueError(f'{key!r} is no name of its own')
+        at = _skip(text, end, ':')
+        value, end = STRICT_JSON.raw_decode(text, at)
+        found[key] = value, text[at:end]
+        at = _skip(text, end)
+        closed = text[at : at + 1] == '}'
+        at = at if closed else _skip(text, at, ',')
+    if _skip(text, at, '}') != len(text):
+        raise ValueError('more than an object')
+    return found
+
+
+def _skip(text: str, at: int, expected: str = '') -> int:
+    """The place behind white space, the expected character, and white space; raises ValueError."""
+    at = _end_space(text, at)
+    if text[at : at + len(expected)] != expected:
+        raise ValueError(f'no {expected!r}')
+    return _end_space(text, at + len(expected)) if expected else at
+
+
+def _end_space(text: str, at: int) -> int:
+    found = _SPACES.match(text, at)
+    return found.end() if found else at
+
+
+NOTATIONS = {'hermes': Notation('<tool_call>', '</tool_call>', read_hermes)}
+
 
 Tools: TypeAlias = Sequence[Mapping[str, object]]
 

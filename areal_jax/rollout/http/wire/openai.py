@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -18,22 +20,293 @@ from areal_jax.rollout.http.wire.exchange import (
     Prompt,
     ReplyInfo,
     RequestError,
+    Wish,
     count_usage,
     read_wanted,
     render_columns,
 )
-from areal_jax.rollout.http.wire.openai import read_calls
-from areal_jax.rollout.http.wire.request_fields import OPENAI, Fields, read_sampling
+from areal_jax.rollout.http.wire.request_fields import MOST_LEVELS, OPENAI, Fields, count_levels, read_sampling, refuse
 from areal_jax.rollout.http.wire.row_fields import render_npy
 from areal_jax.rollout.http.wire.sglang import frame
 from areal_jax.types import MOST_ALTERNATIVES
+
+Required = Literal['refuse', 'wish']  # server.required
+_TAKEN = "server.required='wish' takes it as a wish"
+
+
+def call_wish(field: str, value: object, tool: str = '') -> Wish:
+    """Of a call: of the tool of this name, or of any."""
+    sentence = f'Answer with a call of the tool {tool}.' if tool else 'Answer with a call of one of the tools.'
+    return Wish(field, value, 'call', sentence, f"must be 'auto' or 'none': a call can not be forced; {_TAKEN}", tool)
+
+
+def json_wish(field: str, value: object, schema: JsonObject | None) -> Wish:
+    """Of a JSON object as the whole answer; the schema is shown to the model and not checked."""
+    fits = '' if schema is None else f' that fits this JSON schema: {json.dumps(schema, ensure_ascii=False)}'
+    sentence = f'Answer with a JSON object alone{fits or "."}'
+    return Wish(field, value, 'json', sentence, f'is not served: answers are plain text; {_TAKEN}')
+
+
+def read_format(fields: Fields, field: str, nested: bool = False) -> tuple[Wish, ...]:
+    """Takes the format of the answer: () for plain text.
+
+    Args:
+      nested: name, schema and strict of json_schema are in an object of that name.
+    """
+    given = fields.take(field)
+    if given is None:
+        return ()
+    inside = fields.inside(given, field)
+    kind = inside.take_choice('type', ('text', 'json_object', 'json_schema'))
+    schema = None
+    if kind == 'json_schema':
+        inner = inside.take_fields('json_schema') if nested else inside
+        inner.take_ignored('name', 'description', 'strict')
+        found = inner.take('schema', type='object')
+        if found is not None and not isinstance(found, dict):
+            raise inner.refuse('schema', found, 'must be a JSON schema')
+        inner.require_shallow('schema', found)
+        schema = found
+        if nested:
+            inner.finish()
+    inside.finish()
+    return () if kind == 'text' else (json_wish(fields.name(field), given, schema),)
+
+
+def require_granted(call: Call, required: Required) -> None:
+    """Raises RequestError for a call with a wish that is refused or can not be shown."""
+    for wish in call.wishes:
+        if required == 'refuse':
+            raise refuse(wish.field, wish.value, wish.fix)
+        if not all(isinstance(prompt, tuple) for prompt in call.prompts):
+            raise refuse(wish.field, wish.value, 'can not be shown to the model in a prompt of ids: send messages')
+
+
+def grant(call: Call, required: Required) -> Call:
+    """The call with its wishes in the prompt; raises RequestError as `require_granted` does."""
+    require_granted(call, required)
+    prompts = [show(prompt, call.wishes) if isinstance(prompt, tuple) else prompt for prompt in call.prompts]
+    return dataclasses.replace(call, prompts=tuple(prompts)) if call.wishes else call
+
+
+def show(messages: Sequence[Message], wishes: Sequence[Wish]) -> tuple[Message, ...]:
+    """The messages with a sentence for each wish, at the end of the system turn or in a new one."""
+    said = describe_wishes(wishes)
+    if not said:
+        return tuple(messages)
+    first, rest = messages[0], messages[1:]
+    if first.role != 'system':
+        return Message('system', said), *messages
+    return dataclasses.replace(first, content=f'{first.content}\n\n{said}'), *rest
+
+
+def describe_wishes(wishes: Sequence[Wish]) -> str:
+    """What the model is told; '' where nothing is wished."""
+    return ' '.join(wish.sentence for wish in wishes)
+
+
+def find_misses(call: Call, answers: Sequence[Answer]) -> list[str]:
+    """The fields whose wishes at least one of the answers misses."""
+    return [wish.field for wish in call.wishes if not all(_is_met(wish, answer) for answer in answers)]
+
+
+def _is_met(wish: Wish, answer: Answer) -> bool:
+    if wish.kind == 'call':
+        return any(wish.tool in ('', call.name) for call in answer.calls)
+    if answer.calls and not answer.text:  # tools come first: the text is that of a later turn
+        return True
+    try:
+        return isinstance(json.loads(answer.text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+# Tools in OpenAI's chat: functions that a chat template shows to the model, and calls and results in the turns.
+
+
+_MOST_TOOLS = 1024  # of a request, and calls in one turn
+# of a tool: what other servers do with it
+_IGNORED = ('title', 'strict', 'cache_control', 'annotations', 'defer_loading', 'allowed_callers', 'input_examples')
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedTools:
+    """What a request says of tools."""
+
+    tools: tuple[JsonObject, ...] = ()  # that the model sees
+    one_tool_call: bool = False
+    wishes: tuple[Wish, ...] = ()
+
+
+def read_tools(fields: Fields) -> AskedTools:
+    """The functions that the model may call, without the fields that are ignored; none with tool_choice='none'."""
+    only_one = not fields.take_flag('parallel_tool_calls', True)
+    tools = tuple(_read_tool(entry) for entry in list_tools(fields))
+    given = fields.take('tool_choice')
+    word, name = _read_choice(fields, given)
+    return choose(fields, given, word, name, tools, only_one)
+
+
+def list_tools(fields: Fields) -> list[Fields]:
+    """The entries of `tools`, [] where it is absent."""
+    given = fields.take('tools')
+    given = [] if given is None else given
+    if not isinstance(given, list):
+        raise fields.refuse('tools', given, 'must be a list of functions')
+    fields.require_few('tools', given, _MOST_TOOLS)
+    return [fields.inside(entry, f'tools[{index}]') for index, entry in enumerate(given)]
+
+
+def read_function(function: Fields, parameters: str = 'parameters') -> JsonObject:
+    """A function as templates show it: name, description and JSON schema, in the order in which they were sent."""
+    order = [name for name in function.names() if name in ('name', 'description', parameters)]
+    function.take_ignored(*_IGNORED)
+    schema = function.peek(parameters)
+    function.require_shallow(parameters, schema)
+    values = {'name': take_name(function), 'description': function.take_text('description', longest=None)}
+    function.take_fields(parameters)  # a JSON schema, which is the model's to read
+    function.finish()
+    return {'parameters' if name == parameters else name: values.get(name, schema) for name in order}
+
+
+def choose(
+    fields: Fields, given: object, word: str, name: str, tools: tuple[JsonObject, ...], only_one: bool
+) -> AskedTools:
+    """The tools under `tool_choice`, which is `given`: `word` is auto, none or required, `name` that of one tool."""
+    if word == 'none':
+        return AskedTools()
+    if word == 'auto':
+        return AskedTools(tools, only_one)
+    if not tools:
+        raise fields.refuse('tool_choice', given, 'needs tools: send some, or leave it out')
+    if name and all(tool['function']['name'] != name for tool in tools):
+        raise fields.refuse('tool_choice', given, 'names no tool of the request')
+    return AskedTools(tools, only_one, (call_wish(fields.name('tool_choice'), given, name),))
+
+
+def read_calls(message: Fields) -> tuple[JsonObject, ...]:
+    """The calls in a turn of the assistant."""
+    given = message.take('tool_calls')
+    given = [] if given is None else given
+    if not isinstance(given, list):
+        raise message.refuse('tool_calls', given, 'must be a list of calls')
+    message.require_few('tool_calls', given, _MOST_TOOLS)
+    return tuple(_read_call(message.inside(entry, f'tool_calls[{i}]')) for i, entry in enumerate(given))
+
+
+def describe_call(call_id: str, name: str, arguments: JsonObject | str) -> JsonObject:
+    """A call as chat templates have it."""
+    return {'id': call_id, 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+
+
+def take_name(function: Fields) -> str:
+    name = function.take_text('name')
+    if not name:
+        raise function.refuse('name', name, 'is missing: name the function')
+    return name
+
+
+def take_arguments(function: Fields) -> JsonObject | str:
+    """The object that templates expect, from JSON in a string; the string itself where it holds no such JSON."""
+    given = function.take('arguments')
+    if isinstance(given, str):
+        function.require_characters('arguments', given)
+        try:
+            value = json.loads(given or '{}')
+        except (ValueError, RecursionError):
+            return given
+        return value if isinstance(value, dict) and count_levels(value) <= MOST_LEVELS else given
+    if not isinstance(given, dict):
+        raise function.refuse('arguments', given, 'must be a string, with a JSON object in it')
+    function.require_shallow('arguments', given)
+    return given
+
+
+def _read_tool(fields: Fields) -> JsonObject:
+    fields.take_choice('type', ('function',))
+    fields.take_ignored(*_IGNORED)
+    function = read_function(fields.take_fields('function'))
+    fields.finish()
+    return {'type': 'function', 'function': function}
+
+
+def _read_choice(fields: Fields, given: object) -> tuple[str, str]:
+    """('auto', 'none' or 'required', name of a function)."""
+    if given is None or given in ('auto', 'none', 'required'):
+        return str(given or 'auto'), ''
+    if not isinstance(given, Mapping):
+        raise fields.refuse('tool_choice', given, "must be 'auto', 'none', 'required' or a function")
+    inside = fields.inside(given, 'tool_choice')
+    inside.take_choice('type', ('function',))
+    name = take_name(inside.take_fields('function'))
+    inside.finish()
+    return 'required', name
+
+
+def _read_call(fields: Fields) -> JsonObject:
+    fields.take_choice('type', ('function',))
+    call_id, function = fields.take_text('id'), fields.take_fields('function')
+    name, arguments = take_name(function), take_arguments(function)
+    function.take_ignored('parsed_arguments')  # of the helpers of openai
+    function.finish()
+    fields.take_ignored('index', 'cache_control', 'extra_content', 'provider_specific_fields')
+    fields.finish()
+    return describe_call(call_id, name, arguments)
+
+
+# What the dialects of conversations besides OpenAI's chat have in common: they become the same call as chat.
+
+
+def make_call(
+    fields: Fields,
+    messages: Sequence[Message],
+    prompt_field: str,
+    max_new_tokens: int | None,
+    asked: AskedTools,
+    wishes: Sequence[Wish],
+    stop_strings: Sequence[str] = (),
+) -> Call:
+    """Takes how the answer is sampled and sent, and refuses what is left. One answer, to a conversation."""
+    sampling = read_sampling(fields, OPENAI, max_new_tokens)
+    if stop_strings:
+        sampling = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stop_strings))
+    call = Call(
+        prompts=(tuple(messages),),
+        prompt_field=prompt_field,
+        sampling=(sampling,),
+        request_ids=(fields.take_text('request_id'),),
+        model=fields.take_text('model'),
+        stream=fields.take_flag('stream'),
+        tools=asked.tools,
+        one_tool_call=asked.one_tool_call,
+        wishes=(*asked.wishes, *wishes),
+        session=fields.take_text('session_id'),
+        cache_salt=fields.take_text('cache_salt'),
+        priority=fields.take_integer('priority', 0, least=-(2**31)),
+    )
+    fields.note_ignored(session_id=call.session, priority=call.priority)
+    fields.finish()
+    return dataclasses.replace(call, ignored=fields.ignored)
+
+
+def join_assistant(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one turn where a text of the assistant and its calls came one by one."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last and last.role == message.role == 'assistant' and (last.tool_calls or message.tool_calls):
+            found[-1] = Message('assistant', last.content + message.content, (*last.tool_calls, *message.tool_calls))
+        else:
+            found.append(message)
+    return found
+
 
 _MOST_SAMPLES = 1024  # n: bounds what one body can ask for
 _MOST_MESSAGES = 4096  # and parts of one
 _MOST_VALUES = 64  # for a chat template
 _NOT_TOLD = 'is not served: write the value into the template that model.chat_template names'
 _LONGEST_NAME = 80  # characters of the name of one that a sentence repeats
-_IGNORED = (
+_OPENAI_IGNORED = (
     'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention',
     'detokenize', 'spaces_between_special_tokens', 'verbosity', 'reasoning_effort',
     'prediction',
@@ -99,7 +372,7 @@ def read_call(
         cache_salt=fields.take_text('cache_salt'),
         priority=fields.take_integer('priority', 0, least=-(2**31)),
     )
-    fields.take_ignored(*_IGNORED)
+    fields.take_ignored(*_OPENAI_IGNORED)
     fields.note_ignored(
         session_id=call.session,
         priority=call.priority,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from areal_jax.errors import show
+from areal_jax.errors import UserError, show
 from areal_jax.files import JsonObject
-from areal_jax.rollout.http.wire.exchange import ASKED, Call, RequestError
+from areal_jax.rollout.http.wire.exchange import ASKED, Call, CallSampling, RequestError
+from areal_jax.types import MOST_ALTERNATIVES
 
 _LARGEST_TOKEN = 2**31 - 1  # of int32
 LARGEST_VERSION = 2**63 - 1  # of weights that a text names
@@ -322,3 +324,228 @@ def require_scored(call: Call, limit_field: str, alternatives_field: str) -> Non
         raise refuse(alternatives_field, call.alternatives, fix)
     if call.stream and call.prompt_logprobs is not None:
         raise refuse('prompt_logprobs', call.prompt_logprobs, 'is not served with stream=true: leave one of them out')
+
+
+# Sampling parameters on the wire: the dialects mean the same by them and differ in a few names.
+
+
+_LEAST_TEMPERATURE = 1e-5  # below it logits divided by it leave float32
+_LARGEST_TEMPERATURE = 1e4
+_LARGEST_PENALTY = 2.0  # presence and frequency
+_LARGEST_REPETITION = 10.0
+_LARGEST_SEED = 2**63 - 1
+# every token of an answer is held against all stop strings, so these bound what one request costs the others
+_MOST_STOP_STRINGS, _STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 4096, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How a dialect calls what others call differently."""
+
+    min_new_tokens: str = 'min_tokens'
+    seed: str = 'seed'
+    keep_stop: str = 'include_stop_str_in_output'
+
+
+OPENAI = Names()  # vLLM's too
+SGLANG = Names('min_new_tokens', 'sampling_seed', 'no_stop_trim')
+
+
+def read_sampling(fields: Fields, names: Names, max_new_tokens: int | None) -> CallSampling:
+    """Takes every sampling parameter but the limit of new tokens, whose name and default are the dialect's."""
+    bound = max_new_tokens or 2**31 - 1
+    top_k = fields.take_integer('top_k', 0, least=-1)
+    return CallSampling(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=fields.take_integer(names.min_new_tokens, 0, least=0, most=bound),
+        temperature=_read_temperature(fields),
+        top_k=max(top_k, 0),  # -1 is off too
+        top_p=fields.take_number('top_p', 1.0, 0, 1, above=True),
+        min_p=fields.take_number('min_p', 0.0, 0, 1),
+        repetition_penalty=fields.take_number('repetition_penalty', 1.0, 0, _LARGEST_REPETITION, above=True),
+        presence_penalty=fields.take_number('presence_penalty', 0.0, -_LARGEST_PENALTY, _LARGEST_PENALTY),
+        frequency_penalty=fields.take_number('frequency_penalty', 0.0, -_LARGEST_PENALTY, _LARGEST_PENALTY),
+        logit_bias=fields.take_bias('logit_bias'),
+        stop_tokens=fields.take_token_ids('stop_token_ids', _MOST_STOP_TOKENS),
+        stop_strings=fields.take_texts('stop', _MOST_STOP_STRINGS, _STOP_CHARACTERS),
+        ignore_eos=fields.take_flag('ignore_eos'),
+        seed=fields.take_optional_integer(names.seed, least=0, most=_LARGEST_SEED),
+        skip_special_tokens=fields.take_flag('skip_special_tokens', True),
+        keep_stop=fields.take_flag(names.keep_stop),
+    )
+
+
+def render_sampling(sampling: CallSampling, names: Names) -> JsonObject:
+    """What a client sends, but for the limit of new tokens; older servers do not know all, so defaults are left out."""
+    found: JsonObject = {
+        'temperature': sampling.temperature,
+        'top_p': sampling.top_p,
+        'top_k': sampling.top_k or -1,
+        'ignore_eos': sampling.ignore_eos,
+        'skip_special_tokens': sampling.skip_special_tokens,
+    }
+    named = {
+        names.min_new_tokens: (sampling.min_new_tokens, 0),
+        'min_p': (sampling.min_p, 0.0),
+        'repetition_penalty': (sampling.repetition_penalty, 1.0),
+        'presence_penalty': (sampling.presence_penalty, 0.0),
+        'frequency_penalty': (sampling.frequency_penalty, 0.0),
+        'logit_bias': ({str(token): bias for token, bias in sampling.logit_bias}, {}),
+        'stop_token_ids': (list(sampling.stop_tokens), []),
+        'stop': (list(sampling.stop_strings), []),
+        names.seed: (sampling.seed, None),
+        names.keep_stop: (sampling.keep_stop, False),
+    }
+    return found | {name: value for name, (value, default) in named.items() if value != default}
+
+
+def _read_temperature(fields: Fields) -> float:
+    temperature = fields.take_number('temperature', 1.0, 0, _LARGEST_TEMPERATURE)
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise fields.refuse('temperature', temperature, f'must be 0, which is greedy, or at least {_LEAST_TEMPERATURE}')
+    return temperature
+
+
+# JSON schemas of the bodies of requests, made of what the parsers take: the parser is the declaration.
+
+
+Parser = Callable[[object], object]
+_TOKEN = re.compile(r'<?\d+>?')
+_IDS: JsonObject = {'type': 'array', 'items': TOKEN_ID, 'minItems': 1}
+_MAYBE_IDS: JsonObject = {'type': 'array', 'items': TOKEN_ID}
+_NAME: JsonObject = {'type': 'string', 'maxLength': 4096}
+_FLAG: JsonObject = {'type': 'boolean'}
+_START: JsonObject = {'type': ['integer', 'null'], 'minimum': -1}
+_TOP: JsonObject = {'type': 'integer', 'minimum': 0, 'maximum': MOST_ALTERNATIVES}
+
+
+def _list(items: JsonObject, most: int | None = MOST_PROMPTS, least: int = 0) -> JsonObject:
+    bounds = {'minItems': least} | ({} if most is None else {'maxItems': most})
+    return {'type': 'array', 'items': items} | bounds
+
+
+def _either(*schemas: JsonObject) -> JsonObject:
+    return {'anyOf': list(schemas)}
+
+
+_TEXTS = _either(_TEXT, _list(_TEXT, least=1))
+# what parsers look at themselves, by the path of the field; OBJECT means the objects inside
+OBJECT: JsonObject = {'$object': True}
+_RAW: dict[str, JsonObject] = {
+    'text': _TEXTS,
+    'input_ids': _either(_IDS, _list(_IDS, least=1)),
+    'sampling_params': _either(OBJECT, _list(OBJECT)),
+    'return_logprob': _either(_FLAG, _list(_FLAG)),
+    'logprob_start_len': _either(_START, _list(_START)),
+    'top_logprobs_num': _either(_TOP, _list(_TOP)),
+    'rid': _either(_NAME, _list(_NAME, None)),
+    'token_ids': _IDS,
+    'prompt': _either(_TEXT, _IDS, _list(_TEXT, least=1), _list(_IDS, least=1)),
+    'tokens': _either(_MAYBE_IDS, _list(_MAYBE_IDS, None)),
+    'messages': _list(OBJECT, least=1),
+    'messages.content': _either({'type': 'string'}, _list(OBJECT)),
+    'messages.tool_calls': _list(OBJECT, 1024),
+    'messages.tool_calls.function.arguments': {'type': ['string', 'object']},
+    'messages.content.content': _either({'type': 'string'}, _list(OBJECT)),
+    'system': _either({'type': 'string'}, _list(OBJECT)),
+    'input': _either(_TEXT, _list(OBJECT, least=1)),
+    'input.content': _either({'type': 'string'}, _list(OBJECT)),
+    'input.output': _either({'type': 'string'}, _list(OBJECT)),
+    'input.arguments': {'type': ['string', 'object']},
+    'tools': _list(OBJECT, 1024),
+    'tool_choice': _either({'enum': ['auto', 'none', 'required']}, {'type': 'object'}),
+    'response_format': {'type': 'object'},
+    'modalities': {'enum': [['text']]},
+}
+
+
+def describe_request(parse: Parser, examples: Sequence[JsonObject]) -> JsonObject:
+    """The schema of a body, of all fields that the parser takes for the examples; they must be accepted."""
+    notes = Notes()
+    for example in examples:
+        parse(_watch(example, notes))
+    schema = _render(notes, '')
+    names = [name for name in notes.fields if all(name in example for example in examples)]
+    required = [name for name in names if not any(_accepts(parse, _without(example, name)) for example in examples)]
+    return schema | ({'required': required} if required else {})
+
+
+def _watch(value: object, notes: Notes) -> object:
+    if isinstance(value, Mapping):
+        inside = {name: _watch(part, notes.inside.setdefault(name, Notes())) for name, part in value.items()}
+        return WatchedObject(inside, notes)
+    return [_watch(part, notes) for part in value] if isinstance(value, list) else value
+
+
+def _render(notes: Notes, path: str) -> JsonObject:
+    properties = {name: _render_field(notes, name, f'{path}{name}') for name in notes.fields}
+    schema: JsonObject = {'type': 'object', 'properties': properties}
+    return schema | ({'additionalProperties': {'type': 'null'}} if notes.closed else {})
+
+
+def _render_field(notes: Notes, name: str, path: str) -> JsonObject:
+    schema, inside = notes.fields[name], notes.inside.get(name, Notes())
+    content = _render(inside, f'{path}.')
+    if path in _RAW and (name in notes.raw or path in ('messages.content', 'messages.tool_calls')):
+        schema = _fill(_RAW[path], content)
+    elif schema.get('type') == 'object' and inside.fields:
+        schema = schema | content
+    return _allow_null(schema)
+
+
+def _fill(schema: object, content: JsonObject) -> JsonObject:
+    def fill(part: object) -> object:
+        if part == OBJECT:
+            return content
+        if isinstance(part, dict):
+            return {name: fill(inner) for name, inner in part.items()}
+        return [fill(inner) for inner in part] if isinstance(part, list) else part
+
+    filled = fill(schema)
+    assert isinstance(filled, dict)
+    return filled
+
+
+def _allow_null(schema: JsonObject) -> JsonObject:
+    """null means that a field is absent."""
+    plain = {name: value for name, value in schema.items() if name not in ('description', 'default')}
+    if not plain or None in schema.get('enum', ()):
+        return schema
+    kept = {name: value for name, value in schema.items() if name not in plain}
+    return {'anyOf': [plain, {'type': 'null'}], **kept}
+
+
+def _without(example: JsonObject, name: str) -> JsonObject:
+    return {other: value for other, value in example.items() if other != name}
+
+
+def _accepts(parse: Parser, body: JsonObject) -> bool:
+    try:
+        parse(body)
+    except (RequestError, UserError):
+        return False
+    return True
+
+
+def describe_value(*values: object) -> JsonObject:
+    """The schema that these replies have in common: fields are required where all of them have one.
+
+    Objects whose keys are ids of tokens, 5 or <5>, may have any key.
+    """
+    objects = [value for value in values if isinstance(value, dict)]
+    lists = [value for value in values if isinstance(value, list)]
+    found: list[JsonObject] = []
+    if any(objects) and all(_TOKEN.fullmatch(name) for one in objects for name in one):
+        parts = [part for one in objects for part in one.values()]
+        found.append({'type': 'object', 'additionalProperties': describe_value(*parts)})
+    elif objects:
+        names = list(dict.fromkeys(name for one in objects for name in one))
+        properties = {name: describe_value(*(one[name] for one in objects if name in one)) for name in names}
+        required = [name for name in names if all(name in one for one in objects)]
+        found.append({'type': 'object', 'properties': properties, 'required': required})
+    if lists:
+        found.append({'type': 'array', 'items': describe_value(*(part for one in lists for part in one))})
+    words = {bool: 'boolean', int: 'integer', float: 'number', str: 'string', type(None): 'null'}
+    kinds = dict.fromkeys(words[type(value)] for value in values if type(value) in words)
+    found += [{'type': kind} for kind in kinds if not (kind == 'integer' and 'number' in kinds)]
+    return found[0] if len(found) == 1 else {'anyOf': found} if found else {}
