@@ -21,9 +21,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from areal_jax.learning.packing.balance import cost_coefficients, place_rows, row_cost, shard_costs, visible_pairs
-from areal_jax.learning.packing.bins import pack_fewest_first, pack_first_fit, spread_remainder
-from areal_jax.learning.packing.buckets import tail_buckets
+from areal_jax.learning.packing.packing import pack_fewest_first, pack_first_fit, spread_remainder
+from areal_jax.learning.packing.rows import (
+    cost_coefficients,
+    place_rows,
+    row_cost,
+    shard_costs,
+    tail_buckets,
+    visible_pairs,
+)
 from benchmarks.report import write_report
 
 CAPACITY, LOSS_CAPACITY, SHARDS = 32_768, 20_480, 8

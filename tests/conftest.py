@@ -20,7 +20,7 @@ _WHOLE = (
     'learning/test_reference',
 )
 _WHOLE += (
-    'learning/objective/test_aggregation',
+    'learning/objective/test_counting',
     'models/test_decoder',
     'models/attention/test_packed',
     'models/test_smollm2',

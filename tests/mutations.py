@@ -311,24 +311,24 @@ MUTATIONS = [
     ),
     Mutation(
         'let a critic pass values from one answer to the next',
-        'areal_jax.learning.objective.gae:generalized_advantages',
+        'areal_jax.learning.objective.advantages:generalized_advantages',
         'is_last = mask[:, t], ids[:, t] != next_id',
         'is_last = mask[:, t], next_id < 0',
-        'tests/learning/objective/test_gae.py',
+        'tests/learning/objective/test_advantages.py',
     ),
     Mutation(
         'count masked tokens as steps of a critic',
-        'areal_jax.learning.objective.gae:generalized_advantages',
+        'areal_jax.learning.objective.advantages:generalized_advantages',
         'next_value = np.where(trained, v[:, t], next_value)',
         'next_value = v[:, t]',
-        'tests/learning/objective/test_gae.py',
+        'tests/learning/objective/test_advantages.py',
     ),
     Mutation(
         'take the smaller of the two errors of a value',
-        'areal_jax.learning.objective.value_loss:value_loss',
+        'areal_jax.learning.objective.policy_loss:value_loss',
         'at_edge > squares',
         'at_edge < squares',
-        'tests/learning/objective/test_value_loss.py',
+        'tests/learning/objective/test_policy_loss.py',
     ),
     Mutation(
         'step the critic at the rate of the policy',
@@ -346,7 +346,7 @@ MUTATIONS = [
     ),
     Mutation(
         'give the trunk the whole gradient of the values',
-        'areal_jax.learning.critic:scale_gradient',
+        'areal_jax.learning.weights.trained_leaves:scale_gradient',
         'if factor == 1.0:',
         'if factor:',
         'tests/learning/test_critic.py',
@@ -360,7 +360,7 @@ MUTATIONS = [
     ),
     Mutation(
         'read a critic from a checkpoint that has none',
-        'areal_jax.learning.critic:require_critic',
+        'areal_jax.learning.weights.trained_leaves:require_critic',
         'if CRITIC not in saved:',
         'if False:',
         'tests/learning/test_critic.py',
@@ -417,7 +417,7 @@ MUTATIONS = [
     ),
     Mutation(
         'whiten over tokens that train nothing',
-        'areal_jax.learning.objective.packed_advantages:packed_advantages',
+        'areal_jax.learning.objective.advantages:packed_advantages',
         '_sum_rows(batches, [np.ones(b.loss_mask.shape) for b in batches], sum(sizes))',
         'np.concatenate([[float(sum(len(s.tokens) for s in t.segments if s.policy_version >= 0)) '
         'for t in g.trajectories] for g in groups])',
@@ -439,17 +439,17 @@ MUTATIONS = [
     ),
     Mutation(
         'add the log-ratios of a long answer one after the other',
-        'areal_jax.learning.objective.sums:_chunk_starts',
+        'areal_jax.learning.objective.ratios:_chunk_starts',
         'levels, size = [], _CHUNK',
         'levels, size = [], _CHUNK**9',
         'tests/learning/objective/test_far_ratios.py',
     ),
     Mutation(
         'count masked answers at their limit',
-        'areal_jax.learning.packing.examples:make_examples',
+        'areal_jax.learning.packing.packing:make_examples',
         "if len(form.targets) and not (masks_truncated and trajectory.finish_reason == 'length'):",
         'if len(form.targets):',
-        'tests/learning/objective/test_aggregation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'go on behind a limit with the value before its last token',
@@ -474,7 +474,7 @@ MUTATIONS = [
     ),
     Mutation(
         'take the second moment of a micro-batch',
-        'areal_jax.learning.objective.prepared:keep_second_moment',
+        'areal_jax.learning.objective.policy_loss:keep_second_moment',
         'mask = batch.loss_mask',
         'if len(batch.loss_mask) > 1:\n'
         '        one = lambda m: type(batch)(**{name: x[m : m + 1] for name, x in batch.fields().items()})\n'
@@ -485,7 +485,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count answers in the mean over prompts',
-        'areal_jax.learning.objective.aggregation:token_weights',
+        'areal_jax.learning.objective.counting:token_weights',
         "counted = of_prompt if aggregation == 'prompt_mean' else counts",
         'counted = counts',
         'tests/learning/objective/test_anchors.py',
@@ -506,14 +506,14 @@ MUTATIONS = [
     ),
     Mutation(
         'compare with a teacher at the temperature of 1',
-        'areal_jax.learning.vocabulary_statistics:vocabulary_statistics',
+        'areal_jax.learning.forward:vocabulary_statistics',
         'jnp.broadcast_to(temperature, states.shape[:2])',
         'jnp.ones(states.shape[:2])',
         'tests/learning/objective/test_distillation.py',
     ),
     Mutation(
         'keep the factor of an unbiased divergence constant',
-        'areal_jax.learning.objective.penalties:kl_penalty',
+        'areal_jax.learning.objective.policy_loss:kl_penalty',
         'slope = weight * jax.lax.stop_gradient(policy - reference)',
         'slope = weight * jax.lax.stop_gradient(1.0 - jnp.exp(reference - policy))',
         'tests/learning/objective/test_policy_loss.py',
@@ -677,14 +677,14 @@ MUTATIONS = [
     ),
     Mutation(
         'denominator of the micro-batch',
-        'areal_jax.learning.train_step:Programs._tokens',
+        'areal_jax.learning.programs:Programs._tokens',
         "denominator=scalars['denominator'],",
         "denominator=rows['loss_mask'].sum() + 0.0,",
         'tests/learning',
     ),
     Mutation(
         'drop EOS from the loss',
-        'areal_jax.learning.packing.examples:next_token_form',
+        'areal_jax.learning.packing.packing:next_token_form',
         'predicted = np.flatnonzero(trajectory.loss_mask)',
         'predicted = np.flatnonzero(trajectory.loss_mask)[:-1]',
         'tests/learning',
@@ -719,7 +719,7 @@ MUTATIONS = [
     ),
     Mutation(
         'give an input the recorded experts of the token that it is',
-        'areal_jax.learning.packing.examples:next_token_form',
+        'areal_jax.learning.packing.packing:next_token_form',
         '[1 : predicted[-1] + 1 if len(predicted) else 1]',
         '[: predicted[-1] if len(predicted) else 0]',
         'tests/learning/test_routes.py',
@@ -754,7 +754,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count an episode once for each of its rows',
-        'areal_jax.learning.objective.rewards:rewards_of',
+        'areal_jax.learning.objective.counting:rewards_of',
         't.reward for t in group.heads',
         't.reward for t in group.trajectories',
         'tests/learning/objective/test_advantages.py',
@@ -1258,21 +1258,21 @@ MUTATIONS = [
     ),
     Mutation(
         'keep the loss scale in the gradient',
-        'areal_jax.learning.train_step:Programs._add',
+        'areal_jax.learning.programs:Programs._add',
         'unscale = 1.0 / self.settings.loss_scale',
         'unscale = 1.0',
         'tests/learning/test_forms.py',
     ),
     Mutation(
         'forget the centre of the trust region after the first step',
-        'areal_jax.learning.update:train',
+        'areal_jax.learning.passes:train',
         'if first and settings.recomputes:',
         'if False:',
         'tests/learning/test_forms.py',
     ),
     Mutation(
         'count ages over all generated tokens',
-        'areal_jax.learning.diagnostics.data_metrics:age_metrics',
+        'areal_jax.learning.diagnostics.measurement:age_metrics',
         'np.bincount(ages[trained])',
         'np.bincount(ages[ids >= 0])',
         'tests/app/test_step_metrics.py',
@@ -1366,14 +1366,14 @@ MUTATIONS = [
         'areal_jax.learning.learner:SpmdLearner.update',
         "if settings.truncated_sampling == 'refuse':",
         'if False:',
-        'tests/learning/objective/test_truncation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'report the mass of tokens that are not trained',
-        'areal_jax.learning.objective.truncation:kept_mass_metrics',
+        'areal_jax.learning.objective.counting:kept_mass_metrics',
         'if s.policy_version >= oldest]',
         'if s.policy_version >= 0]',
-        'tests/learning/objective/test_truncation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'publish whatever training made',
@@ -1398,7 +1398,7 @@ MUTATIONS = [
     ),
     Mutation(
         'the optimizer copies what it reads',
-        'areal_jax.learning.train_step:Programs.apply',
+        'areal_jax.learning.programs:Programs.apply',
         'donate_argnums=(0, 1)',
         'donate_argnums=()',
         'tests/learning/test_learner.py',
@@ -1664,7 +1664,7 @@ MUTATIONS = [
     ),
     Mutation(
         'look for NaN in weights and not in the optimizer state',
-        'areal_jax.learning.learner_state:LearnerState.weights_and_optimizer',
+        'areal_jax.learning.programs:LearnerState.weights_and_optimizer',
         "trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}",
         'trees.join(self.params, self.frozen)',
         'tests/learning/weights/test_finiteness.py',
@@ -1678,10 +1678,10 @@ MUTATIONS = [
     ),
     Mutation(
         'leave filtered groups out of every denominator',
-        'areal_jax.learning.update:train',
+        'areal_jax.learning.passes:train',
         'rows, denominator * scale, version',
         'rows, denominator, version',
-        'tests/learning/objective/test_aggregation.py',
+        'tests/learning/objective/test_counting.py',
     ),
     Mutation(
         'decay the embedding with the matrices',
@@ -2414,10 +2414,10 @@ MUTATIONS = [
     ),
     Mutation(
         'ledger: count a skipped minibatch as trained',
-        'areal_jax.learning.diagnostics.data_metrics:fate_metrics',
+        'areal_jax.learning.diagnostics.measurement:fate_metrics',
         'in_loss = trained if was_applied else unused',
         'in_loss = trained',
-        'tests/learning/diagnostics/test_ratios_by_age.py',
+        'tests/learning/diagnostics/test_compared_tokens.py',
     ),
     Mutation(
         'ledger: forget the answers that a partial group lost',
@@ -2449,14 +2449,14 @@ MUTATIONS = [
     ),
     Mutation(
         'ratio split: keep more versions than fit',
-        'areal_jax.learning.diagnostics.weight_ring:WeightRing.add',
+        'areal_jax.learning.diagnostics.ratio_split:WeightRing.add',
         'while len(self._held) >= self._most and',
         'while False and',
         'tests/learning/diagnostics/test_ratio_split.py',
     ),
     Mutation(
         'leave the cap out of the effective sample size',
-        'areal_jax.learning.objective.corrections:behavior_weight',
+        'areal_jax.learning.objective.policy_loss:behavior_weight',
         'return weight if cap is None else xp.where(weight > cap, cap, weight)',
         'return weight',
         'tests/learning/objective/test_policy_loss.py',
@@ -2540,7 +2540,7 @@ MUTATIONS = [
     ),
     Mutation(
         'let learners of other blocks share programs',
-        'areal_jax.learning.train_step:Programs',
+        'areal_jax.learning.programs:Programs',
         'trained: tuple[str, ...] | None = None',
         'trained: tuple[str, ...] | None = dataclasses.field(default=None, compare=False)',
         'tests/learning/blockwise/test_block_learner.py -k no_bit',
@@ -2722,10 +2722,10 @@ MUTATIONS = [
     ),
     Mutation(
         'tell the tokens of the first step on a minibatch',
-        'areal_jax.learning.diagnostics.trained_tokens:_of_trajectories',
+        'areal_jax.learning.diagnostics.compared_tokens:_of_trajectories',
         'number = len(results) - len(batches) + index',
         'number = index',
-        'tests/learning/diagnostics/test_trained_tokens.py',
+        'tests/learning/diagnostics/test_compared_tokens.py',
     ),
     Mutation(
         'place log-probs of an answer without a look at what a tool said',

@@ -17,10 +17,10 @@ from areal_jax.columns import ROUTED_EXPERTS, SAMPLING_LOGPROBS, Column, ColumnE
 from areal_jax.control.episode import Row
 from areal_jax.distributed.messages import decode, encode
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.likelihood import Likelihood
+from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.learning.packing.packing import empty_batch
+from areal_jax.learning.passes import training_rows
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.learning.train_step import training_rows
 from areal_jax.rollout.http.clients.own import OwnEngine
 from areal_jax.rollout.http.wire import vllm
 from areal_jax.rollout.http.wire.exchange import Answer, Piece, ReplyInfo, name_answers
@@ -359,8 +359,8 @@ def test_one_place_declares_each_column_and_few_others_name_it():
     """Who fills it, who reads it, which servers give it, and the glossary."""
     package = pathlib.Path(areal_jax.__file__).parent
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'sampling_logprobs' in p.read_text().lower()}
-    used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/truncation.py'}
+    used = {'columns.py', 'rollout/decode/generate.py', 'learning/objective/counting.py'}
     assert names == used | {'config/kinds.py', 'config/constraints.py', '__init__.py', 'control/frictions.py'}
     names = {str(p.relative_to(package)) for p in package.rglob('*.py') if 'ROUTED_EXPERTS' in p.read_text()}
     filled, checked = {'columns.py', 'models/shape.py', 'models/experts.py'}, {'rollout/http/wire/column_form.py'}
-    assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/route_metrics.py'}
+    assert names == filled | checked | {'learning/forward.py', 'learning/diagnostics/measurement.py'}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from areal_jax.distributed.averages import Average, Block
 from areal_jax.learning.blockwise.block_learner import BlockLearner
-from areal_jax.learning.diagnostics.data_metrics import Metrics
+from areal_jax.learning.diagnostics.measurement import Metrics
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import merge
 from areal_jax.types import TrajectoryGroup, Tree

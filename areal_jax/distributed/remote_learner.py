@@ -23,12 +23,12 @@ import numpy as np
 from areal_jax.checkpoint.shards import Index
 from areal_jax.distributed.messages import CHECKPOINT, PUBLICATION, Answer, Command, RemoteUserError, raise_failure
 from areal_jax.distributed.peers import CommandError, OnLost, Peers
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.versions import PublicationError, remove_old_versions
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree
 
 if TYPE_CHECKING:
-    from areal_jax.learning.diagnostics.data_metrics import Metrics
+    from areal_jax.learning.diagnostics.measurement import Metrics
     from areal_jax.learning.learner import SpmdLearner
 
 

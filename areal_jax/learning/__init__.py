@@ -1,10 +1,10 @@
 """Packing and update: groups become packed rows, packed rows become the next version of the weights.
 
-groups -> objective/advantages.py -> packing/ (examples, packing, bins, balance, rows, buckets)      numpy, on the host
-       -> row_layout.py -> passes.py -> train_step.py (forward, objective/, optimizer/)             jax, on the mesh
-learner.py has the commands and is all that the controller sees; update.py loops over minibatches and epochs;
+groups -> objective/advantages.py -> packing/ (packing, rows)                                      numpy, on the host
+       -> row_layout.py -> passes.py -> programs.py (forward, objective/, optimizer/)             jax, on the mesh
+learner.py has the commands and is all that the controller sees; passes.py loops over minibatches and epochs;
 trained_part.py joins what trains a set of leaves, and blockwise/ trains one such set after the other;
-measurement.py and diagnostics/ say what an update did; weights/ has the forms of the weights.
+diagnostics/ says what an update did; weights/ has the forms of the weights.
 
 Shapes: M micro-batches of a minibatch, R rows of a micro-batch, T tokens of a row, N loss tokens of a row, S segments,
 A answer tokens, B groups per update; of the model d width, H query heads, K key heads, D head size, V vocabulary. The

@@ -17,9 +17,8 @@ import numpy as np
 import optax
 
 from areal_jax.config.declarations import require_allowed
-from areal_jax.learning.objective.ratios import namespace
-from areal_jax.learning.objective.sums import sequence_sums
-from areal_jax.types import PackedBatch, Tree
+from areal_jax.learning.objective.ratios import namespace, sequence_sums
+from areal_jax.types import Tree
 
 Array = Any  # of numpy or jax
 COSINE_LOW, COSINE_HIGH = 0.05, 0.3  # of 'projection'
@@ -84,17 +83,6 @@ def effective_sample_size(log_weights: Array, answers: Array) -> Array:
     top = xp.where(answers.any(), logs.max(), 0.0)
     weights, count = xp.exp(logs - top), answers.sum()
     return xp.where(count > 0, weights.sum() ** 2 / xp.maximum(count * (weights**2).sum(), 1.0), 1.0)
-
-
-def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:
-    """S: optimizer steps between the policy that drew a loss token and this step, the mean; 0 without any token.
-
-    Args:
-      steps: optimizer steps of an update.
-      step: number of this one in its update, from 0.
-    """
-    versions = batch.policy_versions[batch.loss_mask]
-    return float((version - versions).mean()) * steps + step if len(versions) else 0.0
 
 
 class Compared(NamedTuple):

@@ -1,7 +1,7 @@
 """The trainer that the controller drives: groups of one update in, weights of the next version out.
 
 The controller calls it in a single process, distributed/ in several. The commands are here; row_layout.py packs rows,
-update.py makes the optimizer steps, programs.py compiles, interchange.py converts weights for engines and checkpoints.
+passes.py makes the optimizer steps, programs.py compiles, interchange.py converts weights for engines and checkpoints.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.learning.critic import choose_trained, require_critic
-from areal_jax.learning.diagnostics.data_metrics import Metrics, require_published
-from areal_jax.learning.diagnostics.flops import work_metrics
-from areal_jax.learning.diagnostics.trained_tokens import read_tokens
-from areal_jax.learning.learner_state import describe_cast, place_state
-from areal_jax.learning.measurement import Update, measure
-from areal_jax.learning.objective import truncation
-from areal_jax.learning.objective.aggregation import denominator_scale
-from areal_jax.learning.objective.own_objective import require_advantages
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.diagnostics.compared_tokens import read_tokens
+from areal_jax.learning.diagnostics.measurement import Metrics, measure
+from areal_jax.learning.diagnostics.ratio_split import RatioSampler
+from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, require_full_softmax
+from areal_jax.learning.objective.objectives import require_advantages, require_finite_loss
 from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.programs import AHEAD
-from areal_jax.learning.ratio_sampler import RatioSampler
+from areal_jax.learning.passes import Declared, Update, train
+from areal_jax.learning.programs import AHEAD, describe_cast, place_state
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.teacher import place_teacher
-from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
-from areal_jax.learning.update import train
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.trained_part import (
+    PartMaker,
+    PreparedMesh,
+    TrainedPart,
+    move_state,
+    place_teacher,
+    prepare_mesh,
+)
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.finiteness import require_finite
-from areal_jax.learning.weights.host_copies import HostCopies
-from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot, take_snapshot
-from areal_jax.learning.weights.trained_leaves import Params
+from areal_jax.learning.weights.interchange import HostCopies, match_snapshot, read_snapshot, take_snapshot
+from areal_jax.learning.weights.trained_leaves import Params, choose_trained, require_critic
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import stack_layers
 from areal_jax.native.compiled_library import free_kept_blocks, preferred
 from areal_jax.sharding.placement import gather
-from areal_jax.telemetry.metrics import merge
 from areal_jax.types import Prompt, Segment, TokenArrays, Trajectory, TrajectoryGroup, Tree
 
 
@@ -177,39 +177,37 @@ class SpmdLearner:
         Raises ValueError for a trajectory that does not fit a row, a reward that is not finite, or a token of a version
         after `version`; weights are untouched then.
         """
-        settings = self._settings
+        settings, objective = self._settings, self._settings.objective
         began_s = time.perf_counter()
         if settings.truncated_sampling == 'refuse':
-            truncation.require_full_softmax(groups)
+            require_full_softmax(groups)
         kept = self._price.kept(groups)
-        oldest = None if settings.oldest_age is None else version - settings.oldest_age
         read, scale = self._price.read(kept), 1.0
         if settings.denominator == 'all':
-            scale = denominator_scale(self._price.read(groups), read, settings.objective.aggregation)
+            scale = denominator_scale(self._price.read(groups), read, objective.aggregation)
+        oldest = None if settings.oldest_age is None else version - settings.oldest_age
+        are_kept = {id(group) for group in kept}  # an own estimator sees all groups of the update
+        estimated = zip(groups, require_advantages(objective, groups), strict=True)
         batches, report = self._layout.pack(
             kept,
-            _select_advantages(settings, groups, kept),
+            [advantages for group, advantages in estimated if id(group) in are_kept],
             n_minibatches=settings.n_minibatches,
             oldest_version=oldest,
+            newest_version=version,
             round_microbatches=settings.accumulate == 'scan',
-            masks_truncated=settings.objective.masks_truncated,
-            keeps_groups=settings.objective.keeps_groups,
+            masks_truncated=objective.masks_truncated,
+            keeps_groups=objective.keeps_groups,
         )
-        require_published(batches, version)
         self._copy = self._version = None
         if self._ratio:
             self._ratio.require(version, self.state)
         with preferred():
             trained = train(self._passes, self.state, settings, batches, kept, version, scale, self._teacher)
-        self._update = Update(groups, kept, trained.batches, report, version, oldest, trained)
-        metrics = measure(self._update, settings)
-        work = work_metrics(self._decoder.config, self._decoder.lora, read, self.packing, settings.epochs)
-        ratio: Metrics = {}
-        if self._ratio:
-            update_s = time.perf_counter() - began_s
-            ratio = self._ratio.measure(kept, trained.batches, trained, self.state, version, update_s)
+        self._update = Update(groups, kept, read, self.packing, report, version, oldest, trained, began_s)
+        metrics = measure(self._update, settings, self._decoder, self.state, self._ratio)
+        require_finite_loss(objective, metrics.get('loss/value', 0.0), version)
         self._version = version + 1
-        return merge(measured=metrics, work=work, ratio=ratio)
+        return metrics
 
     def read_tokens(self, draws: Sequence[int]) -> list[list[TokenArrays]]:
         """Of the groups with these draws: what the last update knew of their tokens, before `publish`; see there."""
@@ -349,17 +347,51 @@ class SpmdLearner:
         return declared + ([] if self._teacher is None else list(self._teacher.declared_programs()))
 
 
-def _select_advantages(
-    settings: LearnerSettings, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup]
-) -> list[np.ndarray]:
-    """Per kept group float32 [its trajectories]; an own estimator sees all groups of the update."""
-    trained = {id(group) for group in kept}
-    estimated = zip(groups, require_advantages(settings.objective, groups), strict=True)
-    return [advantages for group, advantages in estimated if id(group) in trained]
-
-
 def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool:
     """Whether the weights are on the host in the form in which a version is written."""
     has_form = decoder.layers == 'list' and not decoder.lora and settings.publish_dtype == 'float32'
     is_here = mesh.size == jax.process_count() == 1 and mesh.devices.flat[0].platform == 'cpu'
     return settings.publishes_files and has_form and is_here
+
+
+# The learner that goes on with another mesh between two updates: what cluster.reallocate moves.
+
+
+class MovingLearner(SpmdLearner):
+    """`protocols.Learner` that moves. For one process, an objective without a teacher, and no split of the ratio."""
+
+    def __init__(self, *args: Any, **options: Any):
+        """See SpmdLearner; raises ConfigError for what keeps its mesh."""
+        super().__init__(*args, **options)
+        if self._teacher is not None or self._ratio is not None:
+            raise ConfigError(
+                "a learner with loss.teacher or diagnostics.ratio_sample keeps its mesh: use cluster.reallocate='off'"
+            )
+        # with the mesh in use: its programs are kept for the way back
+        self._prepared = {self._mesh: PreparedMesh(self._mesh, self._layout, self.parts[0])}
+
+    def prepare(self, mesh: Mesh) -> list[Tree]:
+        """Compiles what `move` to this mesh needs; in any thread, while updates go on. Nothing the second time.
+
+        Returns shapes and shardings of what `publish` returns on the mesh in use, and will return on the other.
+
+        Raises ConfigError for a mesh that cannot share out the model or the rows.
+        """
+        if mesh not in self._prepared:
+            prepared = prepare_mesh(self._make, self.parts[0], mesh)
+            prepared.compile()
+            self._prepared[mesh] = prepared
+        return [self._prepared[one].describe_publication() for one in (self._mesh, mesh)]
+
+    def move(self, mesh: Mesh) -> None:
+        """Goes on with another mesh, between two updates; weights and optimizer state keep their bits."""
+        if mesh == self._mesh:
+            return
+        self.prepare(mesh)
+        prepared, self._copy = self._prepared[mesh], None
+        move_state(self.state, prepared.part)
+        self._mesh, self._layout, self.parts = mesh, prepared.layout, [prepared.part]
+        self.programs, self._passes = prepared.part.programs, prepared.part.passes
+        self.attention, self.packing = self._layout.attention, self._layout.packing
+        self._price = self._price._replace(packing=self.packing)
+        self._declared = self._declare()

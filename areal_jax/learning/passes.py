@@ -1,10 +1,11 @@
-"""Passes of the model over one minibatch: an optimizer step, or log-probs of given weights.
+"""Passes of the model over minibatches, and the optimizer steps of an update that are made of them.
 
 row_layout.py cuts and places the rows, programs.py holds what runs on the devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,17 +16,91 @@ from jax.sharding import Mesh
 
 from areal_jax.columns import of_models
 from areal_jax.learning.brakes import sequence_effective_sample_size
-from areal_jax.learning.learner_state import LearnerState, describe_cast
-from areal_jax.learning.objective.objective import COLLISION, POLICY, REFERENCE, VALUES
-from areal_jax.learning.packing.examples import with_next_token
-from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.forward import TeacherForm
+from areal_jax.learning.objective.counting import find_starts, token_weights
+from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, RETURNS, VALUES, Objective
+from areal_jax.learning.objective.objectives import require_prepared, require_token_advantages
+from areal_jax.learning.packing.rows import PackingReport
+from areal_jax.learning.programs import (
+    EXPERT_LOADS,
+    FOLLOWS,
+    SEEN_ROUTES,
+    CompiledPrograms,
+    LearnerState,
+    Scalars,
+    describe_cast,
+)
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import EXPERT_LOADS, SEEN_ROUTES, Scalars, training_rows, training_scalars
 from areal_jax.learning.weights.trained_leaves import policy_leaves
 from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import replicated
-from areal_jax.types import PackedBatch, TrajectoryGroup, Tree
+from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup, Tree
+
+Declared = tuple[CompiledPrograms, str, tuple[Tree, ...]]  # a program by its name, and arguments of its shapes
+_ROW_FIELDS = (
+    *('tokens', 'positions', 'segment_ids', 'parent_ids', 'sources', 'targets'),
+    *('loss_mask', 'behavior_logprobs', 'advantages', 'policy_versions'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownTokens:
+    """What is known of the loss tokens of a batch before its step, float32 [M, R, N]; None = not needed."""
+
+    proximal: np.ndarray | None = None  # log-probs
+    reference: np.ndarray | None = None  # log-probs, or those of the teacher
+    values: np.ndarray | None = None  # of the critic
+    returns: np.ndarray | None = None
+    policy: np.ndarray | None = None  # log-probs that came with the values
+
+
+def training_rows(
+    batch: PackedBatch,
+    objective: Objective,
+    known: KnownTokens | None = None,
+    prepared: Mapping[str, np.ndarray] | None = None,
+    prompts: np.ndarray | None = None,
+) -> tuple[dict[str, np.ndarray], float]:
+    """A batch as the programs read it, leaves [M, R, ...], its columns by their names, and its denominator.
+
+    Args:
+      prepared: what `objective.prepare` returned; None = zeros, where nothing is trained.
+      prompts: see counting.token_weights.
+    """
+    if prompts is None:
+        prompts = np.zeros(batch.trajectory_ids.max(initial=0) + 1, np.int64)
+    weights, denominator = token_weights(batch, objective.aggregation, objective.length_constant, prompts)
+    rows = {name: getattr(batch, name) for name in _ROW_FIELDS} | dict(batch.columns) | dict(batch.inputs)
+    known = known or KnownTokens()
+    zeros = np.zeros_like(batch.behavior_logprobs)
+    given = {'recomputed_logprobs': known.proximal, 'reference_logprobs': known.reference}
+    if VALUES in objective.reads:
+        given |= {VALUES: known.values, RETURNS: known.returns}
+    rows |= {name: zeros if values is None else values for name, values in given.items()}
+    rows |= dict.fromkeys(objective.prepares, zeros) | dict(prepared or {})
+    return rows | {'token_weights': weights, 'sequence_starts': find_starts(batch.trajectory_ids)}, denominator
+
+
+def training_scalars(
+    *,
+    denominator: float,
+    version: int,
+    temperature: float,
+    weights_are_proximal: bool,
+    follows_routes: bool | None = None,
+) -> dict[str, np.generic]:
+    """Scalars with fixed dtypes, so that no value recompiles a program.
+
+    `follows_routes`: whether recorded routes are taken; None = rows have none.
+    """
+    routes = {} if follows_routes is None else {FOLLOWS: np.bool_(follows_routes)}
+    return routes | {
+        'denominator': np.float32(denominator),
+        'version': np.int32(version),
+        'temperature': np.float32(temperature),
+        'weights_are_proximal': np.bool_(weights_are_proximal),
+    }
 
 
 class StepRoutes(NamedTuple):
@@ -42,7 +117,8 @@ class StepResult(NamedTuple):
     microbatches: Sequence[Mapping[str, np.ndarray]]  # metrics of the loss: scalars, or arrays [M]
     logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
     prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # what the objective decided before it
-    lag: float = 0.0  # see brakes.mean_lag
+    lag: float = 0.0  # see mean_lag
+    factor: float = 1.0  # of the learning rate, for that lag
     routes: StepRoutes | None = None  # of a model with experts
 
 
@@ -59,7 +135,7 @@ class Passes:
         teacher: Tree = None,
     ):
         """`teacher`: the weights of one that a step itself reads."""
-        self._layout, self._programs, self._settings = layout, programs, settings
+        self.programs, self._layout, self._settings = programs, layout, settings
         self._mesh, self._learning_rate = mesh, learning_rate
         self._beside = {} if teacher is None else {'teacher': teacher}
         # programs that wait behind the one that runs, so that an accelerator does not wait for the host; on a CPU XLA
@@ -68,7 +144,7 @@ class Passes:
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
-        return state.params if self._settings.dtype == 'float32' else self._programs.run('cast', state.params)
+        return state.params if self._settings.dtype == 'float32' else self.programs.run('cast', state.params)
 
     def step(
         self,
@@ -85,7 +161,8 @@ class Passes:
         """
         scalars = self._scalars(denominator, version, first)
         if self._settings.router_aux_loss:  # the load of the whole minibatch weighs the scores of each micro-batch
-            scalars = {**scalars, **self._place_loads(self._loads(state, rows, scalars))}
+            loads = self._loads(state, rows, scalars)
+            scalars = {**scalars, **self._place_loads(loads)}
         run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
         return run(state, rows, scalars, factor)
 
@@ -104,7 +181,7 @@ class Passes:
         scalars = self._scalars(denominator, version, first=True, follows=follows)
         return self._layout.join_logprobs(
             [
-                self._programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
+                self.programs.run('logprobs', weights, frozen, self._layout.place(microbatch), scalars)
                 for microbatch in self._layout.split(rows)
             ]
         )
@@ -114,7 +191,7 @@ class Passes:
         working = self.working(state)
         weights, frozen = policy_leaves(working), policy_leaves(state.frozen)
         passed = [
-            self._programs.run('loads', weights, frozen, self._layout.place(one), scalars)
+            self.programs.run('loads', weights, frozen, self._layout.place(one), scalars)
             for one in self._layout.split(rows)
         ]
         return np.asarray(np.sum(jax.device_get(passed), axis=0), np.float32)
@@ -160,7 +237,7 @@ class Passes:
         rows, denominator = training_rows(batch, self._settings.objective)
         scalars = self._scalars(denominator, version, first=True)
         passed = [
-            self._programs.run(name, working, frozen, self._layout.place(microbatch), scalars)
+            self.programs.run(name, working, frozen, self._layout.place(microbatch), scalars)
             for microbatch in self._layout.split(rows)
         ]
         first, second = (self._layout.join_logprobs(parts) for parts in zip(*passed, strict=True))
@@ -214,7 +291,7 @@ class Passes:
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
         """One program for the whole minibatch."""
         whole = self._layout.place(rows)
-        state.params, state.optimizer, step, metrics, logprobs = self._programs.run(
+        state.params, state.optimizer, step, metrics, logprobs = self.programs.run(
             'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
         )
         measured: list[dict[str, Any]] = [dict(jax.device_get(metrics))]
@@ -238,17 +315,17 @@ class Passes:
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working = self.working(state)
-        gradients = self._programs.run('zeros', state.params)
+        gradients = self.programs.run('zeros', state.params)
         for microbatch in self._layout.split(rows):
             if len(metrics) > self._queued:  # no more, so that other lanes' programs fit between
                 jax.block_until_ready(metrics[-1 - self._queued])
-            gradients, measured, predicted = self._programs.run(
+            gradients, measured, predicted = self.programs.run(
                 'accumulate', gradients, working, state.frozen, self._layout.place(microbatch), scalars
             )
             metrics.append(measured)
             logprobs.append(predicted)
         factor, braked = self._brake(factor, rows, logprobs)
-        state.params, state.optimizer, step = self._programs.run(
+        state.params, state.optimizer, step = self.programs.run(
             'apply', state.params, state.optimizer, gradients, self._rate(factor)
         )
         del gradients  # between steps there are none
@@ -283,3 +360,206 @@ class Passes:
 
     def _rate(self, factor: float = 1.0) -> jax.Array:
         return place(np.float32(self._learning_rate * factor), replicated(self._mesh))
+
+
+# The optimizer steps of one update, over its minibatches and epochs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model beside the trained one that its objective compares it with; no update changes its weights.
+
+    Its decoder may have another architecture than the trained one; the vocabulary is the same. It reads the rows that
+    are packed for the trained model. Its log-probs of their tokens come from a pass before the steps. An objective that
+    compares whole distributions has its pass, with `form` and `weights`, inside each step: hidden states of another
+    pass would take N * d' numbers of memory for N tokens.
+    """
+
+    passes: Passes
+    weights: Tree  # on the learner's mesh, in `settings.dtype`
+    form: TeacherForm
+    gives_logprobs: bool
+
+    def logprobs(self, batch: PackedBatch, version: int) -> np.ndarray:
+        """float32 [M, R, N] of the targets of a batch."""
+        return self.passes.logprobs(self.weights, {}, batch, version)
+
+    def declared_programs(self) -> Iterator[Declared]:
+        """What `logprobs` runs, one for each shape of rows."""
+        if self.gives_logprobs:
+            for name, args in self.passes.declared_logprobs(self.weights, {}):
+                yield self.passes.programs, name, args
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What the steps of an update did."""
+
+    results: list[StepResult]  # number i is of minibatch i % minibatches
+    known: list[KnownTokens]  # per minibatch, as the steps after the first used them
+    batches: Sequence[PackedBatch]  # with the advantages that were trained
+
+    def steps_applied(self) -> list[bool]:
+        """Per step, whether it changed the weights: the others had a gradient that was not finite."""
+        return [not float(result.step['skip_count']) for result in self.results]
+
+    def was_applied(self, n_batches: int) -> list[bool]:
+        """Per minibatch, whether one of its steps was."""
+        steps = self.steps_applied()
+        return [any(steps[index::n_batches]) for index in range(n_batches)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The record of one update: its data, how they were packed, and what its steps did."""
+
+    groups: Sequence[TrajectoryGroup]
+    kept: Sequence[TrajectoryGroup]  # those that the filter of equal rewards left
+    read: Sequence[TrajectoryGroup]  # those, with the rows that passes read
+    packing: str  # 'shared_prompt' | 'ordinary'
+    rows: PackingReport
+    version: int  # of the weights before it
+    oldest: int | None  # version whose tokens are still in the loss; None = all
+    trained: Trained
+    began_s: float  # by the wall clock of the process
+
+
+def train(
+    passes: Passes,
+    state: LearnerState,
+    settings: LearnerSettings,
+    batches: Sequence[PackedBatch],
+    groups: Sequence[TrajectoryGroup],
+    version: int,
+    scale: float,
+    teacher: Teacher | None = None,
+) -> Trained:
+    """Trains on every minibatch, `settings.epochs` times.
+
+    Args:
+      groups: those that were packed.
+      version: of the weights before the update.
+      scale: multiplies every denominator, see counting.denominator_scale.
+    """
+    known = _known_tokens(passes, state, settings, batches, version, teacher)
+    batches, known = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
+    prompts = number_prompts(groups)
+    results: list[StepResult] = []
+    for number in range(settings.epochs * len(batches)):
+        index, first = number % len(batches), number == 0
+        prepared = _prepare(passes, state, settings, batches[index], version)
+        rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)
+        lag = mean_lag(batches[index], version, settings.steps, number)
+        factor = settings.brake.lag_factor(lag)
+        result = passes.step(state, rows, denominator * scale, version, first, factor)
+        results.append(result._replace(prepared=prepared, lag=lag, factor=factor))
+        if first and settings.recomputes:  # the first pass uses the weights before the update
+            known[0] = dataclasses.replace(known[0], proximal=first_logprobs(results, batches))
+    return Trained(results, known, batches)
+
+
+def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:
+    """S: optimizer steps between the policy that drew a loss token and this step, the mean; 0 without any token.
+
+    Args:
+      steps: optimizer steps of an update.
+      step: number of this one in its update, from 0.
+    """
+    versions = batch.policy_versions[batch.loss_mask]
+    return float((version - versions).mean()) * steps + step if len(versions) else 0.0
+
+
+def with_next_token(trajectory: Trajectory) -> Trajectory:
+    """The row with one more token, the only one in the loss, so that the state behind the row predicts it."""
+    read = (dataclasses.replace(segment, policy_version=NOT_GENERATED) for segment in trajectory.segments)
+    following = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), 0)
+    return dataclasses.replace(trajectory, segments=(*read, following))
+
+
+def number_prompts(groups: Sequence[TrajectoryGroup]) -> np.ndarray:
+    """int64 [trajectories]: the number of the group of each."""
+    return np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+
+
+def _replace_advantages(
+    passes: Passes,
+    state: LearnerState,
+    objective: Objective,
+    batches: Sequence[PackedBatch],
+    groups: Sequence[TrajectoryGroup],
+    known: list[KnownTokens],
+    version: int,
+) -> tuple[Sequence[PackedBatch], list[KnownTokens]]:
+    """The batches with the advantages that need a pass before the first step, and what is known with their returns."""
+    if not objective.replaces_advantages:
+        return batches, known
+    passed: list[dict[str, np.ndarray]] = []
+    ends = passes.end_values(state, groups, version) if END_VALUES in objective.reads else None
+    for batch, own in zip(batches, known, strict=True):
+        of_batch = {REFERENCE: own.reference, VALUES: own.values, POLICY: own.policy}
+        found = {name: values for name, values in of_batch.items() if values is not None}
+        if COLLISION in objective.reads:
+            found[POLICY], found[COLLISION] = passes.collisions(state, batch, version)
+        if ends is not None:
+            found[END_VALUES] = np.where(batch.loss_mask, ends[np.where(batch.loss_mask, batch.trajectory_ids, 0)], 0.0)
+        passed.append(found)
+    replaced = require_token_advantages(objective, groups, batches, passed)
+    return (
+        [dataclasses.replace(b, advantages=of.advantages) for b, of in zip(batches, replaced, strict=True)],
+        [dataclasses.replace(own, returns=of.returns) for own, of in zip(known, replaced, strict=True)],
+    )
+
+
+def _prepare(
+    passes: Passes, state: LearnerState, settings: LearnerSettings, batch: PackedBatch, version: int
+) -> Mapping[str, np.ndarray]:
+    """What the objective decides over a minibatch before a step on it; a pass of its own where it reads POLICY."""
+    objective, logprobs = settings.objective, None
+    if not objective.prepares:
+        return {}
+    if POLICY in objective.reads:
+        logprobs = np.reshape(passes.logprobs(passes.working(state), state.frozen, batch, version), batch.targets.shape)
+    return require_prepared(objective, batch, logprobs)
+
+
+def _known_tokens(
+    passes: Passes,
+    state: LearnerState,
+    settings: LearnerSettings,
+    batches: Sequence[PackedBatch],
+    version: int,
+    teacher: Teacher | None,
+) -> list[KnownTokens]:
+    """Per batch the log-probs of the weights before the update, where a later step needs them, and of the reference.
+
+    Those of a teacher stand in the place of the reference.
+
+    The first batch needs no pass of its own: its first step computes the same log-probs. Where the objective reads
+    values, one pass gives both.
+    """
+    recompute = settings.recomputes
+    passed: Sequence[tuple[np.ndarray | None, np.ndarray | None]]
+    if VALUES in settings.objective.reads:
+        passed = [passes.values(state, batch, version) for batch in batches]
+    else:
+        working = passes.working(state) if recompute and len(batches) > 1 else None
+        later = [passes.logprobs(working, state.frozen, batch, version) if recompute else None for batch in batches[1:]]
+        passed = [(logprobs, None) for logprobs in (None, *later)][: len(batches)]
+    known = []
+    for batch, (policy, values) in zip(batches, passed, strict=True):
+        reference = _compare(passes, state, batch, version, teacher)
+        known.append(KnownTokens(policy if recompute else None, reference, values, policy=policy))
+    return known
+
+
+def _compare(
+    passes: Passes, state: LearnerState, batch: PackedBatch, version: int, teacher: Teacher | None
+) -> np.ndarray | None:
+    if teacher is not None and teacher.gives_logprobs:
+        return teacher.logprobs(batch, version)
+    return None if state.reference is None else passes.logprobs(state.reference, state.frozen, batch, version)
+
+
+def first_logprobs(results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> np.ndarray:
+    """float32 [M, R, N] of the first batch, under the weights before the update."""
+    return np.reshape(results[0].logprobs, batches[0].targets.shape)

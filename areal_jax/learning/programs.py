@@ -1,18 +1,320 @@
-"""The compiled programs of one learner, by name; train_step.py defines them."""
+"""The programs of one learner: functions that are compiled by name and shape, and the state that they update.
+
+passes.py prepares their arguments.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from areal_jax.learning.train_step import Programs
+from areal_jax.learning.brakes import sequence_effective_sample_size
+from areal_jax.learning.forward import (
+    Rows,
+    SeenRoutes,
+    TeacherForm,
+    predicting_states,
+    read_teacher,
+    score_targets,
+    vocabulary_statistics,
+)
+from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, RETURNS, TEACHER, VALUES, LossTokens
+from areal_jax.learning.objective.objectives import require_loss
+from areal_jax.learning.objective.policy_loss import recomputed_logprobs
+from areal_jax.learning.objective.ratios import masked_sum
+from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.interchange import export_weights
+from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, Params, scale_gradient, score_states
 from areal_jax.models.attention import jax_settings
+from areal_jax.models.decoder import Decoder
+from areal_jax.models.experts import measure_balance
+from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
+from areal_jax.sharding.placement import place
+from areal_jax.sharding.rules import Shares, replicated
 from areal_jax.types import Tree
+
+# what differs from call to call, see passes.training_scalars; 'teacher' has the weights of one that a step itself reads
+Scalars = Mapping[str, Tree]
+_Metrics = dict[str, Any]  # arrays, and SeenRoutes
+FOLLOWS, EXPERT_LOADS = 'follows_routes', 'expert_loads'  # in the scalars of a model with experts
+SEEN_ROUTES = 'seen_routes'  # beside the metrics of a micro-batch: SeenRoutes
+_LOSS_FIELDS = (
+    *('behavior_logprobs', 'advantages', 'loss_mask', 'policy_versions', 'sequence_starts', 'token_weights'),
+)
+
+
+class _Scored(NamedTuple):
+    """What one read of the trunk gives of the loss tokens of a micro-batch."""
+
+    states: jax.Array  # [R, N, d], from which they are predicted
+    logprobs: jax.Array  # [R, N], as what follows
+    entropy: jax.Array
+    values: jax.Array | None  # of the critic, where there is one
+    routes: SeenRoutes | None  # of a model with experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The functions of one learner that are compiled; every public method returns one of them, jitted.
+
+    `params` are the trained weights, float32; `frozen` are all others, in `settings.dtype`; `working` is `params` cast
+    to that dtype, or `params` itself if that is float32. A function donates the weights, optimizer state or gradients
+    for which it returns new values. The loss of a micro-batch is its part of the minibatch's loss, so loss and gradient
+    of a minibatch are sums over its micro-batches. Shapes: see learning/__init__.py.
+    """
+
+    decoder: Decoder
+    settings: LearnerSettings
+    optimizer: Optimizer
+    mesh: Mesh
+    attention: str  # resolved implementation
+    # what follows is given by the fields above
+    params: Tree = dataclasses.field(compare=False)  # shardings of the trained weights
+    frozen: Tree = dataclasses.field(compare=False)  # of the frozen ones
+    state: Tree = dataclasses.field(compare=False)  # of the optimizer state
+    exported: Tree = dataclasses.field(compare=False)  # of the interchange form
+    # who publishes which leaves of it; None: every process has its shards of all
+    shares: Shares | None = dataclasses.field(default=None, compare=False)
+    # paths of the trained leaves, where a learner trains in blocks; the fields above give them otherwise
+    trained: tuple[str, ...] | None = None
+    teacher: TeacherForm | None = None  # whom a step itself reads
+
+    def copy(self) -> jax.stages.Wrapped:
+        """params -> the same values in buffers of their own."""
+        return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.params)
+
+    def initial_state(self) -> jax.stages.Wrapped:
+        """params -> optimizer state."""
+        return jax.jit(self.optimizer.init, out_shardings=self.state)
+
+    def zeros(self) -> jax.stages.Wrapped:
+        """params -> gradients of nothing."""
+        return jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self.params)
+
+    def cast(self) -> jax.stages.Wrapped:
+        """params -> working."""
+        return jax.jit(lambda params: trees.cast(params, self.settings.dtype), out_shardings=self.params)
+
+    def export(self) -> jax.stages.Wrapped:
+        """(params, frozen) -> the interchange form, in buffers of its own; or its leaves as `shares` spreads them."""
+        shares = self.shares
+
+        def export(*sides: Tree) -> Tree:
+            whole = export_weights(self.decoder, self.settings.publish_dtype, *sides)
+            return jax.tree.map(jnp.copy, whole) if shares is None else shares.spread(whole)
+
+        return jax.jit(export, out_shardings=self.exported if shares is None else shares.shardings)
+
+    def logprobs(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> log-probs [R, N]."""
+
+        def logprobs(*args: Tree) -> jax.Array:
+            return self._forward(*args)[0]
+
+        return jax.jit(logprobs, out_shardings=replicated(self.mesh))
+
+    def collisions(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> (log-probs, log Σ π²), [R, N] each."""
+
+        def collisions(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+            return self._forward(working, frozen, rows, scalars, compute=token_collisions)
+
+        return jax.jit(collisions, out_shardings=replicated(self.mesh))
+
+    def values(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> (log-probs, values of the critic), [R, N] each."""
+
+        def values(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, jax.Array]:
+            scored = self._scored(trees.join(working, frozen), rows, scalars)
+            assert scored.values is not None, 'compiled for learners with a critic'
+            return scored.logprobs, scored.values
+
+        return jax.jit(values, out_shardings=replicated(self.mesh))
+
+    def loads(self) -> jax.stages.Wrapped:
+        """(working, frozen, rows, scalars) -> tokens that reach each expert, [L, E]."""
+
+        def loads(working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> jax.Array:
+            seen = self._policy_states(trees.join(working, frozen), rows, scalars)[1]
+            assert seen is not None, 'compiled for learners of models with experts'
+            return seen.loads
+
+        return jax.jit(loads, out_shardings=replicated(self.mesh))
+
+    def accumulate(self) -> jax.stages.Wrapped:
+        """(gradients, working, frozen, rows, scalars) -> (gradients with the micro-batch added, metrics, log-probs
+        [R, N])."""
+
+        def accumulate(
+            gradients: Tree, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
+        ) -> tuple[Tree, _Metrics, jax.Array]:
+            added, metrics, logprobs = self._gradients(working, frozen, rows, scalars)
+            return self._add(gradients, added), metrics, logprobs
+
+        everywhere = replicated(self.mesh)
+        return jax.jit(accumulate, donate_argnums=0, out_shardings=(self.params, everywhere, everywhere))
+
+    def apply(self) -> jax.stages.Wrapped:
+        """(params, state, gradients, learning rate) -> (params, state, step metrics).
+
+        `zeros` makes the next gradients: if this program cleared them in place, XLA would copy all of them first, since
+        the optimizer's branch reads them.
+        """
+        shardings = (self.params, self.state, replicated(self.mesh))
+        return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
+
+    def scan(self) -> jax.stages.Wrapped:
+        """(params, state, frozen, rows [M, R, ...], scalars, learning rate) -> (params, state, step metrics, metrics
+        [M], log-probs [M, R, N]): a whole minibatch."""
+
+        def scan(
+            params: Tree, state: Tree, frozen: Tree, rows: Rows, scalars: Scalars, learning_rate: jax.Array
+        ) -> tuple[Tree, Tree, _Metrics, _Metrics, jax.Array]:
+            working = trees.cast(params, self.settings.dtype)  # once, outside the loop
+
+            def body(gradients: Tree, microbatch: Rows) -> tuple[Tree, tuple[_Metrics, jax.Array]]:
+                added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
+                return self._add(gradients, added), (metrics, logprobs)
+
+            # metrics [M], logprobs [M, R, N]
+            gradients, (metrics, logprobs) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), rows)
+            learning_rate, braked = self._brake(learning_rate, rows, logprobs)
+            params_after, state, step_metrics = self.optimizer.apply(params, state, gradients, learning_rate)
+            return params_after, state, step_metrics | braked, metrics, logprobs
+
+        everywhere = replicated(self.mesh)
+        shardings = (self.params, self.state, everywhere, everywhere, everywhere)
+        return jax.jit(scan, donate_argnums=(0, 1), out_shardings=shardings)
+
+    def _brake(self, learning_rate: jax.Array, rows: Rows, logprobs: jax.Array) -> tuple[jax.Array, _Metrics]:
+        """(the rate of the step on a minibatch with these log-probs [M, R, N], metrics)."""
+        brake = self.settings.brake
+        if brake.kind != 'ess':
+            return learning_rate, {}
+        known = (rows[name] for name in ('behavior_logprobs', 'loss_mask', 'sequence_starts'))
+        factor = brake.ess_factor(sequence_effective_sample_size(logprobs, *known)).astype(jnp.float32)
+        return learning_rate * factor, {'brake': factor}
+
+    def _add(self, gradients: Tree, added: Tree) -> Tree:
+        """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""
+        unscale = 1.0 / self.settings.loss_scale
+        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
+
+    def _forward(
+        self,
+        working: Tree,
+        frozen: Tree,
+        rows: Rows,
+        scalars: Scalars,
+        compute: TokenFunction = token_logprobs,
+    ) -> tuple[jax.Array, jax.Array]:
+        weights = trees.join(working, frozen)
+        states, _ = self._policy_states(weights, rows, scalars)
+        return self._score_targets(weights, states, rows, scalars, compute)
+
+    def _scored(self, weights: Tree, rows: Rows, scalars: Scalars) -> _Scored:
+        states, routes = self._policy_states(weights, rows, scalars)
+        values = self._values(weights, states, rows)
+        if values is not None and self.settings.objective.scores_answers:  # the head over the vocabulary is not read
+            return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values, routes)
+        return _Scored(states, *self._score_targets(weights, states, rows, scalars), values, routes)
+
+    def _policy_states(self, weights: Tree, rows: Rows, scalars: Scalars) -> tuple[jax.Array, SeenRoutes | None]:
+        return predicting_states(
+            self.decoder, weights, rows, attention=self.attention, mesh=self.mesh, follows=scalars.get(FOLLOWS)
+        )
+
+    def _score_targets(
+        self,
+        weights: Tree,
+        states: jax.Array,
+        rows: Rows,
+        scalars: Scalars,
+        compute: TokenFunction = token_logprobs,
+    ) -> tuple[jax.Array, jax.Array]:
+        return score_targets(
+            self.decoder, weights, states, rows['targets'], scalars['temperature'], mesh=self.mesh, compute=compute
+        )
+
+    def _values(self, weights: Tree, states: jax.Array, rows: Rows) -> jax.Array | None:
+        """[R, N]: of the state before each loss token."""
+        if (critic := self.settings.critic) is None:
+            return None
+        own = weights[trees.CRITIC]
+        if critic.own_model:
+            decoder = self.decoder.without_adapters()
+            states, _ = predicting_states(decoder, own, rows, attention=self.attention, mesh=self.mesh)
+        else:
+            states = scale_gradient(states, critic.trunk_gradient)
+        return score_states(own[VALUE_HEAD], states)
+
+    def _statistics(self, weights: Tree, states: jax.Array, rows: Rows, scalars: Scalars) -> dict[str, jax.Array]:
+        teacher = lambda: read_teacher(self.teacher, scalars['teacher'], rows, self.mesh)
+        objective, head = self.settings.objective, self.decoder.head(weights)
+        return vocabulary_statistics(objective, states, head, scalars['temperature'], self.mesh, teacher)
+
+    def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
+        def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
+            loss, rest = self._loss(working, frozen, rows, scalars)
+            return loss * self.settings.loss_scale, rest
+
+        (_, (metrics, logprobs)), gradients = jax.value_and_grad(scaled, has_aux=True)(working)
+        return gradients, metrics, logprobs
+
+    def _loss(
+        self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars
+    ) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
+        """(this micro-batch's part of the loss of its minibatch, (metrics, log-probs [R, N]))."""
+        weights = trees.join(working, frozen)
+        scored = self._scored(weights, rows, scalars)
+        statistics = self._statistics(weights, scored.states, rows, scalars)
+        loss, of_loss = require_loss(self.settings.objective, self._tokens(scored, statistics, rows, scalars))
+        metrics: _Metrics = dict(of_loss)
+        if (seen := scored.routes) is not None:
+            metrics[SEEN_ROUTES] = seen
+        if (experts := self.decoder.config.experts) and seen is not None and self.settings.router_aux_loss:
+            balance = measure_balance(seen.scores, scalars[EXPERT_LOADS], experts.per_token)
+            loss += self.settings.router_aux_loss * balance
+            metrics['router_balance_sum'] = balance
+        metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
+        return loss, (jax.lax.stop_gradient(metrics), scored.logprobs)
+
+    def _tokens(self, scored: _Scored, statistics: Mapping[str, jax.Array], rows: Rows, scalars: Scalars) -> LossTokens:
+        objective = self.settings.objective
+        known = {name: rows[name] for name in objective.prepares}
+        if VALUES in objective.reads:
+            known |= {name: rows[name] for name in (VALUES, RETURNS)}
+        if PROXIMAL in objective.reads:
+            known[PROXIMAL] = recomputed_logprobs(
+                scored.logprobs, rows['recomputed_logprobs'], scalars['weights_are_proximal']
+            )
+        for name in {REFERENCE, TEACHER} & objective.reads:
+            known[name] = rows['reference_logprobs']
+        return LossTokens(
+            policy_logprobs=scored.logprobs,
+            entropy=scored.entropy,
+            denominator=scalars['denominator'],
+            version=scalars['version'],
+            known=known,
+            values=scored.values,
+            statistics=statistics,
+            **{name: rows[name] for name in _LOSS_FIELDS},
+        )
+
+
+# The compiled programs of one learner, by name.
+
 
 _Shapes = tuple[tuple[int, ...], ...]
 _Key = tuple[str, _Shapes]  # of a program: its name and the shapes of its rows
@@ -58,7 +360,7 @@ class CompiledPrograms:
         return self._once(self.traced, _key(name, args), lambda: getattr(self.definitions, name)().lower(*args))
 
     def compile(self, name: str, *args: Tree) -> jax.stages.Compiled:
-        """The program `name` (a method of train_step.Programs) for arguments of these shapes, which are all it needs.
+        """The program `name` (a method of Programs) for arguments of these shapes, which are all it needs.
 
         If another thread is compiling it, this one waits for the result.
         """
@@ -100,3 +402,88 @@ class CompiledPrograms:
 
 def _key(name: str, args: tuple[Tree, ...]) -> _Key:
     return name, tuple(arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg)
+
+
+# What a learner keeps on its mesh between commands.
+
+
+@dataclasses.dataclass
+class LearnerState:
+    """Trees of arrays over the mesh. The programs of an update donate `params` and `optimizer`.
+
+    Every field that a program donates is replaced by its result at once: the old buffers must not be read again.
+    """
+
+    params: Tree  # trained weights, float32
+    frozen: Tree  # all other weights, in settings.dtype; empty without adapters
+    optimizer: Tree  # see optimizer.Optimizer
+    reference: Tree = None  # trained weights of the reference, in settings.dtype; None where no objective reads it
+
+    @property
+    def weights_and_optimizer(self) -> dict[str, Tree]:
+        """What a checkpoint holds, in one tree for `require_finite`."""
+        return trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}
+
+
+def place_state(
+    trained: Params,
+    frozen: Params,
+    settings: LearnerSettings,
+    programs: CompiledPrograms,
+    reference: Params | None = None,
+) -> LearnerState:
+    """Copies weights to the mesh and makes the state of an optimizer that has done no step.
+
+    Args:
+      reference: where the objective reads it, weights of the shapes of `trained`; None = those.
+    """
+    shardings = programs.definitions
+    params = _copy(trees.cast(trained, 'float32'), programs)
+    return LearnerState(
+        params=params,
+        frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
+        optimizer=programs.run('initial_state', params),
+        reference=_place_reference(params, reference, settings, programs),
+    )
+
+
+def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: Programs) -> LearnerState:
+    """The shapes, dtypes and shardings of what `place_state` makes, for compiling before it is there."""
+    params = _describe(trained, programs.params, 'float32')
+    return LearnerState(
+        params=params,
+        frozen=_describe(frozen, programs.frozen, settings.dtype),
+        optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
+        reference=describe_cast(trees.policy_leaves(params), settings.dtype)
+        if REFERENCE in settings.objective.reads
+        else None,
+    )
+
+
+def describe_cast(tree: Tree, dtype: str) -> Tree:
+    """Arrays, or descriptions of arrays, as they would be in `dtype`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
+
+
+def _place_reference(
+    params: Tree, reference: Params | None, settings: LearnerSettings, programs: CompiledPrograms
+) -> Tree:
+    if REFERENCE not in settings.objective.reads:
+        return None
+    if reference is None:
+        return trees.policy_leaves(programs.run('copy' if settings.dtype == 'float32' else 'cast', params))
+    return place(trees.cast(reference, settings.dtype), trees.policy_leaves(programs.definitions.params))
+
+
+def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:
+    describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+    return jax.tree.map(describe, tree, shardings)
+
+
+def _copy(trained: Params, programs: CompiledPrograms) -> Tree:
+    """The trained weights on the mesh, in buffers that an update may overwrite."""
+    shardings = programs.definitions.params
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained))
+    if on_host and jax.process_count() == 1:  # copied once, while they are placed
+        return jax.device_put(trained, shardings, may_alias=False)
+    return programs.run('copy', place(trained, shardings))

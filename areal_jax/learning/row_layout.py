@@ -12,10 +12,16 @@ from areal_jax.columns import declared
 from areal_jax.config.cluster import LEARNER
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.forward import require_heads
-from areal_jax.learning.packing.balance import decoder_cost
-from areal_jax.learning.packing.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
 from areal_jax.learning.packing.packing import empty_batch, pack
-from areal_jax.learning.packing.packing_report import PackingReport
+from areal_jax.learning.packing.rows import (
+    PackingReport,
+    RowShape,
+    decoder_cost,
+    smaller_rows,
+    tail_bucket,
+    tail_buckets,
+    trim,
+)
 from areal_jax.learning.settings import LearnerSettings
 from areal_jax.models.attention import BACKENDS, choose_checked, shares_prompts
 from areal_jax.models.experts import require_experts
@@ -68,6 +74,7 @@ class RowLayout:
         *,
         n_minibatches: int,
         oldest_version: int | None = None,
+        newest_version: int | None = None,
         round_microbatches: bool = False,
         masks_truncated: bool = False,
         keeps_groups: bool = False,
@@ -88,6 +95,7 @@ class RowLayout:
             vocab_size=self._config.vocab_size,
             n_minibatches=n_minibatches,
             oldest_version=oldest_version,
+            newest_version=newest_version,
             round_microbatches=round_microbatches,
             masks_truncated=masks_truncated,
             keeps_groups=keeps_groups,

@@ -45,7 +45,7 @@ class RatioSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """Of the values that an objective reads, see critic.py."""
+    """Of the values that an objective reads, see trained_leaves.py."""
 
     own_model: bool  # else a head on the policy's trunk
     trunk_gradient: float  # of such a head: what its loss counts for the weights of the policy, in [0, 1]

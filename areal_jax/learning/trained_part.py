@@ -1,31 +1,31 @@
-"""What trains a set of leaves of the weights: its programs, the passes that run them, and what to compile of it."""
+"""What trains a set of leaves of the weights: its programs and passes, on a mesh that may be left for another."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
-from areal_jax.learning.critic import critic_axes
-from areal_jax.learning.learner_state import LearnerState, describe_state
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.forward import TeacherForm
+from areal_jax.learning.objective.objective import DIVERGENCES, FROM_TEACHER, TEACHER
 from areal_jax.learning.optimizer.optimizer import Optimizer
-from areal_jax.learning.passes import Passes
-from areal_jax.learning.programs import CompiledPrograms
+from areal_jax.learning.passes import Declared, Passes, Teacher
+from areal_jax.learning.programs import CompiledPrograms, LearnerState, Programs, describe_state
 from areal_jax.learning.row_layout import RowLayout
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.train_step import Programs
-from areal_jax.learning.vocabulary_statistics import TeacherForm
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import export_weights
-from areal_jax.learning.weights.trained_leaves import Params, Trainable
+from areal_jax.learning.weights.trained_leaves import Params, Trainable, critic_axes
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.weights import logical_axes
+from areal_jax.models.shape import ModelConfig
+from areal_jax.models.weights import logical_axes, stack_layers
+from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import Shares, param_shardings, replicated
 from areal_jax.types import Tree
-
-Declared = tuple[CompiledPrograms, str, tuple[Tree, ...]]  # a program by its name, and arguments of its shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,3 +119,131 @@ def _paths(tree: Params, prefix: str = '') -> list[str]:
     for name, value in sorted(tree.items()):
         found += _paths(value, f'{prefix}{name}/') if isinstance(value, dict) else [f'{prefix}{name}']
     return found
+
+
+# A model beside the trained one that its objective compares it with: the teacher of distillation.
+
+
+def place_teacher(
+    given: tuple[Decoder, Params] | None,
+    trained: ModelConfig,
+    mesh: Mesh,
+    settings: LearnerSettings,
+    optimizer: Optimizer,
+    packing: str,
+) -> tuple[Teacher | None, TeacherForm | None, Tree]:
+    """The teacher of a learner of the shape `trained`, and form and weights of one that the steps themselves read.
+
+    Each is None where the objective has no use for it.
+
+    Raises ConfigError where the objective lacks one, or compares it over a vocabulary that they do not share.
+    """
+    reads = settings.objective.reads
+    if not reads & FROM_TEACHER:
+        return None, None, None
+    if given is None:
+        raise ConfigError('the objective reads a teacher: set loss.teacher, a Hugging Face directory')
+    decoder, params = given
+    ours, theirs = (shape.output_size or shape.vocab_size for shape in (trained, decoder.config))
+    if reads & DIVERGENCES and ours != theirs:
+        raise ConfigError(
+            f'loss.teacher predicts one of {theirs} tokens, and the model that is trained one of {ours}: their '
+            "distributions cannot be compared; name another teacher, or use loss.divergence='sampled'"
+        )
+    settings = dataclasses.replace(
+        settings, records_routes=False, routes='live', router_aux_loss=0.0
+    )  # of the trained model
+    layout = RowLayout(decoder.config, mesh, settings)
+    teacher = _place(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
+    return (teacher, teacher.form, teacher.weights) if reads & DIVERGENCES else (teacher, None, None)
+
+
+def _place(make: PartMaker, params: Params, packing: str) -> Teacher:
+    """Places `params`, in list form; `packing` is the packing of the learner's rows.
+
+    Raises ConfigError where its attention cannot read such rows.
+    """
+    if packing == 'shared_prompt' != make.layout.packing:
+        raise ConfigError(
+            f'loss.teacher: its attention, {make.layout.attention}, cannot show one prompt to several answers, as '
+            "the rows of the trained model have them; set learner.packing='ordinary'"
+        )
+    whole = stack_layers(params) if make.decoder.layers == 'stacked' else params
+    part = make.make(whole, lambda path: True)
+    return Teacher(
+        part.passes,
+        place(trees.cast(whole, make.settings.dtype), part.programs.definitions.params),
+        TeacherForm(make.decoder, make.layout.attention),
+        gives_logprobs=TEACHER in make.settings.objective.reads,
+    )
+
+
+# Another mesh for a learner: its programs, compiled ahead, and the move of weights and optimizer state to it.
+#
+# learner.py moves between two updates; until then nothing here touches what it computes with.
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedMesh:
+    """What a learner computes with on one mesh; no weights."""
+
+    mesh: Mesh
+    layout: RowLayout
+    part: TrainedPart
+
+    def compile(self, announce: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Compiles every program of updates and publications; returns their number. Runs none of them."""
+        part = self.part
+        declared = part.declared_programs(exports=True)
+        for done, (programs, name, args) in enumerate(declared):
+            announce(done, len(declared))
+            programs.compile(name, *args)
+        return len(declared)
+
+    def describe_publication(self) -> Tree:
+        """Shapes and shardings of what `SpmdLearner.publish` returns on this mesh."""
+        programs, described = self.part.programs.definitions, self.part.described
+        shapes = jax.eval_shape(programs.export(), described.params, described.frozen)
+        describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(describe, shapes, programs.exported)
+
+
+def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh:
+    """What the learner of `make` and its only `part` computes with on another mesh.
+
+    Raises ConfigError for a mesh that cannot share out the model or the rows.
+    """
+    layout = RowLayout(make.decoder.config, mesh, make.settings)
+    described = trees.join(part.described.params, part.described.frozen)
+    other = dataclasses.replace(make, mesh=mesh, layout=layout).make(described, part.trains)
+    return PreparedMesh(mesh, layout, other)
+
+
+def move_state(state: LearnerState, part: TrainedPart) -> None:
+    """Moves weights and optimizer state to the mesh of the part, bit for bit.
+
+    Leaf by leaf: a leaf is on the host when its old buffers are freed, so that a device never holds it twice.
+    """
+    shardings = part.programs.definitions
+    state.params = _move(_take(state, 'params'), shardings.params)
+    state.frozen = _move(_take(state, 'frozen'), shardings.frozen)
+    state.optimizer = _move(_take(state, 'optimizer'), shardings.state)
+    if state.reference is not None:
+        state.reference = _move(_take(state, 'reference'), trees.policy_leaves(shardings.params))
+
+
+def _take(state: LearnerState, name: str) -> Tree:
+    """A field of the state, which lets it go."""
+    tree = getattr(state, name)
+    setattr(state, name, None)
+    return tree
+
+
+def _move(tree: Tree, shardings: Tree) -> Tree:
+    """Over the host, which `jax.device_put` between meshes does as well, and from one device after it has compiled."""
+    leaves, structure = jax.tree.flatten(tree)
+    del tree
+    for index, sharding in enumerate(jax.tree.leaves(shardings)):
+        whole, leaves[index] = jax.device_get(leaves[index]), None
+        leaves[index] = jax.block_until_ready(jax.device_put(whole, sharding, may_alias=False))
+    return jax.tree.unflatten(structure, leaves)

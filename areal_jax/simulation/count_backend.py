@@ -11,8 +11,7 @@ import numpy as np
 
 from areal_jax.checkpoint.store import Follower
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.diagnostics.data_metrics import data_metrics
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice, data_metrics
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
 from areal_jax.telemetry import names
 from areal_jax.types import (

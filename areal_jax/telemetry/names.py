@@ -202,7 +202,7 @@ MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
-# with rollout.weights='int8' only, of the same tokens: learning/diagnostics/quantized_policy.py
+# with rollout.weights='int8' only, of the same tokens: learning/diagnostics/measurement.py
 MISMATCH_KL = Metric('mismatch/kl', 'nats', 'KL of the quantized from the published policy, estimated as k - 1 - ln k')
 MISMATCH_SAMPLE_SIZE = Metric(
     'mismatch/effective_sample_size', 'share', '(Σw)²/(nΣw²) of w = published by quantized probability'
@@ -259,7 +259,7 @@ ENERGY_ACTIVITY = Metric(
 )
 ENERGY_SECONDS = 'energy/seconds/'  # prefix; what follows is train, prefill, decode or idle; seconds of devices
 
-ROUTES = 'routes/'  # prefix of what learning/diagnostics/route_metrics.py measures, of a model with experts
+ROUTES = 'routes/'  # prefix of what learning/diagnostics/measurement.py measures, of a model with experts
 ROUTES_RECORDED = Metric('routes/recorded', 'share', 'of the trained tokens, those whose experts an engine recorded')
 ROUTE_PROMPTS = Metric(
     'routes/prompts_differ', 'answers', 'whose prompt reached other experts in the engine than that of the first answer'

@@ -24,7 +24,7 @@ from areal_jax.formats.gguf import find_package_file, load_gguf
 from areal_jax.lanes import PROGRAM, TOOL
 from areal_jax.learning.forward import forward
 from areal_jax.learning.packing.packing import pack
-from areal_jax.learning.train_step import training_rows
+from areal_jax.learning.passes import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.rollout.http.server.body_values import BodyBound

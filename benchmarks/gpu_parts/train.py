@@ -21,8 +21,8 @@ from areal_jax.app.parts.part_settings import build_optimizer
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.passes import training_rows, training_scalars
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.learning.train_step import training_rows, training_scalars
 from areal_jax.models.attention import packed_rows_attention
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.logprobs import token_logprobs

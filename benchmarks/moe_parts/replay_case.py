@@ -15,7 +15,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.learning.forward import SeenRoutes, predicting_states, score_targets
 from areal_jax.learning.packing.packing import pack
-from areal_jax.learning.train_step import training_rows
+from areal_jax.learning.passes import training_rows
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend

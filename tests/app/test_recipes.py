@@ -14,7 +14,7 @@ from areal_jax.app.parts.part_settings import build_choices
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import OBJECTIVES, find_objective
-from areal_jax.learning.objective.rewards import shape_rewards
+from areal_jax.learning.objective.advantages import shape_rewards
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE, read_metrics
 from tests.learning.examples import group

@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.control.buffer import GroupFilter, NoSignalError, equal_rewards, success_rate
 from areal_jax.control.episode import Episode, Row, RunningGroup
-from areal_jax.learning.objective.rewards import has_signal
+from areal_jax.learning.objective.counting import has_signal
 from areal_jax.types import Prompt, Segment, TrajectoryGroup, Verdict
 
 

@@ -18,7 +18,7 @@ from areal_jax.distributed.messages import Command, RemoteError, RemoteUserError
 from areal_jax.distributed.peers import CommandError, Peers, make_pair
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.errors import LostPeerError, UserError
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.publication.versions import PublicationError
 from areal_jax.sharding.host_shards import HostShards
 from tests.distributed.sockets import cut

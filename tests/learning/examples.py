@@ -10,7 +10,7 @@ import numpy as np
 from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer_settings
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.optimizer.optimizer import make_optimizer as make
 from areal_jax.learning.settings import LearnerSettings

@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.critic import VALUE_HEAD, CriticError, make_value_head, scale_gradient, score_states
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import END_VALUES, VALUES
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.packing.packing import pack
 from areal_jax.learning.settings import CriticSettings
-from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
+from areal_jax.learning.weights.trained_leaves import (
+    CRITIC,
+    VALUE_HEAD,
+    CriticError,
+    make_value_head,
+    policy_leaves,
+    scale_gradient,
+    score_states,
+)
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora
 from areal_jax.sharding.rules import make_mesh

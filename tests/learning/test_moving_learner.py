@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.moving_learner import MovingLearner
+from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Lora

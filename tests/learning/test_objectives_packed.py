@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.critic import VALUE_HEAD
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import (
     CLAMPED_ENTROPY,
@@ -21,10 +20,10 @@ from areal_jax.learning.objective.objective import (
     LossTokens,
     Objective,
 )
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import CriticSettings
-from areal_jax.learning.weights.trained_leaves import CRITIC
+from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import learner_settings, make_optimizer, random_groups, tiny_decoder

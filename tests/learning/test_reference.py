@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.likelihood import Likelihood
+from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.sharding.rules import make_mesh

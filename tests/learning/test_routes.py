@@ -11,10 +11,9 @@ import pytest
 
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.diagnostics.route_metrics import count_differing_prompts
+from areal_jax.learning.diagnostics.measurement import count_differing_prompts
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.packing.examples import next_token_form
-from areal_jax.learning.packing.packing import pack
+from areal_jax.learning.packing.packing import next_token_form, pack
 from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, measure_balance

@@ -20,7 +20,7 @@ from areal_jax.control.frictions import TEMPERATURE
 from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, short_name
-from areal_jax.learning.moving_learner import MovingLearner
+from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 from areal_jax.protocols import RolloutEngine

@@ -23,12 +23,11 @@ from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.remote_learner import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
-from areal_jax.learning.critic import VALUE_HEAD, make_value_head
-from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.moving_learner import MovingLearner
+from areal_jax.learning.learner import MovingLearner, SpmdLearner
 from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
 from areal_jax.learning.settings import LearnerSettings
+from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, make_value_head
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Params
 

@@ -216,9 +216,7 @@ def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
 def build_objective(config: TrackedConfig) -> Objective:
     """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
     from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
-    from areal_jax.learning.objective.likelihood import Likelihood
-    from areal_jax.learning.objective.own_objective import load_objective
-    from areal_jax.learning.objective.policy_objective import PolicyObjective
+    from areal_jax.learning.objective.objectives import Likelihood, PolicyObjective, load_objective
     from areal_jax.learning.objective.preference import DirectPreference, RewardModel
 
     loss = config.loss

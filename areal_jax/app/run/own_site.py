@@ -67,8 +67,7 @@ from areal_jax.distributed.remote_learner import CommandLeader
 from areal_jax.distributed.rendezvous import invite
 from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER
-from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.moving_learner import MovingLearner
+from areal_jax.learning.learner import MovingLearner, SpmdLearner
 from areal_jax.learning.programs import AHEAD
 from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.models.weights import Params

@@ -53,7 +53,7 @@ from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
 from areal_jax.lanes import LEARNER, REWARD, TOOL, engine_lane, publish_lane, short_name
-from areal_jax.learning.update_price import UpdatePrice
+from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.protocols import Clock, Learner, PromptStream, RolloutEngine
 from areal_jax.report.event_log import load_events
 from areal_jax.rollout.local_engine import LocalEngine

@@ -56,7 +56,7 @@ def load_own_code(config: config_dict.ConfigDict) -> Digests:
     for field, spec in _own_functions(config):
         function = load_function(spec, field)
         if field == OBJECTIVE:
-            from areal_jax.learning.objective.own_objective import load_objective  # imports jax
+            from areal_jax.learning.objective.objectives import load_objective  # imports jax
 
             load_objective(spec, dict(config.loss.options))
         if field == 'loss.advantage':

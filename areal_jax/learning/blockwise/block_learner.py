@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.blockwise.blocks import BlockSettings, cut_blocks
-from areal_jax.learning.diagnostics.data_metrics import Metrics
+from areal_jax.learning.diagnostics.measurement import Metrics
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import REFERENCE
 from areal_jax.learning.optimizer.optimizer import Optimizer
+from areal_jax.learning.passes import Declared
 from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.trained_part import Declared, PartMaker, TrainedPart
+from areal_jax.learning.trained_part import PartMaker, TrainedPart
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.learning.weights.interchange import match_snapshot, read_snapshot
 from areal_jax.learning.weights.trained_leaves import Params

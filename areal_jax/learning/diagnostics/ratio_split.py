@@ -8,7 +8,7 @@ For token a, generated at version u by the engine's policy μ and trained at wei
 
 π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch
 comes from the engine's program and the rounding of publication, and the drift from the updates alone; every other
-measure of stale tokens has only their sum. numpy only; ratio_sampler.py runs the passes.
+measure of stale tokens has only their sum. numpy only; ratio_split.py runs the passes.
 
 The chain takes its versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one
 of them breaks the identity, which is measured (`ratio/identity_error`).
@@ -18,14 +18,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import jax
 import numpy as np
 
+from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.packing.rows import PADDING
+from areal_jax.learning.passes import Passes, Trained, Update
+from areal_jax.learning.programs import CompiledPrograms, LearnerState
+from areal_jax.learning.row_layout import RowLayout
+from areal_jax.learning.settings import RatioSettings
+from areal_jax.sharding.placement import gather, place
 from areal_jax.telemetry import names
 from areal_jax.telemetry.names import age_ranges, range_label
-from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, concatenate
+from areal_jax.telemetry.progress import format_bytes
+from areal_jax.types import PackedBatch, Trajectory, TrajectoryGroup, Tree
 
 # (groups, versions) -> float32 [versions, generated tokens in the order of the trajectories]
 Score = Callable[[Sequence[TrajectoryGroup], Sequence[int]], np.ndarray]
@@ -158,7 +167,7 @@ def _collect(
     places = np.flatnonzero((ids != PADDING) & np.isin(ids, wanted))
     places = places[np.argsort(ids[places], kind='stable')]  # tokens of a trajectory are in order in a row
     generated = [trajectory.loss_mask for trajectory in trajectories]
-    cut = lambda arrays, dtype: concatenate([a[m] for a, m in zip(arrays, generated, strict=True)], dtype)
+    cut = lambda arrays, dtype: np.hstack([np.zeros(0, dtype), *(a[m] for a, m in zip(arrays, generated, strict=True))])
     pick = lambda arrays, dtype: _flat(arrays, dtype)[places]
     table = Tokens(
         engines=np.repeat([t.engine for t in trajectories] or [''], [int(m.sum()) for m in generated] or [0]),
@@ -172,7 +181,7 @@ def _collect(
 
 
 def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return concatenate([array.ravel() for array in arrays], dtype)
+    return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
 
 
 def _describe(tokens: Tokens, parts: Parts, version: int) -> dict[str, float]:
@@ -224,3 +233,150 @@ def _part_metrics(prefix: str, chosen: np.ndarray, terms: Mapping[str, np.ndarra
 
 def _moments(name: str, values: np.ndarray) -> dict[str, float]:
     return {f'{name}_mean': float(values.mean()), f'{name}_rms': float(np.sqrt(np.mean(values**2)))}
+
+
+# The trained weights of the last published versions, on the host.
+
+
+_FIELD = 'diagnostics.ring_bytes'
+
+
+class WeightRing:
+    """Copies of the trained weights by version, as passes compute with them; the oldest leaves when room is needed.
+
+    Frozen weights are not copied, so that a ring of adapters is small. On a mesh that spans processes, each process
+    has the whole weights in its ring, and all must call `add` and `read` in the same order.
+
+    Args:
+      most_bytes: of all copies together.
+      weights: arrays, or descriptions of them, like the trees that `add` will get.
+
+    Raises ConfigError where not even one version fits.
+    """
+
+    def __init__(self, most_bytes: int, weights: Tree):
+        self._bytes = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+        self._most = most_bytes // max(self._bytes, 1)  # versions
+        if not self._most:
+            raise ConfigError(
+                f'{_FIELD}={most_bytes} does not hold the weights of one version, {format_bytes(self._bytes)}: raise '
+                f'it to at least {self._bytes}, times the versions that trained tokens come from, or set '
+                'diagnostics.ratio_sample=0'
+            )
+        self._held: dict[int, Tree] = {}  # ascending
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Ascending, without a gap."""
+        return list(self._held)
+
+    def add(self, version: int, weights: Tree) -> None:
+        """Keeps a copy. A version that does not follow the newest one starts the ring anew."""
+        if self._held and version not in (last := max(self._held), last + 1):
+            self.clear()
+        while len(self._held) >= self._most and version not in self._held:
+            del self._held[min(self._held)]
+        self._held[version] = jax.tree.map(gather, weights)
+
+    def read(self, version: int, shardings: Tree) -> Tree:
+        """The weights on the devices again."""
+        return place(self._held[version], shardings)
+
+    def clear(self) -> None:
+        self._held = {}
+
+
+# Measures the split of the importance ratio in every update, on a sample of its answers.
+#
+# It only reads the state of the learner: an update trains the same weights with it and without it, bit for bit.
+
+
+class RatioSampler:
+    """Keeps the weights of published versions, and scores sampled answers under them after each update.
+
+    Args:
+      weights: described, as Passes.working gives them.
+
+    Raises ConfigError where the ring does not hold one version.
+    """
+
+    def __init__(
+        self, settings: RatioSettings, passes: Passes, layout: RowLayout, programs: CompiledPrograms, weights: Tree
+    ):
+        self._settings, self._passes, self._layout, self._programs = settings, passes, layout, programs
+        self._ring = WeightRing(settings.ring_bytes, weights)
+        self._keep_s = 0.0  # wall seconds since the last update
+
+    def keep(self, version: int, state: LearnerState) -> None:
+        """Keeps the weights of `state`, which are version `version`."""
+        began_s = time.perf_counter()
+        self._ring.add(version, self._passes.working(state))
+        self._keep_s += time.perf_counter() - began_s
+
+    def require(self, version: int, state: LearnerState) -> None:
+        """As `keep`, where the version was not published by this learner."""
+        if version not in self._ring.versions:
+            self.keep(version, state)
+
+    def forget(self) -> None:
+        """The learner takes other weights: versions kept so far are of another history."""
+        self._ring.clear()
+
+    def measure_update(self, update: Update, state: LearnerState) -> dict[str, float]:
+        """The metrics of the split of an update, with the weights after it."""
+        update_s = time.perf_counter() - update.began_s
+        began_s = time.perf_counter()
+
+        def score(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
+            return self._score(groups, versions, state)
+
+        def score_routing(groups: Sequence[TrajectoryGroup], versions: Sequence[int]) -> np.ndarray:
+            replayed, live = (self._score(groups, versions, state, follows) for follows in (True, False))
+            return replayed - live
+
+        metrics = measure_split(
+            update.kept,
+            update.trained.batches,
+            _policy_logprobs(update.trained),
+            version=update.version,
+            held=self._ring.versions,
+            is_chosen=self._is_chosen,
+            score=score,
+            score_routing=score_routing if self._layout.inputs else None,
+        )
+        seconds, self._keep_s = self._keep_s + time.perf_counter() - began_s, 0.0
+        share = seconds / max(update_s + seconds, 1e-9)
+        return metrics | {str(names.RATIO_SECONDS): seconds, str(names.RATIO_SHARE): share}
+
+    def _is_chosen(self, trajectory: Trajectory) -> bool:
+        settings = self._settings
+        return is_sampled(settings.seed, trajectory.prompt.draw, trajectory.sample, settings.sample)
+
+    def _score(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        versions: Sequence[int],
+        state: LearnerState,
+        follows: bool | None = None,
+    ) -> np.ndarray:
+        """float32 [versions, generated tokens]. The rows are packed once, so that equal weights give equal floats.
+
+        `follows` as of Passes.logprobs.
+        """
+        ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
+        (batch,), _ = self._layout.pack(groups, ones, n_minibatches=1)
+        places = np.flatnonzero(batch.loss_mask)
+        places = places[np.argsort(batch.trajectory_ids.ravel()[places], kind='stable')]
+        shardings = self._programs.definitions.params
+        scored = []
+        for version in versions:
+            weights = self._ring.read(version, shardings)
+            scored.append(self._passes.logprobs(weights, state.frozen, batch, version, follows).ravel()[places])
+        return np.stack(scored)
+
+
+def _policy_logprobs(trained: Trained) -> list[np.ndarray]:
+    """Per minibatch float32 [M, R, N]: log π_θ when its gradient was taken, the mean over the epochs."""
+    results, batches = trained.results, trained.batches
+    own = lambda index: [result.logprobs for result in results[index :: len(batches)]]
+    return [np.mean(own(i), axis=0).reshape(batch.targets.shape) for i, batch in enumerate(batches)]

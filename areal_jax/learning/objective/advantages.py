@@ -1,9 +1,9 @@
 """Advantages: the rewards of an update become one number for each answer, an episode. numpy only.
 
-All rows of an episode have its advantage. Named estimators see one group at a time, in the rewards that rewards.py
-shapes. An own one, loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all
-[answers], where `groups` numbers the group of each answer; one with a third parameter gets the answers too, each as its
-first row (types.Trajectory).
+All rows of an episode have its advantage. Named estimators see one group at a time, in shaped rewards. An own one,
+loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all [answers], where
+`groups` numbers the group of each answer; one with a third parameter gets the answers too, each as its first row
+(types.Trajectory).
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
-from areal_jax.learning.objective.rewards import count_generated_of_rows, shape_rewards, sum_rows, to_rows
+from areal_jax.learning.objective.counting import count_generated, find_starts, rewards_of
+from areal_jax.learning.objective.objective import COLLISION, END_VALUES, POLICY, REFERENCE, VALUES, TokenAdvantages
+from areal_jax.learning.objective.policy_loss import estimate_kl
+from areal_jax.learning.objective.ratios import sequence_sums
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.plugins import is_own, load_function, raising_user_error
-from areal_jax.types import TrajectoryGroup, concatenate
+from areal_jax.types import PackedBatch, TrajectoryGroup
 
 OwnEstimator: TypeAlias = Callable[..., object]
 # float64 [n] rewards, [n] generated tokens of the answers of a group -> [n] advantages
@@ -28,9 +31,47 @@ GroupEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray, PolicyChoices], np
 Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup], 'Sequence[Passed] | None'], list[np.ndarray]]
 
 _FIELD = 'loss.advantage'
+_NOTHING = np.zeros(0)  # float64: in front of arrays of which there may be none
 STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
 SAMPLE_FLOOR = 1e-6  # the papers' constant, beside the deviation with ddof 1
 WHITEN_FLOOR = 1e-8  # of a variance
+
+
+def shape_rewards(group: TrajectoryGroup, choices: PolicyChoices) -> np.ndarray:
+    """float64 [episodes]: clip((r - penalty - bias) scale, ±clip) with the length penalty of `overlong_penalty`.
+
+    The order is AReaL's (arXiv 2505.24298, section 7). Raises BatchError as `rewards_of`.
+    """
+    rewards = rewards_of(group)
+    if choices.overlong_tokens:
+        tokens = sum_rows(group, count_generated_of_rows(group))
+        rewards = rewards - choices.overlong_penalty * overlong_share(
+            tokens, choices.longest_answer, choices.overlong_tokens
+        )
+    if choices.reward_bias or choices.reward_scale != 1.0:
+        rewards = (rewards - choices.reward_bias) * choices.reward_scale
+    return rewards if choices.reward_clip is None else np.clip(rewards, -choices.reward_clip, choices.reward_clip)
+
+
+def overlong_share(tokens: np.ndarray, longest: int, buffer: int) -> np.ndarray:
+    """0 up to `longest - buffer` tokens, then rising to 1 at `longest`. DAPO, arXiv 2503.14476, equation 13."""
+    return np.clip((tokens - (longest - buffer)) / buffer, 0.0, 1.0)
+
+
+def count_generated_of_rows(group: TrajectoryGroup) -> np.ndarray:
+    """float64 [rows of the group], see `count_generated`."""
+    return np.array([count_generated(t) for t in group.trajectories], np.float64)
+
+
+def sum_rows(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
+    """float64 [rows of the group] -> [episodes]; where each has one row the values themselves, bit for bit."""
+    sizes = [len(rows) for rows in group.episodes]
+    return values if len(sizes) == len(values) else np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
+
+
+def to_rows(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
+    """[episodes of the group] -> [rows]: each row has the value of its episode."""
+    return np.repeat(values, [len(rows) for rows in group.episodes])
 
 
 class Passed(NamedTuple):
@@ -142,7 +183,7 @@ def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Pas
 
 
 def make_estimator(choices: PolicyChoices) -> Estimator:
-    """The advantages of all groups of an update, before loss.whiten, which packed_advantages.py does over loss tokens.
+    """The advantages of all groups of an update, before loss.whiten, which advantages.py does over loss tokens.
 
     An own function is loaded here, once. Raises UserError for one that cannot be loaded.
     """
@@ -186,7 +227,7 @@ def own_advantages(
     spec = choices.advantage
     sizes = [len(group.heads) for group in groups]
     known = zip(groups, _of_each(groups, passed), strict=True)
-    rewards = concatenate([_rewards(group, choices, of) for group, of in known], np.float64)
+    rewards = np.hstack([_NOTHING, *(_rewards(group, choices, of) for group, of in known)])
     given: list[object] = [rewards.copy(), np.repeat(np.arange(len(groups)), sizes)]
     if _takes_answers(function):
         given.append([trajectory for group in groups for trajectory in group.heads])
@@ -225,3 +266,231 @@ def _takes_answers(function: OwnEstimator) -> bool:
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(parameter.kind in positional for parameter in parameters) > 2
+
+
+# Advantages of packed loss tokens: those that need a pass before the first step (a critic, an optimal baseline, a KL
+# in the reward), and all that are whitened. Whitening reads the loss tokens of all minibatches of the update, each
+# once, and no others. `trajectory_ids` tells the answer of a token.
+
+
+def generalized_advantages(
+    values: np.ndarray,
+    token_rewards: np.ndarray,
+    last_rewards: np.ndarray,
+    last_values: np.ndarray,
+    loss_mask: np.ndarray,
+    trajectory_ids: np.ndarray,
+    *,
+    discount: float,
+    decay: float,
+) -> np.ndarray:
+    """A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t over the trained tokens of each answer.
+
+    Schulman et al., arXiv 1506.02438, equations 11 and 16. Tokens that are not trained are no steps: A and V of the
+    next trained one pass over them, so that no reward is lost. Nothing passes from one answer to another.
+
+    Args:
+      values: V, [..., N], of the state before each token.
+      token_rewards: [..., N].
+      last_rewards: [..., N], of which the one at the last trained token of an answer is added to its reward.
+      last_values: [..., N], of which the one there is the value behind it: 0 where the answer has ended.
+      loss_mask: bool [..., N].
+      trajectory_ids: int [..., N]; the tokens of an answer stand side by side.
+      discount: γ.
+      decay: λ.
+
+    Returns:
+      float64 [..., N]; 0 where the mask is.
+    """
+    rows = lambda x, dtype=np.float64: np.where(loss_mask, x, 0).reshape(-1, loss_mask.shape[-1]).astype(dtype)
+    v, r, ends, behind = map(rows, (values, token_rewards, last_rewards, last_values))
+    mask, ids = loss_mask.reshape(v.shape), rows(trajectory_ids, np.int64)
+    advantages = np.zeros_like(v)
+    next_value, next_advantage, next_id = np.zeros(len(v)), np.zeros(len(v)), np.full(len(v), -1)
+    for t in reversed(range(v.shape[-1])):
+        trained, is_last = mask[:, t], ids[:, t] != next_id
+        reward = r[:, t] + np.where(is_last, ends[:, t], 0.0)
+        value = np.where(is_last, behind[:, t], next_value)
+        advantage = reward + discount * value - v[:, t]
+        advantage += discount * decay * np.where(is_last, 0.0, next_advantage)
+        advantages[:, t] = np.where(trained, advantage, 0.0)
+        next_value = np.where(trained, v[:, t], next_value)
+        next_advantage = np.where(trained, advantage, next_advantage)
+        next_id = np.where(trained, ids[:, t], next_id)
+    return advantages.reshape(values.shape)
+
+
+Known = Mapping[str, np.ndarray]  # of a minibatch, see Objective.token_advantages
+
+
+def packed_advantages(
+    choices: PolicyChoices,
+    estimate: Estimator,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    known: Sequence[Known],
+) -> list[TokenAdvantages]:
+    """Per minibatch those of its tokens, 0 outside the loss.
+
+    With the advantage 'gae' returns are A + V before whitening. With kl_in='reward' an answer has the reward R - β Σ kₜ
+    before its group is compared; with the advantages 'reward' and 'gae' the token t has the reward -β kₜ, so that for
+    'reward' its advantage is the return without discount, R - β Σ kₛ over s >= t (REINFORCE++, arXiv 2501.03262). k
+    estimates KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens. Where no pass is needed,
+    `estimate` has made the advantages of the batches, which are whitened alone.
+    """
+    divergences = [_divergences(choices, *of) for of in zip(batches, known, strict=True)]
+    if choices.advantage == 'gae':
+        return _of_critic(choices, groups, batches, known, divergences)
+    if is_kl_in_reward(choices) and choices.advantage == 'reward':
+        advantages = _returns(choices, groups, batches, divergences)
+    else:
+        sizes = [len(group.trajectories) for group in groups]
+        if is_kl_in_reward(choices) or choices.advantage == 'optimal_baseline':
+            estimated = estimate(groups, _measure_answers(choices, sizes, groups, batches, known, divergences))
+            values = np.hstack([_NOTHING, *estimated])
+        else:
+            values = _of_rows(batches, sum(sizes))
+        if choices.whiten == 'batch':
+            values = whiten(values, _sum_rows(batches, [np.ones(b.loss_mask.shape) for b in batches], sum(sizes)))
+        advantages = _spread(batches, values)
+    return [TokenAdvantages(_trained(b, a)) for b, a in zip(batches, advantages, strict=True)]
+
+
+def is_kl_in_reward(choices: PolicyChoices) -> bool:
+    return bool(choices.kl_coefficient) and choices.kl_in == 'reward'
+
+
+def squared_norms(logprobs: np.ndarray, collisions: np.ndarray) -> np.ndarray:
+    """1 - 2 π + Σ_v π_v², at least 0: the squared norm of ∂ log π / ∂ logits of a token, from one forward pass.
+
+    Args:
+      logprobs: log π of the token.
+      collisions: log Σ_v π_v².
+    """
+    return np.maximum(1 - 2 * np.exp(logprobs) + np.exp(collisions), 0.0)
+
+
+def _measure_answers(
+    choices: PolicyChoices,
+    sizes: Sequence[int],
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    known: Sequence[Known],
+    divergences: Sequence[np.ndarray],
+) -> list[Passed]:
+    """By group what `estimate` reads: sums over the loss tokens of each answer, in all of its rows.
+
+    Args:
+      sizes: rows of each group.
+    """
+    of_rows = lambda arrays: np.split(_sum_rows(batches, arrays, sum(sizes)), np.cumsum(sizes))[:-1]
+    by_group = lambda arrays: [sum_rows(*of) for of in zip(groups, of_rows(arrays), strict=True)]
+    zeros = [np.zeros(batch.loss_mask.shape) for batch in batches]
+    logs = norms = zeros
+    if choices.advantage == 'optimal_baseline':
+        logs = [of[POLICY] - batch.behavior_logprobs for batch, of in zip(batches, known, strict=True)]
+        norms = [squared_norms(of[POLICY].astype(np.float64), of[COLLISION].astype(np.float64)) for of in known]
+    penalties = [choices.kl_coefficient * values for values in divergences]
+    return [Passed(*of) for of in zip(*map(by_group, (penalties, logs, norms)), strict=True)]
+
+
+def _divergences(choices: PolicyChoices, batch: PackedBatch, known: Known) -> np.ndarray:
+    """float64 [M, R, N]: k of each loss token; 0 without a divergence in the reward."""
+    if not is_kl_in_reward(choices):
+        return np.zeros(batch.loss_mask.shape)
+    behavior, reference = (
+        np.where(batch.loss_mask, x, 0.0).astype(np.float64) for x in (batch.behavior_logprobs, known[REFERENCE])
+    )
+    return np.asarray(estimate_kl(behavior - reference, choices.kl_estimator))
+
+
+def _returns(
+    choices: PolicyChoices,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    divergences: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+    """Of each loss token R - β Σ kₛ over the loss tokens from it to the end of its answer; whitened if asked for."""
+    rewards = _spread_rewards(choices, groups, batches)
+    later = [_sum_later(*of) for of in zip(batches, divergences, strict=True)]
+    returns = [r - choices.kl_coefficient * k for r, k in zip(rewards, later, strict=True)]
+    return returns if choices.whiten == 'none' else _whiten(batches, returns)
+
+
+def _of_critic(
+    choices: PolicyChoices,
+    groups: Sequence[TrajectoryGroup],
+    batches: Sequence[PackedBatch],
+    known: Sequence[Known],
+    divergences: Sequence[np.ndarray],
+) -> list[TokenAdvantages]:
+    """From the values of the critic; the reward of an answer comes with the last trained token of each row."""
+    rewards = _spread_rewards(choices, groups, batches)
+    values = [_trained(batch, of[VALUES]).astype(np.float64) for batch, of in zip(batches, known, strict=True)]
+    advantages = [
+        generalized_advantages(
+            v, -choices.kl_coefficient * k, r, of.get(END_VALUES, np.zeros_like(v)), b.loss_mask, b.trajectory_ids,
+            discount=choices.discount, decay=choices.gae_lambda,
+        )
+        for b, v, k, r, of in zip(batches, values, divergences, rewards, known, strict=True)
+    ]  # fmt: skip
+    returns = [_trained(b, a + v) for b, a, v in zip(batches, advantages, values, strict=True)]
+    if choices.whiten == 'batch':
+        advantages = _whiten(batches, advantages)
+    found = zip(batches, advantages, returns, strict=True)
+    return [TokenAdvantages(_trained(batch, a), of) for batch, a, of in found]
+
+
+def _trained(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
+    """float32: the values of the loss tokens, 0 elsewhere."""
+    return np.where(batch.loss_mask, values, 0.0).astype(np.float32)
+
+
+def _sum_rows(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], rows: int) -> np.ndarray:
+    """float64 [rows of the update]: sums over the loss tokens of each."""
+    add = lambda batch, values: np.bincount(
+        batch.trajectory_ids[batch.loss_mask], values[batch.loss_mask].astype(np.float64), minlength=rows
+    )
+    return sum((add(*of) for of in zip(batches, arrays, strict=True)), np.zeros(rows))
+
+
+def _of_rows(batches: Sequence[PackedBatch], rows: int) -> np.ndarray:
+    """float64 [rows of the update]: the advantage of the loss tokens of each, 0 where it has none."""
+    found = np.zeros(rows)
+    for batch in batches:
+        found[batch.trajectory_ids[batch.loss_mask]] = batch.advantages[batch.loss_mask]
+    return found
+
+
+def _spread(batches: Sequence[PackedBatch], values: np.ndarray) -> list[np.ndarray]:
+    """At each loss token the value of its row."""
+    return [np.where(b.loss_mask, values[np.where(b.loss_mask, b.trajectory_ids, 0)], 0.0) for b in batches]
+
+
+def _spread_rewards(
+    choices: PolicyChoices, groups: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch]
+) -> list[np.ndarray]:
+    of_rows = [to_rows(group, shape_rewards(group, choices)) for group in groups]
+    return _spread(batches, np.hstack([_NOTHING, *of_rows]))
+
+
+def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
+    """At each loss token the sum over it and the later ones of its answer, which stand side by side in a row."""
+    by_row = lambda x: x.reshape(-1, x.shape[-1])
+    mask, starts = by_row(batch.loss_mask), by_row(find_starts(batch.trajectory_ids))
+    kept = np.where(mask, by_row(values), 0.0)
+    before = np.cumsum(kept, axis=-1) - kept  # in the row
+    of_answer = sequence_sums(kept, mask, starts)
+    return (of_answer - before + np.take_along_axis(before, starts, axis=-1)).reshape(values.shape)
+
+
+def _whiten(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Values of loss tokens [M, R, N] each, 0 elsewhere."""
+    masks = [batch.loss_mask for batch in batches]
+    trained = np.hstack([_NOTHING, *(v[mask] for v, mask in zip(values, masks, strict=True))])
+    whitened, found = whiten(trained, np.ones(len(trained))), [np.zeros(mask.shape) for mask in masks]
+    first = 0
+    for array, mask in zip(found, masks, strict=True):
+        array[mask] = whitened[first : first + mask.sum()]
+        first += mask.sum()
+    return found

@@ -1,13 +1,15 @@
 """The seam between an update and what it optimizes: a learner calls an Objective, and knows none of its names.
 
 An own objective (loss.objective='FILE.py:FUNCTION', docs/own_objective.md) is a class of this kind; those of this
-project are policy_objective.py and likelihood.py. Shapes are those of learning/__init__.py; n answers of an update.
+project are in objectives.py, distillation.py and preference.py. Shapes are those of learning/__init__.py; n answers of
+an update.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -16,9 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.errors import UserError
-from areal_jax.learning.objective.held_out import held_out_likelihood
-from areal_jax.learning.objective.sums import masked_sum, sequence_sums
+from areal_jax.learning.objective.ratios import masked_sum, sequence_sums
+from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.types import PackedBatch, TrajectoryGroup
+
+
+def held_out_likelihood(logprobs: np.ndarray) -> dict[str, float]:
+    """{'nll': nats per token, 'tokens': their number} from log-probs float32 [tokens].
+
+    Raises NonFiniteError if the likelihood is NaN or infinite.
+    """
+    nll = -float(logprobs.mean(dtype=np.float64))
+    if not math.isfinite(nll):
+        raise NonFiniteError(
+            f'the held-out likelihood is {nll} nats a token: lower optimizer.learning_rate, or use '
+            "learner.dtype='float32'"
+        )
+    return {'nll': nll, 'tokens': float(logprobs.size)}
+
 
 Metrics = dict[str, jax.Array]  # sums `*_sum`, `*_count`, and maxima `*_max`
 
@@ -56,7 +73,7 @@ class LossTokens:
     loss_mask: jax.Array  # bool; values elsewhere mean nothing
     policy_versions: jax.Array  # int
     sequence_starts: jax.Array  # int, the place in the row of the first loss token of the same answer
-    token_weights: jax.Array  # of each token in the mean, see aggregation.py
+    token_weights: jax.Array  # of each token in the mean, see counting.py
     denominator: jax.Array  # scalar, of the minibatch
     version: jax.Array  # int scalar, of the weights before the update
     known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
@@ -107,7 +124,7 @@ class Objective(abc.ABC):
 
     reads: frozenset[str] = frozenset()  # of INPUTS
     prepares: tuple[str, ...] = ()  # arrays of `prepare`, float32 [M, R, N]
-    aggregation: str = 'token_mean'  # see aggregation.py
+    aggregation: str = 'token_mean'  # see counting.py
     length_constant: int = 1  # of aggregation 'constant'
     entropy_clamp: float = 0.0  # share of the vocabulary, its least likely tokens, that CLAMPED_ENTROPY leaves out
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config.declarations import require_allowed
+from areal_jax.learning.objective.counting import find_starts
 from areal_jax.learning.objective.objective import POLICY, REFERENCE, VALUES, LossTokens, Metrics, Objective
-from areal_jax.learning.objective.sums import Array, find_starts, masked_sum, sequence_sums
+from areal_jax.learning.objective.ratios import Array, masked_sum, sequence_sums
 from areal_jax.learning.weights.finiteness import NonFiniteError
 from areal_jax.types import PackedBatch, TrajectoryGroup
 

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.ratios import namespace
-from areal_jax.learning.objective.sums import Array, fixed
+from areal_jax.learning.objective.ratios import Array, fixed, namespace
 
 
 class SurrogateInputs(NamedTuple):
@@ -26,7 +25,7 @@ class SurrogateInputs(NamedTuple):
     log_ratio: Array  # not bounded, differentiable
     policy: Array  # log π_θ, differentiable
     advantages: Array
-    prepared: Mapping[str, Array]  # see policy_objective.prepare
+    prepared: Mapping[str, Array]  # see PolicyObjective.prepare
 
 
 class Surrogate(NamedTuple):

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -19,6 +21,34 @@ from areal_jax.models.weights import merge_adapters, unstack_layers
 from areal_jax.sharding.placement import Region, place_regions, view_shards
 from areal_jax.sharding.rules import path_name
 from areal_jax.types import Tree
+
+
+class HostCopies:
+    """Copies float32 arrays of one CPU device.
+
+    As much memory is kept as copies were alive at once. Not for several threads.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = collections.defaultdict(list)  # float32, by their number of elements
+
+    def copy(self, tree: Tree) -> Tree:
+        """The same tree of numpy arrays, whose memory is used again when nothing refers to any part of it."""
+        return jax.tree.map(self._copy_leaf, tree)
+
+    def _copy_leaf(self, leaf: jax.Array) -> np.ndarray:
+        free = self._free[leaf.size]
+        memory = free.pop() if free else np.empty(leaf.size, np.float32)
+        # the base is no array: a view of the copy then refers to the copy, which keeps the memory from being used again
+        copied = np.frombuffer(memory.data, np.float32)
+        weakref.finalize(copied, free.append, memory).atexit = False
+        copied[:] = np.asarray(leaf).reshape(-1)  # a view, which is gone when the next update asks for the buffer
+        return copied.reshape(leaf.shape)
+
+
+# Weights and optimizer state in interchange form, one leaf per layer, and back to the learner's own form.
+#
+# `export_weights` is for publication, `take_snapshot` for saving, `match_snapshot` and `read_snapshot` for restoring.
 
 
 def export_weights(decoder: Decoder, dtype: str, params: Tree, frozen: Tree) -> Tree:

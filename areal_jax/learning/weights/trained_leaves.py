@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from areal_jax.errors import UserError
+from areal_jax.models.weights import is_adapter
+from areal_jax.sharding.rules import WeightAxes
 from areal_jax.types import Tree
 
 Params = Mapping[str, Tree]  # a nested dict of weights
-CRITIC = 'critic'  # root of the critic's weights beside those of the policy, see learning/critic.py
+CRITIC = 'critic'  # root of the critic's weights beside those of the policy, see learning/weights/trained_leaves.py
 Trainable = Callable[[str], bool]  # of a leaf's path, 'layers/0/attention/query/weight'
 
 
@@ -49,3 +54,61 @@ def cast(tree: Tree, dtype: str) -> Tree:
     if isinstance(tree, Mapping):
         return {name: cast(value, dtype) for name, value in tree.items()}
     return tree if tree.dtype == jnp.dtype(dtype) else tree.astype(jnp.dtype(dtype))
+
+
+# The critic: values of the states of loss tokens, by a head on the policy's trunk or on a model of its own.
+#
+# Its weights are trained leaves of the learner, under CRITIC beside those of the policy: they are cut over the mesh,
+# checkpointed and restored like them. Engines never get them, and they have an optimizer of their own.
+
+
+VALUE_HEAD = 'value_head'  # {'weight': [d], 'bias': []}, below CRITIC
+
+
+class CriticError(UserError):
+    """Weights of a critic that are missing or do not fit; the message names where they belong, and the fix."""
+
+
+def make_value_head(width: int) -> dict[str, np.ndarray]:
+    """A head of a model of that width that gives every state the value 0."""
+    return {'weight': np.zeros(width, np.float32), 'bias': np.zeros((), np.float32)}
+
+
+def score_states(head: Mapping[str, Tree], states: jax.Array) -> jax.Array:
+    """float32 [...]: w·h + b of hidden states [..., d]."""
+    product = jnp.einsum('...d,d->...', states, head['weight'], preferred_element_type=jnp.float32)
+    return product + head['bias'].astype(jnp.float32)
+
+
+def scale_gradient(x: jax.Array, factor: float) -> jax.Array:
+    """The same values; a gradient that flows back through them is multiplied by `factor`."""
+    if factor == 1.0:
+        return x
+    fixed = jax.lax.stop_gradient(x)
+    return fixed if factor == 0.0 else fixed + factor * (x - fixed)
+
+
+def choose_trained(*, adapters: bool) -> Trainable:
+    """Which leaves are trained: of the policy all or its adapters, of a critic all but a head over the vocabulary."""
+
+    def trains(path: str) -> bool:
+        if path.startswith(f'{CRITIC}/'):
+            return path != f'{CRITIC}/head'
+        return not adapters or is_adapter(path)
+
+    return trains
+
+
+def critic_axes(axes: WeightAxes) -> WeightAxes:
+    """The logical axes of a critic's weights, below CRITIC, from those of the policy's."""
+    head = {f'{VALUE_HEAD}/weight': ('value',), f'{VALUE_HEAD}/bias': ()}
+    return WeightAxes({**axes.by_path, **head}, axes.units)
+
+
+def require_critic(saved: Mapping[str, Tree]) -> None:
+    """Raises CriticError for the weights of a checkpoint that has none."""
+    if CRITIC not in saved:
+        raise CriticError(
+            'the checkpoint holds no critic, whose values the objective reads: resume with the loss.objective that '
+            "wrote it, or begin a run from it with model.source='run'"
+        )

@@ -19,9 +19,14 @@ from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.brakes import effective_sample_size
 from areal_jax.learning.objective.advantages import SAMPLE_FLOOR, STD_FLOOR, WHITEN_FLOOR
 from areal_jax.learning.objective.objective import LossTokens
-from areal_jax.learning.objective.policy_loss import policy_loss, prepared_names
-from areal_jax.learning.objective.proximal import KINDS, proximal_logprobs, recomputed_logprobs
-from areal_jax.learning.objective.sums import masked_sum
+from areal_jax.learning.objective.policy_loss import (
+    KINDS,
+    policy_loss,
+    prepared_names,
+    proximal_logprobs,
+    recomputed_logprobs,
+)
+from areal_jax.learning.objective.ratios import masked_sum
 from areal_jax.learning.optimizer.optimizer import BRAKES
 from areal_jax.models.decoder import Attend
 from areal_jax.models.logprobs import TokenFunction, token_collisions, token_logprobs
@@ -328,7 +333,7 @@ def _brake(setting: Setting, rate: jax.Array, size: jax.Array, lag: jax.Array) -
 def _loss(
     setting: Setting, constants: Constants, params: Tree, rows: Rows, scalars: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-    """(loss of the minibatch, (sums, log-probs [E, N])), as train_step.Programs has it."""
+    """(loss of the minibatch, (sums, log-probs [E, N])), as programs.Programs has it."""
     policy_logprobs, entropy = answer_logprobs(setting, params, rows['prompts'], rows['answers'], constants.temperature)
     choices, mask = arm_choices(setting, constants), rows['loss_mask']
     fixed = jax.lax.stop_gradient(policy_logprobs)
@@ -372,7 +377,7 @@ def _proximal(constants: Constants, tokens: LossTokens, rows: Rows, first: jax.A
 
 
 def _prepare(choices: PolicyChoices, name: str, policy: jax.Array, rows: Rows) -> jax.Array:
-    """The gate of learning/objective/prepared.py, [E, N]: a minibatch is one program here, and needs no pass before."""
+    """The gate of objective/policy_loss.py, [E, N]: a minibatch is one program here, and needs no pass before."""
     mask = rows['loss_mask']
     if choices.gate == 'second_moment':
         squares = jnp.where(mask, (policy - rows['behavior_logprobs']) ** 2, jnp.inf)

@@ -15,7 +15,7 @@ from areal_jax.app.parts.part_settings import build_choices, build_learner_setti
 from areal_jax.config import TrackedConfig
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.brakes import BrakeSettings
-from areal_jax.learning.objective.proximal import KINDS
+from areal_jax.learning.objective.policy_loss import KINDS
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.models.decoder import Decoder
 from areal_jax.rollout.decode.decode_rows import Array
@@ -149,6 +149,6 @@ def _numbers(choices: PolicyChoices) -> dict[str, Array]:
 
 
 def _denominator_factor(choices: PolicyChoices, answer_tokens: int) -> float:
-    """The denominator of answers of equal lengths, divided by their tokens; see learning/objective/aggregation.py."""
+    """The denominator of answers of equal lengths, divided by their tokens; see learning/objective/counting.py."""
     factors = {'sequence_sum': 1 / answer_tokens, 'constant': choices.length_constant / answer_tokens}
     return factors.get(choices.aggregation, 1.0)

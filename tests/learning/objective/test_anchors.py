@@ -9,13 +9,10 @@ import pytest
 
 from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.advantages import make_estimator, whiten
-from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.metrics import merge_metrics
-from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
-from areal_jax.learning.objective.prepared import keep_second_moment
-from areal_jax.learning.objective.proximal import loglinear_logprobs
-from areal_jax.learning.objective.rewards import overlong_share, shape_rewards
+from areal_jax.learning.diagnostics.measurement import merge_metrics
+from areal_jax.learning.objective.advantages import make_estimator, overlong_share, shape_rewards, whiten
+from areal_jax.learning.objective.counting import token_weights
+from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, keep_second_moment, loglinear_logprobs
 from tests.learning.examples import group
 from tests.learning.objective.anchor_set import BEHAVIOR, POLICY, PROXIMAL, RATIO, gradient, per_token
 from tests.learning.objective.combinations import batch_of, draw_case

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.corrections import behavior_weight
+from areal_jax.learning.objective.policy_loss import behavior_weight
 from tests.learning.objective.tokens import loss_of
 
 # a bandit of three arms: the first pays 1, the baseline is 1/2

@@ -16,13 +16,11 @@ import pytest
 
 from areal_jax.config.objectives import OBJECTIVES, is_policy, resolve
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.counting import find_starts, token_weights
 from areal_jax.learning.objective.distillation import SampledDistillation
 from areal_jax.learning.objective.objective import PROXIMAL, REFERENCE, TEACHER
-from areal_jax.learning.objective.penalties import kl_penalty
-from areal_jax.learning.objective.policy_objective import PolicyObjective
-from areal_jax.learning.objective.prepared import keep_second_moment
-from areal_jax.learning.objective.sums import find_starts
+from areal_jax.learning.objective.objectives import PolicyObjective
+from areal_jax.learning.objective.policy_loss import keep_second_moment, kl_penalty
 from areal_jax.learning.packing.packing import empty_batch
 from tests.learning.objective.tokens import loss_of, make_tokens
 

@@ -11,12 +11,11 @@ import pytest
 
 from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.objective.metrics import merge_metrics
+from areal_jax.learning.diagnostics.measurement import merge_metrics
+from areal_jax.learning.objective.counting import token_weights
 from areal_jax.learning.objective.objective import REFERENCE
-from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, prepared_names
-from areal_jax.learning.objective.policy_objective import PolicyObjective
-from areal_jax.learning.objective.prepared import keep_second_moment
+from areal_jax.learning.objective.objectives import PolicyObjective
+from areal_jax.learning.objective.policy_loss import finalize_policy_metrics, keep_second_moment, prepared_names
 from tests.learning.examples import group
 from tests.learning.objective.anchor_set import ADVANTAGES, BEHAVIOR, POLICY, PROXIMAL, gradient, per_token
 from tests.learning.objective.combinations import batch_of, draw_case

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.objective.aggregation import token_weights
+from areal_jax.learning.objective.counting import token_weights
 from areal_jax.learning.objective.objective import (
     CLAMPED_ENTROPY,
     END_VALUES,
@@ -19,7 +19,7 @@ from areal_jax.learning.objective.objective import (
     VALUES,
     LossTokens,
 )
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.packing.packing import empty_batch
 from tests.learning.examples import group
 from tests.learning.objective.anchor_set import BEHAVIOR, POLICY, PROXIMAL

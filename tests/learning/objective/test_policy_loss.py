@@ -1,14 +1,26 @@
+"""The policy loss and its parts: proximal log-probs, corrections, penalties, the loss of a critic, by hand."""
+
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.metrics import merge_metrics
-from areal_jax.learning.objective.penalties import kl_penalty
-from areal_jax.learning.objective.policy_loss import finalize_policy_metrics
-from areal_jax.learning.objective.sums import masked_sum
+from areal_jax.learning.diagnostics.measurement import merge_metrics
+from areal_jax.learning.objective.objective import RETURNS, VALUES
+from areal_jax.learning.objective.policy_loss import (
+    finalize_critic_metrics,
+    finalize_policy_metrics,
+    kl_penalty,
+    loglinear_logprobs,
+    proximal_logprobs,
+    recomputed_logprobs,
+    value_loss,
+)
+from areal_jax.learning.objective.ratios import masked_sum
 from tests.learning.objective.tokens import loss_of, make_tokens
 
 
@@ -334,3 +346,104 @@ def test_gradient_agrees_with_finite_differences():
 def test_no_microbatch_no_metrics():
     assert merge_metrics([]) == {}
     assert finalize_policy_metrics({}) == {}
+
+
+_PROXIMAL_POLICY = jnp.array([-2.0, -2.0, -2.0, -2.0])
+_PROXIMAL_BEHAVIOR = jnp.array([-1.0, -1.0, -1.0, -1.0])
+_VERSIONS = jnp.array([7, 6, 5, 3])
+_RECOMPUTED = jnp.array([-5.0, -5.0, -5.0, -5.0])
+
+
+def _proximal(kind: str, first: bool) -> jax.Array:
+    return _centre(kind, _PROXIMAL_POLICY, first)
+
+
+def _centre(kind, policy, first):
+    known = recomputed_logprobs(policy, _RECOMPUTED, jnp.bool_(first))
+    return proximal_logprobs(kind, policy, _PROXIMAL_BEHAVIOR, _VERSIONS, jnp.int32(7), known)
+
+
+def test_loglinear_from_behavior_towards_policy():
+    # weights before the update are version 7: e = 0 1 2 4, alpha = 0 1/2 2/3 4/5, log prox = -1 - alpha
+    np.testing.assert_allclose(_proximal('loglinear', True), [-1.0, -1.5, -5 / 3, -1.8], rtol=1e-6)
+
+
+def test_loglinear_of_a_current_token_is_the_behavior_policy_exactly():
+    behavior = jnp.array([-0.1234567])
+    np.testing.assert_array_equal(
+        loglinear_logprobs(jnp.array([-9.0]), behavior, jnp.array([4]), jnp.int32(4)), behavior
+    )
+
+
+def test_loglinear_of_a_very_old_token_is_the_policy():
+    value = loglinear_logprobs(_PROXIMAL_POLICY[:1], _PROXIMAL_BEHAVIOR[:1], jnp.array([0]), jnp.int32(10**6))
+    np.testing.assert_allclose(value, _PROXIMAL_POLICY[:1], rtol=1e-5)
+
+
+def test_recompute_takes_the_pass_that_sees_the_weights_before_the_update():
+    np.testing.assert_array_equal(_proximal('recompute', True), _PROXIMAL_POLICY)
+    np.testing.assert_array_equal(_proximal('recompute', False), _RECOMPUTED)
+
+
+def test_behavior_is_plain_ppo():
+    np.testing.assert_array_equal(_proximal('behavior', True), _PROXIMAL_BEHAVIOR)
+
+
+@pytest.mark.parametrize('kind', ['recompute', 'loglinear', 'behavior'])
+def test_no_gradient_flows_through_the_centre(kind):
+    gradient = jax.grad(lambda p: _centre(kind, p, True).sum())(_PROXIMAL_POLICY)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_unknown_kind_is_named():
+    with pytest.raises(ValueError, match=r"loss.proximal='ema' is unknown; use one of recompute, loglinear, behavior"):
+        _proximal('ema', True)
+
+
+def value_loss_of(values, before, returns, mask=None, clip=0.5):
+    values = jnp.asarray(values, jnp.float32)
+    mask = jnp.ones(values.shape, bool) if mask is None else jnp.asarray(mask, bool)
+    known = {VALUES: jnp.asarray(before, jnp.float32), RETURNS: jnp.asarray(returns, jnp.float32)}
+    zeros = jnp.zeros(values.shape)
+    tokens = make_tokens(zeros, zeros, zeros, mask, mask.sum(), token_weights=jnp.ones(values.shape), known=known)
+
+    def loss(values):
+        return value_loss(dataclasses.replace(tokens, values=values), clip)
+
+    return loss(values), jax.grad(lambda v: loss(v)[0])(values)
+
+
+@pytest.mark.parametrize(
+    ('value', 'before', 'returned', 'loss', 'gradient'),
+    [
+        (1.2, 0.5, 1.0, 0.02, 0.2),  # at the edge 1.0 the error is 0: the larger one counts
+        (1.2, 0.5, 2.0, 0.5, 0.0),  # beyond the edge, towards the return
+        (1.0, 0.5, 2.0, 0.5, -1.0),  # on the edge it is not clipped
+        (0.4, 0.5, 2.0, 1.28, -1.6),
+        (-0.2, 0.5, 2.0, 2.42, -2.2),  # away from the return
+    ],
+)
+def test_a_value_beyond_the_edge_is_trained_where_its_error_is_the_larger_one(value, before, returned, loss, gradient):
+    (found, _), slope = value_loss_of([value], [before], [returned])
+    np.testing.assert_allclose([found, slope[0]], [loss, gradient], rtol=1e-5)
+    if before != value:
+        (plain, _), slope = value_loss_of([value], [before], [returned], clip=0)
+        np.testing.assert_allclose([plain, slope[0]], [(value - returned) ** 2 / 2, value - returned], rtol=1e-5)
+
+
+def test_masked_tokens_do_not_count_whatever_they_hold():
+    (found, metrics), slope = value_loss_of([1.0, np.nan], [0.9, np.inf], [0.0, np.nan], mask=[True, False])
+    np.testing.assert_allclose([found, *slope], [0.5, 1.0, 0.0], rtol=1e-6)
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_explained_variance_is_1_for_exact_values_and_0_for_their_mean():
+    def explained(before, returns):
+        (_, metrics), _ = value_loss_of(before, before, returns)
+        return finalize_critic_metrics({'token_count': len(returns), **{k: float(v) for k, v in metrics.items()}})
+
+    assert explained([1.0, 2.0], [1.0, 2.0])['critic/explained_variance'] == 1.0
+    assert abs(explained([1.5, 1.5], [1.0, 2.0])['critic/explained_variance']) < 1e-6
+    assert explained([0.0, 3.0], [1.0, 2.0])['critic/explained_variance'] < 0
+    assert 'critic/explained_variance' not in explained([0.3, 0.3], [1.0, 1.0])
+    assert finalize_critic_metrics({'token_count': 3.0}) == {}

@@ -10,11 +10,11 @@ import pytest
 
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.objective.objective import REFERENCE, VALUES
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.packing.packing import pack
 from areal_jax.types import NOT_GENERATED, TrajectoryGroup
 from tests.learning.examples import fork_rows, random_groups
-from tests.learning.objective.test_packed_advantages import learner_of
+from tests.learning.objective.test_advantages import learner_of
 
 _OLDEST = 1  # tokens of version 0 are too old to train
 MASKS = {'all': {}, 'truncated': {'masks_truncated': True}, 'old': {'oldest_version': _OLDEST}}

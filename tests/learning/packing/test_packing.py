@@ -7,12 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.learning.objective.aggregation import token_weights
-from areal_jax.learning.packing.balance import CostCoefficients
-from areal_jax.learning.packing.buckets import RowShape, smaller_rows, tail_bucket, tail_buckets, trim
-from areal_jax.learning.packing.examples import next_token_form
-from areal_jax.learning.packing.packing import FILLS, count_tokens, empty_batch, pack, split_minibatches
-from areal_jax.learning.packing.rows import BatchError
+from areal_jax.learning.objective.counting import token_weights
+from areal_jax.learning.packing.packing import (
+    FILLS,
+    count_tokens,
+    empty_batch,
+    next_token_form,
+    pack,
+    split_minibatches,
+)
+from areal_jax.learning.packing.rows import (
+    BatchError,
+    CostCoefficients,
+    RowShape,
+    smaller_rows,
+    tail_bucket,
+    tail_buckets,
+    trim,
+)
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 from tests.learning.examples import fork_rows, group, random_groups, segment, trajectory
 

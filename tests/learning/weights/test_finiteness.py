@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.held_out import held_out_likelihood
+from areal_jax.learning.objective.objective import held_out_likelihood
 from areal_jax.learning.weights.finiteness import NonFiniteError, require_finite
 from areal_jax.models.weights import TARGETS, Lora
 from areal_jax.sharding.rules import make_mesh

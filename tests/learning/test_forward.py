@@ -12,7 +12,7 @@ from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.errors import UserError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.objective import CLAMPED_ENTROPY, REVERSE_KL, STATISTICS
-from areal_jax.learning.objective.policy_objective import PolicyObjective
+from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh
 from tests.learning.examples import learner_settings

@@ -1,4 +1,4 @@
-"""What a minibatch is divided by where equal rewards leave groups out, or answers at their limit are masked."""
+"""What an update counts: weights and denominators, and the mass that a cut softmax keeps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.learning.objective.aggregation import denominator_scale, token_weights
+from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, kept_mass_metrics, token_weights
 from areal_jax.learning.packing.packing import pack
-from areal_jax.learning.update_price import UpdatePrice
 from areal_jax.types import TrajectoryGroup
 from tests.learning.examples import group, random_groups, segment, trajectory
-from tests.learning.test_learner import PARAMS, make_learner
+from tests.learning.test_learner import PARAMS, make_learner, make_weights
 
 AGGREGATIONS = ('token_mean', 'sequence_mean', 'sequence_sum', 'constant', 'prompt_mean', 'token_sum')
 _KEPT = group([1, 2], [[3], [4, 5, 6]], [0.0, 1.0])
@@ -134,3 +134,56 @@ def test_masked_answers_are_not_read_and_count_in_no_denominator():
         assert denominator_scale(read(cut), read(cut[:2]), aggregation) == denominator_scale(
             gone, gone[:2], aggregation
         )
+
+
+def _cut_segment(tokens, version, mass):
+    """A segment whose tokens were drawn from the part of the softmax with these masses."""
+    whole = segment(tokens, version)
+    cut = whole.behavior_logprobs - np.log(mass).astype(np.float32)
+    return dataclasses.replace(whole, columns={'sampling_logprobs': cut})
+
+
+_MIXED = TrajectoryGroup(
+    0,
+    (
+        trajectory([1], [_cut_segment([2, 3], 4, [0.9, 0.8]), segment([5], -1)], reward=0.0),
+        trajectory([1], [_cut_segment([4], 2, [0.3]), _cut_segment([4], 5, [0.7])], reward=1.0, sample=1),
+    ),
+)
+
+
+def test_kept_mass_by_hand():
+    metrics = kept_mass_metrics([_MIXED], None)
+    np.testing.assert_allclose(metrics['sampling/kept_mass_mean'], (0.9 + 0.8 + 0.3 + 0.7) / 4, rtol=1e-6)
+    np.testing.assert_allclose(metrics['sampling/kept_mass_min'], 0.3, rtol=1e-6)
+    young = kept_mass_metrics([_MIXED], 3)  # the token with .3 is of version 2: not trained
+    np.testing.assert_allclose(young['sampling/kept_mass_mean'], (0.9 + 0.8 + 0.7) / 3, rtol=1e-6)
+    assert kept_mass_metrics([group([1], [[2], [3]])], None) == {}
+    assert kept_mass_metrics([], None) == {}
+    assert kept_mass_metrics([_MIXED], 9) == {}  # nothing is trained
+
+
+def test_a_cut_is_refused_by_default_and_changes_nothing():
+    learner = make_learner()
+    before = make_weights(learner)
+    expected = r"loss\.truncated_sampling='refuse', but engine/0 drew draw 0, sample 0 .* rollout\.top_k=0"
+    with pytest.raises(ConfigError, match=expected):
+        learner.update([_MIXED], version=5)
+    np.testing.assert_array_equal(make_weights(learner)['embedding'], before['embedding'])
+
+
+def test_the_full_softmax_is_what_is_trained_and_compared():
+    # the same behavior log-probs with and without a cut beside them: the same update, bit for bit
+    whole = dataclasses.replace(
+        _MIXED,
+        trajectories=tuple(
+            dataclasses.replace(t, segments=tuple(dataclasses.replace(s, columns={}) for s in t.segments))
+            for t in _MIXED.trajectories
+        ),
+    )
+    one, other = make_learner(truncated_sampling='full_softmax'), make_learner()
+    metrics, expected = one.update([_MIXED], version=5), other.update([whole], version=5)
+    np.testing.assert_allclose(metrics['sampling/kept_mass_mean'], 0.675, rtol=1e-6)
+    kept = {'sampling/kept_mass_mean', 'sampling/kept_mass_min'}
+    assert {name: value for name, value in metrics.items() if name not in kept} == expected
+    np.testing.assert_array_equal(make_weights(one)['embedding'], make_weights(other)['embedding'])
