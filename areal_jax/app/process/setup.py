@@ -23,7 +23,6 @@ from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.sandbox_fields import HUMAN_EVAL, NAME
-from areal_jax.distributed.handshake import load_key
 from areal_jax.errors import UserError
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment
@@ -216,7 +215,11 @@ def find_key(workdir: pathlib.Path | None = None) -> str:
     """
     if given := os.environ.get(API_KEY, ''):
         return given
-    return '' if workdir is None else load_key(workdir.absolute() / _FILE).hex()
+    if workdir is None:
+        return ''
+    from areal_jax.distributed.handshake import load_key  # here: it imports numpy, which --help does not need
+
+    return load_key(workdir.absolute() / _FILE).hex()
 
 
 def require_key(listener: socket.socket, api_key: str, *, is_insecure: bool) -> None:

@@ -33,7 +33,6 @@ from areal_jax.errors import UserError, show
 from areal_jax.events.records import check_of
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event
-from areal_jax.learning.objective.advantages import own_advantages
 from areal_jax.plugins import is_own, load_function, source_file
 from areal_jax.report.event_log import parse_events
 from areal_jax.telemetry.facts import EVALUATIONS
@@ -60,6 +59,8 @@ def load_own_code(config: config_dict.ConfigDict) -> Digests:
 
             load_objective(spec, dict(config.loss.options))
         if field == 'loss.advantage':
+            from areal_jax.learning.objective.advantages import own_advantages  # imports jax
+
             example = _example(config)
             own_advantages(example, function, PolicyChoices(advantage=spec))
         if (file := source_file(spec, field)) is not None:
