@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(path: pathlib.Path) -> int:
-    from areal_jax.app.run.recorded_run import read_log
+    from areal_jax.app.workdir.records import read_log
     from areal_jax.report.rules.log_rules import Limits, find_violation
 
     log = read_log(path)

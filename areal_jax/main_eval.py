@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -42,8 +41,8 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax import files
     from areal_jax.app.evaluate.evaluate import evaluate_model
-    from areal_jax.app.evaluate.evaluation_workdir import RESULTS
-    from areal_jax.app.run.last_screen import tell_results
+    from areal_jax.app.run.reports import tell_results
+    from areal_jax.app.workdir.run_directory import RESULTS
     from areal_jax.evaluation.results import render_results
     from areal_jax.native.compiled_library import keep_blocks
 

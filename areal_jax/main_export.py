@@ -33,8 +33,8 @@ def _export(options: argparse.Namespace) -> int:
         print(write_export(options, pathlib.Path(options.out)))
         return ExitCode.FINISHED
 
-    from areal_jax.app.export.push import PushError, open_destination, push_export
-    from areal_jax.app.model.run_config import split_checkpoint
+    from areal_jax.app.export.finished_export import PushError, open_destination, push_export
+    from areal_jax.app.model.text_model import split_checkpoint
 
     destination = open_destination(options.push, private=options.private, revision=options.revision)
     workdir, _ = split_checkpoint(options.workdir)

@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from areal_jax.app.run.recorded_run import pack, read_workdir
     from areal_jax.app.run.replay import require_replayable
+    from areal_jax.app.workdir.records import pack, read_workdir
 
     if options.packed:
         raise UserError(f'--portable={options.portable} packs a workdir: use --workdir instead of --from')
@@ -49,8 +49,8 @@ def _replay(options: argparse.Namespace, out: pathlib.Path) -> int:
 
     set_up_process()
 
-    from areal_jax.app.run.recorded_run import read_packed, read_workdir
     from areal_jax.app.run.replay import replay
+    from areal_jax.app.workdir.records import read_packed, read_workdir
     from areal_jax.files import write_json
     from areal_jax.native.compiled_library import keep_blocks
 

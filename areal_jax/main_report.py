@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rebuild(options: argparse.Namespace) -> int:
-    from areal_jax.app.run.rebuild import rebuild_report
+    from areal_jax.app.run.reports import rebuild_report
     from areal_jax.report.report import FILE, PAGE
 
     workdir, copy = pathlib.Path(options.workdir), pathlib.Path(options.json) if options.json else None
@@ -47,7 +47,7 @@ def _rebuild(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace, out: pathlib.Path) -> int:
-    from areal_jax.app.run.rebuild import read_run
+    from areal_jax.app.run.reports import read_run
     from areal_jax.report.pages.comparison_page import compare, name_runs, render_comparison, render_comparison_page
     from areal_jax.report.pages.web_page import describe_missing_library
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-from areal_jax.app.process.ending import ProcessEnd, code_of_stopped_server, end_command, judge_training
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, code_of_stopped_server, end_command
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from areal_jax.app.command_line import CommandLine
     from areal_jax.app.roles.roles import RoleProcess
+    from areal_jax.config.cluster import Role
 
 # Slow imports come after the signal handlers are set and the command line is parsed. A controller never imports jax.
 
@@ -28,74 +28,70 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.command_line import parse_train_command
     from areal_jax.app.process.setup import set_up_process, silence_libraries
-    from areal_jax.app.roles.roles import require_role, require_roles
+    from areal_jax.app.roles.roles import require_role
     from areal_jax.registry.entries import require_usable
 
     silence_libraries()
     values = _define_flags()
     command = parse_train_command(argv, values)
     process = _parse_process(values)
-    require_roles(command.config)
-    require_role(command.config, process.role, process.index, values.count)
+    require_role(command.config, process, values.count)
     require_usable(process.workdir)
+    set_up_process()
+    return ROLES[process.role](command, process, interrupts)
 
+
+def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    from areal_jax.app.roles.controller_role import control
+
+    return control(command, process, interrupts)
+
+
+def _learn(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    from areal_jax.app.roles.learner_role import serve_learner
+
+    serve_learner(command.config, process)
+    return ExitCode.FINISHED
+
+
+def _generate(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
     from areal_jax.config.kinds import SERVER, find_server, resolve
 
-    set_up_process()
-    if process.role == 'controller':
-        return _control(command, process, interrupts)
-    if process.role == 'learner':
-        from areal_jax.app.roles.learner_role import serve_learner
-
-        serve_learner(command.config, process)
-        return ExitCode.FINISHED
-    if process.role == 'exporter':
-        os.environ['JAX_PLATFORMS'] = 'cpu'  # devices belong to other roles
-
-        from areal_jax.app.roles.exporter_role import serve_exports
-
-        has_finished = serve_exports(command.config, process, interrupts)
-        return ExitCode.FINISHED if has_finished else code_of_stopped_server()
     launch = find_server(command.config.rollout.server).launch
     assert launch is not None  # require_role
     code: int = resolve(launch.serve, SERVER)(command.config, process, interrupts)
     return code
 
 
-def _control(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
-    from areal_jax.app.run.remote_site import build_controller_run
-    from areal_jax.app.workdir.run_directory import holds_run
+def _export(command: CommandLine, process: RoleProcess, interrupts: Interrupts) -> int:
+    os.environ['JAX_PLATFORMS'] = 'cpu'  # devices belong to other roles
 
-    run = build_controller_run(
-        command.config,
-        process,
-        resume=holds_run(process.workdir),
-        source=command.source,
-        overrides=command.overrides,
-        interrupts=interrupts,
-    )
-    report = run.train()
-    if report is None:
-        print(f'stopped; the same roles go on from {process.workdir}/checkpoints', flush=True)
-        return ExitCode.STOPPED
-    print(f'report: {process.workdir}/report.html', flush=True)
-    return judge_training(report)
+    from areal_jax.app.roles.exporter_role import serve_exports
+
+    has_finished = serve_exports(command.config, process, interrupts)
+    return ExitCode.FINISHED if has_finished else code_of_stopped_server()
+
+
+ROLES: Mapping[Role, Callable[[CommandLine, RoleProcess, Interrupts], int]] = {
+    'controller': _control,
+    'learner': _learn,
+    'engine': _generate,
+    'exporter': _export,
+}
 
 
 def _parse_process(values: flags.FlagValues) -> RoleProcess:
     from areal_jax.app.roles.roles import RoleProcess, parse_index
     from areal_jax.config.addresses import ALL_ADDRESSES
-    from areal_jax.config.cluster import Role
     from areal_jax.errors import suggest
 
-    roles = get_args(Role)
-    if values.role not in roles:
-        near = suggest(values.role or '', list(roles))
-        raise UserError(f'--role={values.role or ""} is none of {", ".join(roles)}{near}')
+    if values.role not in ROLES:
+        near = suggest(values.role or '', list(ROLES))
+        raise UserError(f'--role={values.role or ""} is none of {", ".join(ROLES)}{near}')
     if values.role == 'learner' and values.host in ALL_ADDRESSES:
         raise UserError(f'--host={values.host}: name the interface at which the other roles reach this learner process')
     index = 0 if values.role in ('controller', 'exporter') and values.index is None else parse_index(values.index)
-    return RoleProcess(cast(Role, values.role), index, pathlib.Path(values.workdir), values.host)
+    return RoleProcess(cast('Role', values.role), index, pathlib.Path(values.workdir), values.host)
 
 
 def _define_flags() -> flags.FlagValues:
@@ -134,7 +130,7 @@ COMMAND = Command(
         Example('its engine', f'areal-role --role=engine --index=0 --workdir=runs/roles {ROLES_OF_TINY}'),
     ),
     fields=FIELDS_OF_ROLES,
-    choices={'role': ('controller', 'learner', 'engine', 'exporter')},
+    choices={'role': tuple(ROLES)},
     exits={**EXITS_OF_TRAINING, ExitCode.STOPPED: 'stopped by a signal or by a lost process: the same role goes on'},
     notes='An executor starts all roles of a run: python -m launch.local, launch.slurm, launch.ray or launch.jobset. A '
     'role goes on from what is in the workdir.',

@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from areal_jax.app.workdir.run_list import list_runs
-    from areal_jax.app.workdir.run_table import ORDERS, as_json, find_differences, render_runs, select_runs
+    from areal_jax.app.workdir.run_list import ORDERS, as_json, find_differences, list_runs, render_runs, select_runs
     from areal_jax.config import default_config, flatten
 
     entries = select_runs(list_runs(pathlib.Path(options.directory)), options.filters)

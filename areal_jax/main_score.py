@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -36,8 +35,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         if not values[name].value:
             raise UserError(f'--{name} is missing: name a file of JSON lines, e.g. --{name}={name}.jsonl')
 
-    from areal_jax.app.score.score_tally import describe_failures, render_summary
-    from areal_jax.app.score.scoring import Scoring
+    from areal_jax.app.score.scoring import Scoring, describe_failures, render_summary
 
     # stdout is for the summary alone where a program reads it
     redirected = contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext()

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode
 
@@ -28,9 +27,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     answer(COMMAND, argv[1:])
 
     from areal_jax.app.command_line import CommandLineError, parse_command, require_workdir
-    from areal_jax.app.parts.api_key import find_key, require_key
-    from areal_jax.app.parts.extras import require_serving
-    from areal_jax.app.process.setup import set_up_process, silence_libraries
+    from areal_jax.app.process.setup import find_key, require_key, require_serving, set_up_process, silence_libraries
     from areal_jax.app.roles.server_front import enter_interpreter, find_front
 
     silence_libraries()

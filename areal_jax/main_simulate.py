@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
 from areal_jax.commands.command import EXITS, Command, Example, answer
 from areal_jax.errors import ExitCode, UserError
 
@@ -31,7 +30,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     command = parse_train_command(argv, values)
 
     from areal_jax.app.process.setup import set_up_process
-    from areal_jax.app.run.last_screen import tell_end
+    from areal_jax.app.run.reports import tell_end
     from areal_jax.app.simulate.simulated_site import build_simulation
 
     set_up_process()

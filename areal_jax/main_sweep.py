@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from areal_jax.app.process.ending import ProcessEnd, end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
@@ -37,9 +36,16 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from areal_jax.app.command_line import defines, parse_command, require_workdir
     from areal_jax.app.process.setup import silence_libraries
-    from areal_jax.app.sweep.arms import read_arms, render_command, select_arms
+    from areal_jax.app.sweep.arms import (
+        measure_arm,
+        note_sweep,
+        read_arms,
+        read_state,
+        render_command,
+        require_same_sweep,
+        select_arms,
+    )
     from areal_jax.app.sweep.runner import Runner
-    from areal_jax.app.sweep.sweep_directory import measure_arm, note_sweep, read_state, require_same_sweep
     from areal_jax.files import DirectoryLock
 
     silence_libraries()
@@ -120,9 +126,7 @@ def _run_all(runs: _Runs, values: flags.FlagValues, workdir: pathlib.Path, inter
 
 def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Results:
     """Writes results.csv, differences.csv, results.md and, where matplotlib is installed, the plots."""
-    from areal_jax.app.sweep.page import FILE, render_page
-    from areal_jax.app.sweep.sweep_results import build_results
-    from areal_jax.app.sweep.tables import write_tables
+    from areal_jax.app.sweep.sweep_results import FILE, build_results, render_page, write_tables
     from areal_jax.files import write_text
 
     results = build_results(source, arms)
@@ -131,7 +135,7 @@ def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Re
     if importlib.util.find_spec('matplotlib') is None:
         print(f'no plots: {describe_install("plots")}', file=sys.stderr)
     else:
-        from areal_jax.app.sweep.plots import write_plots
+        from areal_jax.app.sweep.sweep_results import write_plots
 
         pictures = write_plots(results, workdir)
     write_text(workdir / FILE, render_page(results, pictures))
@@ -140,7 +144,7 @@ def write_results(source: str, arms: Sequence[Arm], workdir: pathlib.Path) -> Re
 
 def _end(selected: set[str], results: Results, workdir: pathlib.Path, is_stopped: bool) -> int:
     """The exit code, after a line on what there is; raises UserError for arms that failed."""
-    from areal_jax.app.sweep.page import FILE, describe_missing, summarize_sweep
+    from areal_jax.app.sweep.sweep_results import FILE, describe_missing, summarize_sweep
 
     print('\n'.join(summarize_sweep(results, workdir)) if sys.stdout.isatty() else workdir / FILE, flush=True)
     if is_stopped:

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_jax.app.process.ending import ProcessEnd, end_command, judge_training
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command, judge_training
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
 from areal_jax.errors import ExitCode
 
@@ -35,14 +34,14 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
         print('starting', flush=True)  # importing jax takes seconds
 
     if values.dry_run:
-        from areal_jax.app.parts.dry_run import describe_run
+        from areal_jax.app.parts.sizes import describe_run
 
         print(describe_run(command.config))
         return ExitCode.FINISHED
 
-    from areal_jax.app.roles.processes import follow_run, join_processes
-    from areal_jax.app.run.last_screen import tell_end
-    from areal_jax.app.training import build_run
+    from areal_jax.app.library import build_run
+    from areal_jax.app.roles.learner_role import follow_run, join_processes
+    from areal_jax.app.run.reports import tell_end
     from areal_jax.native.compiled_library import keep_blocks
 
     follows = join_processes(command.config, values.process_id)

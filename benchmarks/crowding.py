@@ -41,7 +41,7 @@ from typing import Any
 import aiohttp
 
 from areal_jax import files
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from areal_jax.workers.worker_process import worker_environment
 
 FRONTS = ('server', 'gateway')

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from areal_jax.app.workdir.provenance import git_commit
+from areal_jax.app.workdir.environment import git_commit
 from areal_jax.errors import UserError
 from benchmarks.options import Row, make_parser, report, run, show, split_choices
 from benchmarks.ratios import Bar, ratio

@@ -15,9 +15,9 @@ import pathlib
 import tempfile
 from typing import Any
 
-from areal_jax.app.run.recorded_run import read_workdir
+from areal_jax.app.library import build_run
 from areal_jax.app.run.replay import replay
-from areal_jax.app.training import build_run
+from areal_jax.app.workdir.records import read_workdir
 from areal_jax.report.event_log import load_events
 from areal_jax.report.rules.log_rules import Limits, find_violation
 from areal_jax.telemetry.metrics import read_metrics

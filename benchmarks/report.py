@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 
 
 def write_report(numbers: Mapping[str, Any], out: pathlib.Path | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from areal_jax.app.library import LOOP
 from areal_jax.app.run.run import Run
-from areal_jax.app.training import LOOP
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import ArmsProgram
 from areal_jax.telemetry import names

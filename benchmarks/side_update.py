@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from areal_jax.app.roles.version_loader import load_directory
+from areal_jax.app.roles.serve import load_directory
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from absl import flags
 from ml_collections import config_dict
 
-from areal_jax.app.command_line import CommandLine, define_path, require_workdir
-from areal_jax.app.config_file import find_config_file
-from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.command_line import CommandLine, define_path, find_config_file, require_workdir
+from areal_jax.app.process.setup import require_extras
 from areal_jax.app.roles.roles import require_roles
 from areal_jax.config import flatten
 from areal_jax.config.cluster import ENGINES, LEARNER, USE_EQUAL, Role, RoleCount, has_roles, list_roles

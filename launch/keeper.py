@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from areal_jax.app.process.interrupt import SIGNALS, Wakeups
+from areal_jax.app.process.ending import SIGNALS, Wakeups
 from areal_jax.errors import ExitCode
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 

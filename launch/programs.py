@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 
-from areal_jax.app.process.interrupt import SIGNALS
+from areal_jax.app.process.ending import SIGNALS
 from areal_jax.errors import ExitCode
 from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import end_processes, list_descendants, list_marked

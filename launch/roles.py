@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.process.ending import Wakeups
 from areal_jax.app.roles.roles import require_roles
 from areal_jax.config.cluster import list_roles
 from areal_jax.config.kinds import SERVER, find_server, resolve

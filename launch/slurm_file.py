@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import jinja2
 from absl import flags
 
-from areal_jax.app.command_line import CommandLine
-from areal_jax.app.config_file import find_config_file
-from areal_jax.app.sweep.arms import read_arms, select_arms
-from areal_jax.app.sweep.sweep_directory import read_state, require_same_sweep
+from areal_jax.app.command_line import CommandLine, find_config_file
+from areal_jax.app.sweep.arms import read_arms, read_state, require_same_sweep, select_arms
 from areal_jax.errors import UserError
 
 from .cluster_run import STEADY_S, ClusterRun, render_overrides, require_shared

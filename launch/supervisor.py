@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.process.ending import Wakeups
 from areal_jax.errors import ExitCode
 
 from .heartbeats import Heartbeats

@@ -1286,7 +1286,7 @@ MUTATIONS = [
     ),
     Mutation(
         'look at the tokens of a finished answer one by one',
-        'areal_jax.control.groups:RunningGroups._run_episode',
+        'areal_jax.control.episode:Episode.describe_end',
         'lengths = [len(segment.tokens) for segment in segments]',
         'lengths = [sum(1 for _ in segment.tokens) for segment in segments]',
         'tests/control/test_work_per_token.py',
@@ -1314,7 +1314,7 @@ MUTATIONS = [
     ),
     Mutation(
         'call a killed run finished',
-        'areal_jax.app.run.rebuild:unfinished_facts',
+        'areal_jax.app.run.reports:unfinished_facts',
         'finished=False,',
         'finished=True,',
         'tests/test_main_report.py',
@@ -2074,7 +2074,7 @@ MUTATIONS = [
         'areal_jax.config.structure:with_former',
         '{name: value} | found[section]',
         'found[section]',
-        'tests/app/model/test_given_template.py',
+        'tests/app/model/test_text_model.py',
     ),
     Mutation(
         'ends: a turn that another end closed goes on all the same',
@@ -2253,17 +2253,17 @@ MUTATIONS = [
     ),
     Mutation(
         'other machines control a server that nobody gave a key',
-        'areal_jax.app.parts.api_key:require_key',
+        'areal_jax.app.process.setup:require_key',
         'and not is_loopback(host)',
         'and not host',
-        'tests/app/parts/test_api_key.py',
+        'tests/app/process/test_setup.py',
     ),
     Mutation(
         'engines of a run have no key unless the user sets one',
-        'areal_jax.app.parts.api_key:find_key',
+        'areal_jax.app.process.setup:find_key',
         "'' if workdir is None else load_key(workdir.absolute() / _FILE).hex()",
         "''",
-        'tests/app/parts/test_api_key.py',
+        'tests/app/process/test_setup.py',
     ),
     Mutation(
         'numbers over HTTP have any length',
@@ -2309,7 +2309,7 @@ MUTATIONS = [
     ),
     Mutation(
         'replay: drop no start that was cut off',
-        'areal_jax.app.run.start_records:note_start',
+        'areal_jax.app.workdir.records:note_start',
         "kept = [earlier for earlier in before if earlier['seq'] < seq]",
         'kept = before',
         'tests/app/run/test_replay.py -k noted',
@@ -2484,7 +2484,7 @@ MUTATIONS = [
     ),
     Mutation(
         'leave unfinished arms out of the table',
-        'areal_jax.app.sweep.tables:_group_rows',
+        'areal_jax.app.sweep.sweep_results:_group_rows',
         'for result in group.arms:',
         'for result in group.finished:',
         'tests/app/sweep/test_main_sweep.py',
@@ -2687,10 +2687,10 @@ MUTATIONS = [
     ),
     Mutation(
         'watch no segment of a run',
-        'areal_jax.app.parts.record_channels:build_shm',
+        'areal_jax.app.parts.channels:build_shm',
         'remove_with_owner(path)',
         'pass',
-        'tests/app/parts/test_record_channels.py',
+        'tests/app/parts/test_channels.py',
     ),
     Mutation(
         'read a config that was edited without a look at its types',

@@ -130,7 +130,7 @@ def test_lock_step_warns_of_nothing_that_its_schedule_rules_out(tmp_path: pathli
 
 
 def test_supervised_training_finished_and_killed(tmp_path: pathlib.Path):
-    from areal_jax.app.training import build_run
+    from areal_jax.app.library import build_run
 
     written = build_run(sft_config(), tmp_path).train()
     (tmp_path / 'report.json').unlink()

@@ -12,8 +12,7 @@ import shlex
 import pytest
 
 from areal_jax import main_train
-from areal_jax.app.process.ending import end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, end_command
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEMPLATES = ROOT / 'configs' / 'templates'

@@ -1,7 +1,7 @@
 """areal_jax.train, evaluate and export: what the commands do, for programs and notebooks.
 
 They leave the process as it was: no signal handlers, no settings of malloc, logging or jax, no exit handlers. Each call
-runs in a thread of its own (run_thread.py) and blocks until it has ended.
+runs in a thread of its own (process/ending.py) and blocks until it has ended.
 """
 
 from __future__ import annotations
@@ -10,20 +10,46 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ml_collections import config_dict
 
-from areal_jax.app.command_line import load_config, require_workdir
-from areal_jax.app.config_file import find_config_file
-from areal_jax.app.process.run_thread import CallerInterrupts, call_in_thread
-from areal_jax.app.training import build_run
+from areal_jax.app.command_line import find_config_file, load_config, require_workdir
+from areal_jax.app.parts.compilations import print_warnings
+from areal_jax.app.parts.learner_builder import build_averages
+from areal_jax.app.process.ending import CallerInterrupts, call_in_thread
+from areal_jax.app.run.loop import Loop, build_loop
+from areal_jax.app.run.own_site import OwnSite, require_here
+from areal_jax.app.run.run import Run, RunKind
+from areal_jax.app.run.supervised import SftTraining
 from areal_jax.app.workdir.run_directory import Report
-from areal_jax.config import validate
+from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import require_local
+
+LoopRun: TypeAlias = Run[OwnSite, Loop]
+SftRun: TypeAlias = Run[OwnSite, SftTraining]
+LOOP: RunKind[OwnSite, Loop] = RunKind(require_here, print_warnings, OwnSite, build_loop)
+SFT: RunKind[OwnSite, SftTraining] = RunKind(require_here, print_warnings, OwnSite, SftTraining)
+
+
+def build_run(config: config_dict.ConfigDict, workdir: pathlib.Path, **settings: Any) -> LoopRun | SftRun:
+    """Builds the run that a config describes; `train` runs it, `close` gives it up. Settings and errors as for Run."""
+    if not find_objective(config.loss.objective).generates:
+        return Run(SFT, config, workdir, **settings)
+    if config.distributed.clients > 1 and config.distributed.average_directory and not settings.get('resume'):
+        build_averages(TrackedConfig(config)).require_new()
+    return Run(LOOP, config, workdir, **settings)
+
+
+# areal_jax.train, evaluate and export: what the commands do, for programs and notebooks.
+#
+# They leave the process as it was: no signal handlers, no settings of malloc, logging or jax, no exit handlers. Each
+# call runs in a thread of its own (ending.py) and blocks until it has ended.
+
 
 ConfigSource: TypeAlias = config_dict.ConfigDict | str | os.PathLike[str]
 FilePath: TypeAlias = str | os.PathLike[str]

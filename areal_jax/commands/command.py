@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from areal_jax.app.workdir.provenance import git_commit
+from areal_jax.app.workdir.environment import git_commit
 from areal_jax.errors import ExitCode
 from areal_jax.files import describe_url
 from areal_jax.installation import __version__

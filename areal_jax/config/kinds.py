@@ -189,7 +189,7 @@ FILES = ChannelKind(
 )
 SHM = ChannelKind(
     'shm',
-    'areal_jax.app.parts.record_channels:build_shm',
+    'areal_jax.app.parts.channels:build_shm',
     reaches_processes=True,
     note='shared memory of a host',
     has_deltas=True,
@@ -197,7 +197,7 @@ SHM = ChannelKind(
 )
 STREAM = ChannelKind(
     'stream',
-    'areal_jax.app.parts.record_channels:build_stream',
+    'areal_jax.app.parts.channels:build_stream',
     reaches_processes=True,
     note='sockets',
     has_deltas=True,

@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_jax.control.buffer import BoundedQueue
 from areal_jax.control.disturbances import Disturbances
-from areal_jax.control.episode import CANCELLED, LOST, Episode, RunningGroup, digest_routes
+from areal_jax.control.episode import LOST, Episode, RunningGroup
 from areal_jax.control.episode_description import describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.failures import RequestLostError
@@ -123,19 +123,7 @@ class RunningGroups:
             lost = Verdict(0.0, attempts=0, label=episode.label)
         if self._disturbances and lost is None and episode.finish_reason is not None:
             self._disturbances.disturb_answer(group.prompt.draw, episode)
-        segments = episode.all_segments()
-        versions = [segment.policy_version for segment in segments]
-        lengths = [len(segment.tokens) for segment in segments]
-        rows, forks = [len(row.segments) for row in episode.rows], [row.fork for row in episode.rows[1:]]
-        self._log.write(
-            'finish', None, draw=group.prompt.draw, sample=episode.sample, tokens=sum(lengths),
-            reason=lost.label if lost else episode.label or episode.finish_reason or CANCELLED,
-            versions=versions, lengths=lengths, **({'rows': rows, 'forks': forks} if forks else {}),
-            **({'turns': sum(call.reply is not None for call in episode.calls)} if episode.label else {}),
-            **({'discarded': sorted(map(list, episode.discarded.items()))} if episode.discarded else {}),
-            **({'counts': sorted(map(list, episode.counts.items()))} if episode.counts else {}),
-            **({'routes': digest} if (digest := digest_routes(segments)) else {}),
-        )  # fmt: skip
+        self._log.write('finish', None, draw=group.prompt.draw, **episode.describe_end(lost.label if lost else ''))
         self._unrecorded += 1
         await self._finished.put((group, episode, lost or await self._verify(group, episode)))
 

@@ -64,7 +64,7 @@ def write_report(
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
-        facts: of the run; app/run/rebuild.py finds them in a work directory.
+        facts: of the run; app/run/reports.py finds them in a work directory.
         plots: whether to draw; without it report.md shows no pictures, and report.html is not written.
         events: those of events.jsonl, where they are known.
 

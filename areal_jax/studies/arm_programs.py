@@ -15,8 +15,8 @@ from ml_collections import config_dict
 
 from areal_jax import files
 from areal_jax.app.command_line import parse_train_command
-from areal_jax.app.sweep.arms import TRAINER, Arm
-from areal_jax.app.sweep.sweep_directory import LOG, ArmState, read_end, read_state
+from areal_jax.app.sweep.arms import TRAINER, Arm, ArmState, read_state
+from areal_jax.app.workdir.run_list import LOG, read_end
 from areal_jax.studies.arms import arm as arms_of
 
 LIST = 'arms.json'  # in the directory of a job: {'arms': {name: arguments of main_train}}

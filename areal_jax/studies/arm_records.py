@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from areal_jax import files
-from areal_jax.app.sweep.arms import Arm
+from areal_jax.app.sweep.arms import Arm, ArmState, read_state
 from areal_jax.app.sweep.endpoints import read_record
-from areal_jax.app.sweep.sweep_directory import ArmState, read_state
 from areal_jax.errors import UserError
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.studies.arm_programs import SCORE, Program

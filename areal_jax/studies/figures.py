@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal_jax.app.sweep.plots import DIRECTORY
+from areal_jax.app.sweep.sweep_results import DIRECTORY
 from areal_jax.report.pages.colors import BLUE, PALETTE, order_shades
 from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure
 from areal_jax.studies import page

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from areal_jax.app.sweep.page import render_table
-from areal_jax.app.sweep.paired import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
+from areal_jax.app.sweep.endpoints import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
+from areal_jax.app.sweep.sweep_results import render_table
 from areal_jax.studies.arm_records import Record, Records, by_seed, select
 from areal_jax.studies.plan import Margins, Plan
 from areal_jax.studies.stages import (

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file
-from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.app.sweep.arms import Arm, make_arms
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.app.sweep.arms import Arm, make_arms, note_sweep, read_state, require_same_sweep
 from areal_jax.app.sweep.runner import Runner
-from areal_jax.app.sweep.sweep_directory import note_sweep, read_state, require_same_sweep
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.studies.arm_programs import make_programs

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from areal_jax import files
-from areal_jax.app.model.earlier_run import EarlierRun
-from areal_jax.app.model.model import describe_model
+from areal_jax.app.model.model import EarlierRun, describe_model
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.setup import silence_libraries

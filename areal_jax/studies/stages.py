@@ -7,8 +7,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from areal_jax.app.command_line import CommandLine
-from areal_jax.app.sweep.arms import Arm, make_arms
-from areal_jax.app.sweep.sweep_directory import read_state
+from areal_jax.app.sweep.arms import Arm, make_arms, read_state
 from areal_jax.studies.arm_programs import PROGRAMS, Program, Scoring, make_programs
 from areal_jax.studies.plan import Overrides, Plan
 

@@ -1,6 +1,6 @@
 """What only the running program knows, kept for the report in WORKDIR/facts.json.
 
-Written by app/ when a run finishes, read by report/ and app/run/rebuild.py.
+Written by app/ when a run finishes, read by report/ and app/run/reports.py.
 """
 
 from __future__ import annotations

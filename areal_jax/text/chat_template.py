@@ -42,7 +42,7 @@ class ConversationError(TokenizerError):
 
 @dataclasses.dataclass(frozen=True)
 class GivenTemplate:
-    """A template in place of the one that came with the weights. Producer: app/model/given_template.py."""
+    """A template in place of the one that came with the weights. Producer: app/model/text_model.py."""
 
     source: str  # in jinja2
     place: str  # where it comes from, for errors

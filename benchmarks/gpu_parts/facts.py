@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from areal_jax.app.workdir.provenance import hardware, package_versions
+from areal_jax.app.workdir.environment import hardware, package_versions
 from benchmarks.gpu_parts.cells import Cells, device_memory, measure_time, run_part
 from benchmarks.gpu_parts.shapes import find_peak
 

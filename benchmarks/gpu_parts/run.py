@@ -20,11 +20,10 @@ from typing import Any
 from ml_collections import config_dict
 
 from areal_jax.app.model.model import Model
+from areal_jax.app.parts.compilations import print_warnings
 from areal_jax.app.run.loop import Loop, build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
-from areal_jax.app.run.run import Run, RunKind
-from areal_jax.app.run.run_context import RunContext
-from areal_jax.app.run.start_warnings import print_warnings
+from areal_jax.app.run.run import Run, RunContext, RunKind
 from areal_jax.config import default_config
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig

@@ -28,8 +28,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from areal_jax.app.simulate.plan_search import MOST_SIMULATIONS
-from areal_jax.app.simulate.planning import WINDOW, simulate_plan
+from areal_jax.app.simulate.planning import MOST_SIMULATIONS, WINDOW, simulate_plan
 from areal_jax.config.ranges import ConfigError
 from areal_jax.simulation.planner.advice import find_interval
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, Search, Setting, choose_start, list_plans, worth

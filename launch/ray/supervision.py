@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.process.ending import Wakeups
 from areal_jax.errors import ExitCode, UserError
 
 from ..programs import say

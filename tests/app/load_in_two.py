@@ -20,7 +20,7 @@ import numpy as np
 
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.roles.processes import join_processes
+from areal_jax.app.roles.learner_role import join_processes
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.formats.safetensors_file import StoredTensor

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax import config as schema
-from areal_jax.app.training import LoopRun, build_run
+from areal_jax.app.library import LoopRun, build_run
 from areal_jax.control.event_writer import check_types
 from areal_jax.telemetry.metrics import read_metrics
 

@@ -5,8 +5,14 @@ import pathlib
 import pytest
 from absl import flags
 
-from areal_jax.app.command_line import CommandLineError, defines, load_config, parse_command
-from areal_jax.app.config_file import ConfigFile, find_config_file
+from areal_jax.app.command_line import (
+    CommandLineError,
+    ConfigFile,
+    defines,
+    find_config_file,
+    load_config,
+    parse_command,
+)
 from areal_jax.app.library import load_source
 from areal_jax.app.sweep.arms import make_arms
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.app.export.run_export import replace_export
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_directory import load_hf

@@ -17,7 +17,7 @@ from tests.app.small import SmallRun, small_config
 
 def test_rates_are_tokens_and_operations_by_the_seconds_of_the_update(tmp_path: pathlib.Path, monkeypatch):
     monkeypatch.setitem(devices.PEAKS, 'cpu', Peak(2e9, 1e9, 'made up'))
-    monkeypatch.setattr('areal_jax.app.parts.energy_builder.POWERCAP', tmp_path / 'nothing')
+    monkeypatch.setattr('areal_jax.app.parts.host.POWERCAP', tmp_path / 'nothing')
     run = SmallRun(tmp_path, run__clock='real', run__steps=3, telemetry__energy='auto').train()
     seconds = [i.end - i.start for i in lane_intervals(run.events) if i.work == 'train']
     lines = read_metrics(tmp_path / 'metrics.jsonl')

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.control.event_writer import EventLog
 from areal_jax.errors import describe_disk_trouble
 from areal_jax.telemetry.metrics import MetricsWriter

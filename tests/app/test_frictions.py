@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax import main_check_log, main_replay
 from areal_jax.app.evaluate.evaluate import evaluate_model
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode

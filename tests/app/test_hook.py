@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.run.test_supervised import sft_config

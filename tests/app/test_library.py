@@ -20,14 +20,14 @@ import pytest
 
 import areal_jax
 from areal_jax.app import library
-from areal_jax.app.process.run_thread import CallerInterrupts
+from areal_jax.app.process.ending import CallerInterrupts
 from areal_jax.app.run.own_site import OwnSite
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.tasks.scoring.verifier import InlineVerifier
-from tests.app.process.test_run_thread import interruptible, press_ctrl_c
+from tests.app.process.test_ending import interruptible, press_ctrl_c
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import small_config
 

@@ -16,7 +16,7 @@ import pytest
 
 from areal_jax.app.command_line import load_config
 from areal_jax.app.model.model import describe_model
-from areal_jax.app.roles.version_loader import load_directory
+from areal_jax.app.roles.serve import load_directory
 from areal_jax.config import TrackedConfig
 from areal_jax.publication.files_channel import FilesChannel
 from areal_jax.publication.versions import PublicationError

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts import part_settings as build
-from areal_jax.app.training import build_run
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from areal_jax.app.parts.own_code import FILE
+from areal_jax.app.workdir.records import OWN_CODE as FILE
 from tests.app.parts.test_server_builder import OWN, check_whole, finish, launch
 from tests.app.small import SmallRun, equal
 

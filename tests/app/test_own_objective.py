@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.errors import UserError
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE, read_metrics

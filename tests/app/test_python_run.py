@@ -9,7 +9,7 @@ import pytest
 from areal_jax import main_replay
 from areal_jax.agents.python_tool import PythonTool
 from areal_jax.app.parts import task_builder
-from areal_jax.app.run import loop_parts
+from areal_jax.app.run import loop
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.workers.sandbox.confinement import find_abi
 from tests.app.small import SmallRun, equal
@@ -44,7 +44,7 @@ def fields(tmp_path, monkeypatch):
     """Of a run of the agent; the self-test is recorded, since it needs an interpreter that every user can read."""
     (tmp_path / 'agent.py').write_text(AGENT)
     monkeypatch.setattr(
-        loop_parts, 'try_scorer_sandbox',
+        loop, 'try_scorer_sandbox',
         lambda config, try_out: task_builder.try_scorer_sandbox(config, lambda level, _: {**RECORD, 'level': level}),
     )  # fmt: skip
     return {

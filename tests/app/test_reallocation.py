@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.app.run.recorded_run import read_workdir
 from areal_jax.app.run.replay import replay
+from areal_jax.app.workdir.records import read_workdir
 from areal_jax.report.rules.log_rules import Limits, find_violation
 from areal_jax.telemetry.metrics import read_metrics
 from areal_jax.telemetry.names import COMPILATIONS

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.app.command_line import CommandLineError, load_config
+from areal_jax.app.library import build_run
 from areal_jax.app.parts.part_settings import build_choices
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import OBJECTIVES, find_objective

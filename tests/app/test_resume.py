@@ -7,7 +7,7 @@ import weakref
 import jax
 import pytest
 
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config.ranges import ConfigError

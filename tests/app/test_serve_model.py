@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.model.model import describe_model
-from areal_jax.app.process.run_thread import CallerInterrupts
+from areal_jax.app.process.ending import CallerInterrupts
 from areal_jax.app.roles.serve import serve_model
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError

@@ -9,15 +9,14 @@ import re
 
 import pytest
 
+from areal_jax.app.parts.compilations import print_warnings
+from areal_jax.app.parts.host import EndedBy, Servers
 from areal_jax.app.parts.server_builder import build_server_settings, find_max_mismatch
-from areal_jax.app.parts.server_parts import EndedBy, Servers
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.run.loop import build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
-from areal_jax.app.run.run import Run, RunKind
-from areal_jax.app.run.site import LocalRollout
-from areal_jax.app.run.start_warnings import print_warnings
+from areal_jax.app.run.run import LocalRollout, Run, RunKind
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.errors import ExitCode
 from areal_jax.lanes import LEARNER

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from areal_jax.app.parts.clock import SERVERS_S, build_clock
+from areal_jax.app.parts.host import SERVERS_S, build_clock
 from areal_jax.app.parts.server_builder import ClientMaker, build_server_settings, find_forms, find_needs
 from areal_jax.columns import ROUTED_EXPERTS
 from areal_jax.config import TrackedConfig

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.programs import AHEAD, CompiledPrograms

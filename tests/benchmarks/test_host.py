@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from areal_jax.app.workdir.provenance import git_commit
+from areal_jax.app.workdir.environment import git_commit
 from areal_jax.errors import UserError
 from benchmarks import host
 from benchmarks.host import SHAPES, registry_operations, split_costs

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.process.interrupt import SIGNALS
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.process.ending import SIGNALS
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from tests.chaos import configs, disks, entry, kills, scorers, signals
 from tests.chaos import files as damaged_files
 from tests.chaos.outcomes import Coverage, Outcome, all_held, record, table

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.process.interrupt import SIGNALS
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.process.ending import SIGNALS
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from tests.chaos_roles.calm import Calm, run_calm
 from tests.chaos_roles.judge import Judgement, judge_run
 from tests.chaos_roles.plan import CELLS, Cell, Deck, count_cells, find_missing

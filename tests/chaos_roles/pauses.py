@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.workdir.provenance import git_commit, hardware
+from areal_jax.app.workdir.environment import git_commit, hardware
 from areal_jax.rollout.servers.server_entries import read_registry
 from tests.chaos import logs
 from tests.chaos.kills import is_saving

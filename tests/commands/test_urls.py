@@ -7,7 +7,7 @@ import time
 import pytest
 
 import areal_jax
-from areal_jax.app.model.model_origin import choose_source
+from areal_jax.app.evaluate.evaluation_config import choose_source
 from areal_jax.commands.command import PATHS, find_commands, list_flags
 from areal_jax.config import default_config, require_local_fields, validate
 from areal_jax.config.declarations import FIELDS

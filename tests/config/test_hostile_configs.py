@@ -8,7 +8,7 @@ import pytest
 from absl import flags
 
 from areal_jax.app.command_line import parse_train_command
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.errors import UserError
 from tests.config.hostile_configs import HOSTILE_CONFIGS
 

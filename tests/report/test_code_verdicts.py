@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.app.run.code_checks import CodeChecks
-from areal_jax.app.run.scores import evaluation_row
+from areal_jax.app.run.observer import CodeChecks, evaluation_row
 from areal_jax.labels import CODE
 from areal_jax.report.code_verdicts import describe_code, summarize_code
 from areal_jax.telemetry import names

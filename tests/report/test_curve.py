@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.app.run.overlap import alone_seconds
+from areal_jax.app.run.reports import alone_seconds
 from areal_jax.report import limit
 from areal_jax.report.event_log import lane_intervals, lane_seconds, of_training, window
 from areal_jax.report.limit import busy_shares

@@ -299,7 +299,7 @@ def test_the_page_tells_the_run(tmp_path: pathlib.Path):
 
 def test_telemetry_loads_nothing_heavy():
     program = (
-        'import pkgutil, importlib, sys, areal_jax.telemetry as t, areal_jax.app.run.rebuild\n'
+        'import pkgutil, importlib, sys, areal_jax.telemetry as t, areal_jax.app.run.reports\n'
         'for m in pkgutil.iter_modules(t.__path__): importlib.import_module(f"areal_jax.telemetry.{m.name}")\n'
         'heavy = {"jax", "jaxlib", "flax", "matplotlib", "tensorboardX", "psutil", "scipy"} & set(sys.modules)\n'
         'assert not heavy, heavy\n'

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from areal_jax.publication.carriers.shm_segment import DIRECTORY
 from areal_jax.registry.entries import Registration
 from areal_jax.rollout.servers.server_entries import describe_server

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from areal_jax.events.schema import FILE
 from areal_jax.report.event_log import load_events
 from tests.chaos.kills import is_saving, is_updating

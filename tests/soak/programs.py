@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 from areal_jax import files
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from areal_jax.errors import ExitCode
 from tests.chaos.processes import ROOT
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from areal_jax.app.sweep.sweep_directory import ArmState
+from areal_jax.app.sweep.arms import ArmState
 from areal_jax.studies import page
 from areal_jax.studies.arm_records import Record
 from areal_jax.studies.page import check_controls, decide_statements

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_jax.app.model.earlier_run import EarlierRun
+from areal_jax.app.model.model import EarlierRun
 from areal_jax.studies.arm_programs import LIST, SCORE
 from areal_jax.studies.arm_records import read_records
 from areal_jax.studies.score_runs import score_runs
@@ -57,7 +57,7 @@ def test_the_score_of_a_run_is_that_of_its_newest_checkpoint(tmp_path):
     plan, maker = read_study(workdir=tmp_path)
     factors = Factors(CONTROLS, 'decoupled', 0, eta=1.0)
     stage = maker.build(CONTROLS, {factors: overrides(plan)['natural']})
-    from areal_jax.app.training import build_run
+    from areal_jax.app.library import build_run
 
     [arm] = stage.runs
     build_run(arm.config, arm.workdir, resume=False).train()

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from areal_jax.app.score.given_answers import read_answers
+from areal_jax.app.score.answer_files import read_answers
 from areal_jax.files import FileError
 from areal_jax.tasks import jsonl
 from areal_jax.tasks.code import code_problems

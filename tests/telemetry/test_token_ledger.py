@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from areal_jax.app.run.ledger_check import find_ledger_fault
+from areal_jax.app.run.loop import find_ledger_fault
 from areal_jax.telemetry import names
 from areal_jax.telemetry.token_ledger import LedgerError, TokenLedger
 from tests.telemetry.logs import event_log

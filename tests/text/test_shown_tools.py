@@ -13,10 +13,10 @@ import areal_jax
 from areal_jax.agents.agent_workflow import AgentWorkflow
 from areal_jax.agents.dialogue import Dialogue, NotationParser, TokenizerFormat
 from areal_jax.app.evaluate.evaluate import evaluate_model
+from areal_jax.app.library import build_run
 from areal_jax.app.model.text_model import TextModel
-from areal_jax.app.parts import agent_builder
+from areal_jax.app.parts import workflow_builder
 from areal_jax.app.parts.workflow_builder import load_workflow
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.episode import Episode
@@ -201,7 +201,7 @@ def test_a_run_and_an_evaluation_with_tools_in_the_config_end_before_they_begin(
 @pytest.mark.parametrize('template', ['', 'package:configs/templates/hermes.jinja'])
 def test_no_weight_is_loaded_before(tmp_path, template, smollm2_fields, monkeypatch):
     """The first step of a run and of an evaluation, before their models."""
-    monkeypatch.setattr(agent_builder, 'describe_text_model', lambda config: TextModel(None, build(
+    monkeypatch.setattr(workflow_builder, 'describe_text_model', lambda config: TextModel(None, build(
         smollm2_fields, HERMES if config.model.chat_template else '',
     )))  # fmt: skip
     (tmp_path / 'agent.py').write_text(AGENT.format(', tools'))
@@ -209,7 +209,7 @@ def test_no_weight_is_loaded_before(tmp_path, template, smollm2_fields, monkeypa
     config.model.chat_template = template
     config.agent.tools, config.rollout.workflow = ('python',), f'{tmp_path}/agent.py:agent'
     if template:
-        agent_builder.require_tools_shown(TrackedConfig(config))
+        workflow_builder.require_tools_shown(TrackedConfig(config))
         return
     for start in (
         lambda: build_run(config, tmp_path / 'run'),

@@ -12,23 +12,20 @@ from typing import Any
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.evaluate.evaluation_config import adapt_config
-from areal_jax.app.evaluate.evaluation_workdir import EvaluationWorkdir
+from areal_jax.app.evaluate.evaluation_config import adapt_config, read_version
 from areal_jax.app.model.model import Model, build_model
-from areal_jax.app.model.model_origin import read_version
 from areal_jax.app.model.text_model import describe_loading, describe_source
-from areal_jax.app.parts.agent_builder import require_tools_shown
-from areal_jax.app.parts.clock import build_clock
 from areal_jax.app.parts.compilations import use_compilation_cache
 from areal_jax.app.parts.engines import build_backends, build_engines, describe_caches, place_of
-from areal_jax.app.parts.extras import require_extras
+from areal_jax.app.parts.host import build_clock
 from areal_jax.app.parts.part_settings import build_sampling, find_ends
 from areal_jax.app.parts.sizes import require_room_to_evaluate
 from areal_jax.app.parts.task_builder import build_task, build_verifier, try_scorer_sandbox
-from areal_jax.app.parts.workflow_builder import load_workflow
-from areal_jax.app.process.interrupt import StopRequests
-from areal_jax.app.workdir.provenance import git_commit, hardware, package_versions
-from areal_jax.app.workdir.run_directory import note_weights, sample_digest
+from areal_jax.app.parts.workflow_builder import load_workflow, require_tools_shown
+from areal_jax.app.process.ending import StopRequests
+from areal_jax.app.process.setup import require_extras
+from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
+from areal_jax.app.workdir.run_directory import EvaluationWorkdir, note_weights, sample_digest
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError

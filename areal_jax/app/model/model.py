@@ -1,34 +1,141 @@
-"""The model of a run: its decoder, its weights from the place that model.source names, and its tokenizer.
-
-formats/ reads the files, text_model.py has what needs no jax.
-"""
+"""The models of a run: the one that it trains, with weights and tokenizer, and others that the config names."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable
 
-from areal_jax.app.model.earlier_run import EarlierRun
+import jax
+import numpy as np
+
 from areal_jax.app.model.text_model import (
+    FIELD,
     character_tokenizer,
     describe_text_model,
     gguf_file,
     gguf_tokenizer,
     hf_tokenizer,
     random_shape,
+    read_run_config,
+    split_checkpoint,
 )
-from areal_jax.app.parts.part_settings import build_mesh
-from areal_jax.config import TrackedConfig
+from areal_jax.app.workdir.run_directory import CHECKPOINTS
+from areal_jax.checkpoint.shards import StoredArray
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import CONFIG, TrackedConfig, default_config
+from areal_jax.config.cluster import parse_learner
+from areal_jax.config.ranges import ConfigError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
-from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
+from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
+from areal_jax.learning.weights import trained_leaves as trees
+from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
-from areal_jax.models.weights import Params, logical_axes
-from areal_jax.sharding.rules import param_shardings
-from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.models.weights import Lora, Params, logical_axes, merge_adapters
+from areal_jax.sharding.placement import place_regions
+from areal_jax.sharding.rules import mesh_of, param_shardings, path_name
+from areal_jax.text.file_tokenizers import HfTokenizer
+from areal_jax.text.tokenizer import TOKENIZER, Tokenizer, TokenizerError
+
+_SHAPE = ('family', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'n_kv_heads', 'head_dim', 'rope_theta')
+_PARAMS = 'params'  # in the arrays of a checkpoint
+
+
+class EarlierRun:
+    """The run of a workdir, at one of its checkpoints.
+
+    A newer checkpoint that is damaged is passed over, said so on stderr.
+
+    Args:
+      path: the workdir, or one of its checkpoints, WORKDIR/checkpoints/step_00000012.
+      step: which checkpoint; None = the one that `path` names, or the newest that is intact.
+      field: what gave the path, for errors.
+
+    Raises ConfigError for a path that is not of a run, and for a run without a checkpoint; CheckpointError for a step
+    that is not there (naming those that are), for a damaged one, and where none is intact.
+    """
+
+    def __init__(self, path: str, step: int | None = None, field: str = FIELD):
+        self.workdir, name = split_checkpoint(path)
+        self.config = read_run_config(path, field)
+        store = CheckpointStore(self.workdir / CHECKPOINTS)
+        if store.latest() is None:
+            raise ConfigError(
+                f'{field}={path!r} holds no checkpoint: let that run end, or stop it with Ctrl-C, which saves one'
+            )
+        if name and step is not None:
+            raise ConfigError(f'{field}={path!r} names a checkpoint already, and the step {step}: give one of them')
+        if (chosen := name or step) is None:
+            self.checkpoint, arrays = store.read_latest(_PARAMS)
+        else:
+            self.checkpoint, arrays = store.path(chosen), store.restore(chosen)[0]
+        self.step = int(self.checkpoint.name.split('_')[1])
+        self._params = policy_leaves(arrays[_PARAMS])
+        self._critic = arrays[_PARAMS].get(CRITIC)
+
+    def require_shape(self, config: TrackedConfig, shape: ModelConfig) -> None:
+        """Raises ConfigError for a field of model.* that is set and differs from the shape of that run's model."""
+        for field in _SHAPE:
+            value, theirs = getattr(config.model, field), getattr(shape, field)
+            if value not in (default_config().model[field], theirs):
+                raise ConfigError(
+                    f'model.{field}={value!r} is another architecture than that of {FIELD}={str(self.workdir)!r}, '
+                    f'which has {theirs!r}: remove the setting'
+                )
+
+    def read_weights(
+        self, decoder: Decoder, cut: Callable[[Params], Params], announce: Announce = announce_nothing
+    ) -> Params:
+        """The run's weights in float32 and list form, with LoRA adapters merged.
+
+        Each process reads only the shards of its own devices.
+
+        Args:
+          cut: maps a tree of shapes to the tree of their shardings.
+          announce: hears of the bytes read, and of all.
+
+        Raises ConfigError if their names or shapes differ from the decoder's weights, and CheckpointError for a
+        damaged checkpoint.
+        """
+        lora = self.config.lora
+        adapters = Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+        expected = Decoder(decoder.config, lora=adapters).abstract()
+        self._require_leaves(self._params, expected)
+        count = lambda leaf: 4 * math.prod(leaf.shape)  # float32
+        done, total = 0, sum(map(count, jax.tree.leaves(self._params)))
+
+        def place(leaf: StoredArray, sharding: jax.sharding.Sharding) -> jax.Array:
+            nonlocal done
+            announce(done, total)
+            done += count(leaf)
+            return place_regions(leaf.__getitem__, leaf.shape, sharding)
+
+        params = trees.cast(jax.tree.map(place, self._params, cut(expected)), 'float32')
+        return merge_adapters(params, adapters) if adapters else params
+
+    def read_critic(self) -> Params | None:
+        """The weights of its critic in float32 on the host, with the value head; None for a run without one."""
+        whole = lambda leaf: leaf[tuple(slice(0, size) for size in leaf.shape)]
+        return jax.tree.map(lambda leaf: np.asarray(whole(leaf), np.float32), self._critic)
+
+    def _require_leaves(self, stored: Params, expected: Params) -> None:
+        found, wanted = (
+            {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (stored, expected)
+        )
+        if different := sorted(set(found.items()) ^ set(wanted.items())):
+            raise ConfigError(
+                f'{self.checkpoint} does not hold the model that {self.workdir / CONFIG} describes; '
+                f'{len(different)} names or shapes differ, the first {different[0]}'
+            )
+
+
+# The model of a run. formats/ reads the files, text_model.py has what needs no jax.
 
 
 @dataclasses.dataclass
@@ -95,4 +202,102 @@ def describe_model(config: TrackedConfig) -> Model:
 
 def cut_params(config: TrackedConfig, shape: ModelConfig) -> Callable[[Params], Params]:
     """A function from a tree in list form to the learner's sharding of each leaf."""
-    return lambda tree: param_shardings(tree, logical_axes(shape), build_mesh(config), config.cluster.strategy)
+    mesh = mesh_of(parse_learner(config.cluster.learner))
+    return lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
+
+
+# Models beside the policy: a reference, a teacher or the start of a critic, each a Hugging Face directory.
+
+
+_ASIDE = ('context_tokens', 'family')  # of a shape: change neither weights nor computation
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenModel:
+    """Where the model is, and its shape."""
+
+    field: str  # of the config, that names the directory
+    directory: pathlib.Path
+    shape: ModelConfig
+
+    def load(self, config: TrackedConfig, dtype: str) -> Params:
+        """Its weights in list form and `dtype`, in the learner's sharding; raises ConfigError for bad files."""
+        shardings = cut_params(config, self.shape)(Decoder(self.shape).abstract())
+        try:
+            return load_hf_weights(self.directory, self.shape, shardings=shardings, dtype=dtype)
+        except HfError as error:
+            raise ConfigError(f'{self.field}: {error}') from error
+
+    def load_value_head(self) -> ValueHead | None:
+        """The value head that was exported with it, or None; raises ConfigError for a bad file."""
+        try:
+            return read_value_head(self.directory, self.shape.d_model)
+        except SafetensorsError as error:
+            raise ConfigError(f'{self.field}: {error}') from error
+
+
+def read_given_model(config: TrackedConfig, field: str, model: Model) -> GivenModel:
+    """The model that `field` names; raises ConfigError for a directory that holds none, or one of other tokens."""
+    given = describe_given_model(config, field)
+    _require_same_tokens(given, model)
+    return given
+
+
+def describe_given_model(config: TrackedConfig, field: str) -> GivenModel:
+    """The same before the trained model is known; raises ConfigError for a directory that holds none."""
+    section, _, name = field.partition('.')
+    value: str = getattr(getattr(config, section), name)
+    directory = pathlib.Path(value)
+    if not directory.is_dir():
+        raise ConfigError(f'{field}={value!r} is no directory: name one of Hugging Face, with config.json and weights')
+    try:
+        return GivenModel(field, directory, read_hf_config(directory))
+    except HfError as error:
+        raise ConfigError(f'{field}={value!r}: {error}') from error
+
+
+def require_same_shape(given: GivenModel, field: str, shape: ModelConfig) -> None:
+    """Raises ConfigError where the model is another architecture than the trained one, or has other sizes."""
+    theirs, ours = (
+        {name: value for name, value in dataclasses.asdict(one).items() if name not in _ASIDE}
+        for one in (given.shape, shape)
+    )
+    for name, value in theirs.items():
+        if value != ours[name]:
+            raise ConfigError(
+                f'{field}={str(given.directory)!r} has {name}={value}, and the model that is trained '
+                f'{ours[name]}: name a directory of the same architecture'
+            )
+
+
+def _require_same_tokens(given: GivenModel, model: Model) -> None:
+    """Raises ConfigError for a vocabulary in which the ids of the trained model mean something else."""
+    where, ours = f'{given.field}={str(given.directory)!r}', model.decoder.config.vocab_size
+    if given.shape.vocab_size != ours:
+        raise ConfigError(
+            f'{where} has a vocabulary of {given.shape.vocab_size} tokens, and the model that is trained one of '
+            f'{ours}: both read the same tokens; name a model with the same vocabulary'
+        )
+    if not (given.directory / TOKENIZER).is_file():
+        return
+    try:
+        theirs = HfTokenizer(given.directory)
+    except TokenizerError as error:
+        raise ConfigError(f'{where}: {error}') from error
+    if different := _find_difference(model.tokenizer, theirs):
+        raise ConfigError(
+            f'{where} has another vocabulary than the model that is trained: {different}; name a model with the same '
+            'tokenizer'
+        )
+
+
+def _find_difference(ours: Tokenizer, theirs: HfTokenizer) -> str:
+    """A token with two ids, in words; '' where there is none, or ours has no list of tokens."""
+    vocabulary = getattr(ours, 'vocabulary', None)
+    if vocabulary is None:
+        return ''
+    known, other = vocabulary(), theirs.vocabulary()
+    for token, index in sorted(known.items(), key=lambda item: item[1]):
+        if other.get(token) != index:
+            return f'{token!r} is token {index} here and {other.get(token)} there'
+    return ''

@@ -1,28 +1,120 @@
-"""What the host side needs of a model: its shape, its tokenizer and where its weights are. Needs no jax.
-
-model.py adds decoder and weights.
-"""
+"""What is known of a model without its weights: where it comes from, its shape, its tokenizer. Imports no jax."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 
 from ml_collections import config_dict
 
-from areal_jax.app.model.given_template import read_given_template
-from areal_jax.app.model.run_config import find_checkpoint, read_run_config
-from areal_jax.config import TrackedConfig, validate
+from areal_jax import files
+from areal_jax.app.workdir.run_directory import CHECKPOINTS
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten, validate
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.structure import with_former
 from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config
+from areal_jax.installation import PACKAGE, locate_file
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.shape import Experts, ModelConfig
 from areal_jax.tasks.token_reversal import characters
+from areal_jax.text.chat_template import GivenTemplate
 from areal_jax.text.file_tokenizers import GgufTokenizer, HfTokenizer
 from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
+
+# What the config.json of another run says of its model.
+
+
+FIELD = 'model.path'
+# the fields of that run's config that say which weights and tokenizer it has
+_READ = ('model.', 'lora.', 'task.symbols', 'loss.objective', 'learner.row_tokens', 'rollout.context_tokens')
+
+
+def split_checkpoint(path: str) -> tuple[pathlib.Path, str | None]:
+    """(workdir, name of the checkpoint's directory) of a path to either; no name for a workdir."""
+    given = pathlib.Path(path)
+    whole = given.absolute()
+    if whole.parent.name == CHECKPOINTS and re.fullmatch(r'step_\d+(_\d+)?', whole.name):
+        return given.parent.parent if len(given.parts) > 2 else whole.parent.parent, whole.name
+    return given, None
+
+
+def read_run_config(path: str, field: str = FIELD) -> TrackedConfig:
+    """What the config of a run says about its model; raises ConfigError for a path that is not of a run."""
+    workdir, _ = split_checkpoint(path)
+    file, fix = workdir / CONFIG, 'restore the file as the run wrote it'
+    values = files.read_json(file, fix) if file.is_file() else {}
+    if not isinstance(values.get('model'), dict):  # a directory of Hugging Face has a config.json too
+        files_of_a_model = "; a directory of Hugging Face files needs model.source='hf'" if field == FIELD else ''
+        raise ConfigError(
+            f'{field}={path!r} is no run: {workdir} has no {CONFIG} of one. Give the --workdir of a run, or one of its '
+            f'checkpoints, WORKDIR/{CHECKPOINTS}/step_...{files_of_a_model}'
+        )
+    if values.get('simulation', {}).get('prices'):
+        raise ConfigError(f'{field}={path!r} is a simulation, which has no weights: name a run of areal-train')
+    config = default_config()
+    known = dict(flatten(config))
+    saved = {name: value for name, value in flatten(with_former(values)) if name.startswith(_READ) and name in known}
+    try:
+        config.update_from_flattened_dict(
+            {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'{file} holds a value of another type than its field ({error}): {fix}') from error
+    return TrackedConfig(config)
+
+
+def find_checkpoint(path: str) -> pathlib.Path:
+    """The checkpoint that the path names, or the newest one of that run; whether it is intact is not looked at.
+
+    Raises ConfigError for a run without one, CheckpointError for one that is not there.
+    """
+    workdir, name = split_checkpoint(path)
+    store = CheckpointStore(workdir / CHECKPOINTS)
+    newest = store.latest()
+    if newest is None:
+        raise ConfigError(
+            f'{FIELD}={path!r} holds no checkpoint: let that run end, or stop it with Ctrl-C, which saves one'
+        )
+    return store.path(name or newest)
+
+
+# The chat template that model.chat_template puts in place of the one that came with the weights.
+
+
+_LARGEST_BYTES = 2**20
+
+
+def read_given_template(config: TrackedConfig) -> GivenTemplate | None:
+    """The template that the config names, else that of the run it starts from, and so on; None = that of the weights.
+
+    Raises ConfigError for a file that is missing or cannot be read.
+    """
+    runs: list[str] = []
+    while not (value := config.model.chat_template) and config.model.source == 'run' and config.model.path not in runs:
+        runs.append(config.model.path)
+        config = read_run_config(config.model.path)
+    if not value:
+        return None
+    place = f'model.chat_template={value!r}'
+    try:
+        path = locate_file(value) if value.startswith(PACKAGE) else pathlib.Path(value)
+        if not path.is_file():
+            raise ConfigError(f'{place}: there is no file {str(path)!r}; name one with a template in jinja2')
+        if (size := path.stat().st_size) > _LARGEST_BYTES:
+            raise ConfigError(f'{place} has {size} bytes, more than {_LARGEST_BYTES}: name a file with a template')
+        return GivenTemplate(path.read_text(encoding='utf-8'), place)
+    except (OSError, ValueError) as error:  # also bytes that are no UTF-8, and a path that no file can have
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f'{place} cannot be read ({error}): name a text file in UTF-8') from error
+
+
+# What the host side needs of a model: its shape, its tokenizer and where its weights are. model.py adds the weights.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,20 +1,28 @@
-"""Compiled programs: where they are kept between runs, and how many XLA compiles during this one."""
+"""Compiled programs of this process: where they are kept, warnings of slow ones, a trace of some updates."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.monitoring
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig
+from areal_jax.config.kinds import find_server
+from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.sandbox_fields import find_sandbox_warnings
+from areal_jax.config.training import find_schedule_warnings
 from areal_jax.learning.programs import AHEAD
+from areal_jax.protocols import Learner
+from areal_jax.types import TrajectoryGroup, Weights
 
 _LEAST_NAME, _LEAST_S = 'jax_persistent_cache_min_compile_time_secs', 0.1
 EVENT = '/jax/core/compile/backend_compile_duration'
@@ -83,3 +91,93 @@ def _set(settings: Mapping[str, str | float | None], *, reset: bool) -> None:
         jax.config.update(name, value)
     if reset:
         reset_cache()  # jax opens the directory once, at the first compilation of the process
+
+
+# Warnings on stderr before the first update: values that are probably a mistake, attention backends that fail here.
+
+
+_DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
+_BFLOAT16_COST = 1.6  # SmolLM2-135M with AVX-512 BF16: docs/log/
+
+
+def print_warnings(config: config_dict.ConfigDict) -> None:
+    for warning in (*find_warnings(config), *find_device_warnings(config, jax.default_backend())):
+        print(f'warning: {warning}', file=sys.stderr, flush=True)
+
+
+def print_passed_over(field: str, reasons: Sequence[str]) -> None:
+    """Says why 'auto' in the field did not choose a faster backend; a reason for each backend that failed."""
+    for reason in reasons:
+        print(f"warning: {field}='auto' passes over a backend: {reason}", file=sys.stderr, flush=True)
+
+
+def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence each."""
+    yield from find_objective_warnings(c)
+    yield from find_sandbox_warnings(c)
+    yield from find_schedule_warnings(c)
+
+
+def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[str]:
+    """What the platform (of jax.default_backend()) computes slowly, or does not keep of the config without a flag."""
+    if platform == 'cpu' and c.publication.dtype == 'bfloat16' and find_server(c.rollout.server).in_process:
+        yield (
+            f"publication.dtype='bfloat16' on a CPU: a step of one row takes about {_BFLOAT16_COST} times as long as "
+            "in float32, and more where the processor has no instructions for it; use publication.dtype='float32', or "
+            "rollout.weights='int8' with it"
+        )
+    if platform == 'gpu' and c.run.clock == 'virtual' and _DETERMINISTIC not in os.environ.get('XLA_FLAGS', ''):
+        yield (
+            f"run.clock='virtual' repeats bit for bit on a GPU only with XLA_FLAGS='{_DETERMINISTIC} "
+            "--xla_gpu_enable_triton_gemm=false', set before the start: its kernels add up in any order otherwise"
+        )
+
+
+# A trace of some updates by jax's profiler, in WORKDIR/profile (telemetry.profile_steps).
+
+
+DIRECTORY = 'profile'
+
+
+class TracedLearner:
+    """A learner whose updates `first` to `last` are in one trace, with all that the process does meanwhile.
+
+    The trace begins with the first of these updates that this attempt makes, and ends after the last one, or at `close`
+    where the run ends before it. Functions of Python are left out: recording each call would slow the host's loop.
+    """
+
+    def __init__(self, learner: Learner, first: int, last: int, directory: pathlib.Path):
+        self._learner, self._first, self._last, self._directory = learner, first, last, directory
+        self._recording = False
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+        """See protocols.Learner; `version` + 1 is the number of the update."""
+        number = version + 1
+        if self._first <= number <= self._last and not self._recording:
+            self._start()
+        with jax.profiler.StepTraceAnnotation('update', step_num=number):
+            metrics = self._learner.update(groups, version)
+        if number == self._last:
+            self.close()
+        return metrics
+
+    def publish(self, version: int) -> Weights:
+        return self._learner.publish(version)
+
+    def save(self) -> Weights:
+        return self._learner.save()
+
+    def restore(self, saved: Weights) -> None:
+        self._learner.restore(saved)
+
+    def close(self) -> None:
+        """Writes the trace that is being recorded; nothing otherwise."""
+        if self._recording:
+            self._recording = False
+            jax.profiler.stop_trace()
+
+    def _start(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(self._directory), profiler_options=options)
+        self._recording = True

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from areal_jax.app.model.given_model import read_given_model, require_same_shape
-from areal_jax.app.model.model import Model
+from areal_jax.app.model.model import Model, read_given_model, require_same_shape
 from areal_jax.app.model.text_model import describe_source
 from areal_jax.app.parts.part_settings import (
     build_allocation,

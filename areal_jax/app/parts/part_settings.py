@@ -26,11 +26,10 @@ from areal_jax.control.gate import StalenessGate
 from areal_jax.control.lock_step import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
 from areal_jax.learning.blockwise.blocks import BlockOrder
-from areal_jax.plugins import Function, is_own, load_function
+from areal_jax.plugins import is_own
 from areal_jax.rollout import pool
 from areal_jax.rollout.pool import Requirement
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
-from areal_jax.telemetry.hook import FIELD
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import SamplingParams
 
@@ -308,11 +307,6 @@ def build_device_rates(config: TrackedConfig, allocation: Allocation) -> DeviceR
     modelled = find_objective(config.loss.objective).generates and config.run.clock == 'virtual'
     peak = None if modelled else peak_flops(learner.flat[0].device_kind, config.learner.dtype)
     return DeviceRates(learner.size, sum(map(len, allocation.by_devices())), peak)
-
-
-def build_hook_function(config: TrackedConfig) -> Function | None:
-    """The function that telemetry.hook names; None for ''. Raises UserError for one that cannot be loaded."""
-    return load_function(config.telemetry.hook, FIELD) if config.telemetry.hook else None
 
 
 def build_settings(config: TrackedConfig) -> LoopSettings:

@@ -20,9 +20,9 @@ from typing import Protocol
 import numpy as np
 
 from areal_jax.app.model.text_model import read_shape
-from areal_jax.app.parts.api_key import find_key
+from areal_jax.app.parts.host import EndedBy, Servers, ServersBeside
 from areal_jax.app.parts.part_settings import build_requirements
-from areal_jax.app.parts.server_parts import EndedBy, Servers, ServersBeside
+from areal_jax.app.process.setup import find_key
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve

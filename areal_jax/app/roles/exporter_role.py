@@ -13,7 +13,7 @@ from ml_collections import config_dict
 
 from areal_jax.app.export.finished_export import RECORD
 from areal_jax.app.export.run_export import export_checkpoint
-from areal_jax.app.process.interrupt import StopRequests
+from areal_jax.app.process.ending import StopRequests
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, read_report
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore

@@ -12,7 +12,7 @@ import sys
 
 from ml_collections import config_dict
 
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.roles import own_server
 from areal_jax.app.roles.roles import RoleProcess
 from areal_jax.app.roles.server_front import Front, FrontKind, FrontParts

@@ -1,8 +1,4 @@
-"""A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
-
-It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all learner
-processes are started again together.
-"""
+"""Learner processes: those that follow process 0 of a run, and those of a run in roles."""
 
 from __future__ import annotations
 
@@ -11,21 +7,57 @@ from ml_collections import config_dict
 
 from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import build_model
-from areal_jax.app.parts.compilations import use_compilation_cache
+from areal_jax.app.parts.compilations import print_passed_over, print_warnings, use_compilation_cache
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.process.interrupt import ignore_signals
+from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
-from areal_jax.app.run.start_warnings import print_passed_over, print_warnings
-from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import LEARNER, parse_learner
+from areal_jax.config import TrackedConfig, validate
+from areal_jax.config.cluster import LEARNER, LearnerLayout, parse_learner
 from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
 from areal_jax.distributed.follower import follow
 from areal_jax.distributed.handshake import Hello, Listener, digest_config, key_path, load_key
+from areal_jax.distributed.rendezvous import accept_invitation
 from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.publication.export import PartWriter
 from areal_jax.registry.entries import Entry
+
+
+def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:
+    """Makes this one of the processes of `cluster.learner`, before anything asks for a device; True on followers.
+
+    Raises LostPeerError for processes that do not find each other, ConfigError for a wrong number of them.
+    """
+    distributed, processes = config.distributed, parse_learner(config.cluster.learner).processes
+    if processes == 1:
+        return False
+    validate(config)
+    return rendezvous.join(distributed.coordinator, processes, process_id, distributed.command_deadline_s)
+
+
+def follow_run(config: config_dict.ConfigDict) -> None:
+    """What a follower does from start to end.
+
+    Raises CommandError where the others never come, ConfigError where it cannot see process 0's workdir.
+    """
+    tracked = TrackedConfig(config)
+    model = build_model(tracked)
+    learner = build_learner(tracked, model)
+    deadline_s = config.distributed.command_deadline_s
+    rendezvous.require_shared_workdir(deadline_s)
+    rendezvous.meet(deadline_s)
+    leader = accept_invitation(digest_config(tracked.as_dict()), deadline_s)
+    # Ctrl-C in a terminal and the end of a SLURM job reach all processes. Process 0 finishes its update and saves, for
+    # which it needs the others; it lets them go, and they notice when it is gone.
+    ignore_signals()
+    follow(learner, leader, versions=PartWriter(model.decoder.config, separate_head=separates_head(tracked)))
+
+
+# A learner process of a run in roles: joins the others, builds its part, and executes the controller's commands.
+#
+# It ends with ExitCode.FINISHED when the controller lets it go, and with STOPPED when a peer is lost: then all
+# learner processes are started again together.
 
 
 def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
@@ -37,8 +69,9 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
     tracked = TrackedConfig(config)
     with keep_name(process, config) as heartbeat, use_compilation_cache(tracked):
         await_controller(process, config, deadline_s)
-        attempt = _meet(config, process, heartbeat.entry, deadline_s)
-        _require_devices(config, process)
+        layout = parse_learner(config.cluster.learner)
+        attempt = _meet(layout, process, heartbeat.entry, deadline_s)
+        _require_devices(layout, config.cluster.learner, process)
         keep_blocks()
         model = build_model(tracked)
         learner = build_learner(tracked, model)
@@ -64,9 +97,9 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
             follow(learner, connection, 'the controller', versions=versions, reports=reports, listener=listener)
 
 
-def _meet(config: config_dict.ConfigDict, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:
+def _meet(layout: LearnerLayout, process: RoleProcess, own: Entry, deadline_s: float) -> Attempt:
     """Joins the processes of the learner, before anything asks for a device."""
-    count = parse_learner(config.cluster.learner).processes
+    count = layout.processes
     if process.index == 0:
         attempt = lead_attempt(process.workdir, own, count, process.host, deadline_s)
     else:
@@ -76,12 +109,12 @@ def _meet(config: config_dict.ConfigDict, process: RoleProcess, own: Entry, dead
     return attempt
 
 
-def _require_devices(config: config_dict.ConfigDict, process: RoleProcess) -> None:
+def _require_devices(layout: LearnerLayout, spelled: str, process: RoleProcess) -> None:
     """Raises ConfigError, with both numbers, for a process that has another number of devices than the others."""
-    needed, found = parse_learner(config.cluster.learner).devices_per_process, jax.local_device_count()
+    needed, found = layout.devices_per_process, jax.local_device_count()
     if found != needed:
         raise ConfigError(
-            f'{process} has {found} devices, and {LEARNER}={config.cluster.learner!r} needs {needed} in each process: '
+            f'{process} has {found} devices, and {LEARNER}={spelled!r} needs {needed} in each process: '
             'change a size or the number of hosts'
         )
 

@@ -7,10 +7,8 @@ import pathlib
 from ml_collections import config_dict
 
 from areal_jax import files
-from areal_jax.app.parts.api_key import find_key
-from areal_jax.app.parts.extras import require_serving
-from areal_jax.app.process.ending import code_of_stopped_server
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts, code_of_stopped_server
+from areal_jax.app.process.setup import find_key, require_serving
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
 from areal_jax.app.roles.server_front import HTTP, FrontKind
 from areal_jax.config import default_config, flatten

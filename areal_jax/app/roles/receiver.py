@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from areal_jax.app.parts.api_key import API_KEY, find_key
-from areal_jax.app.process.ending import end_command
-from areal_jax.app.process.interrupt import Wakeups
+from areal_jax.app.process.ending import Wakeups, end_command
+from areal_jax.app.process.setup import API_KEY, find_key
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject, decode_json
 from areal_jax.publication.carriers.files_carrier import FilesReceiver

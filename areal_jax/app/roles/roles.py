@@ -76,8 +76,14 @@ def require_roles(config: config_dict.ConfigDict) -> None:
         )
 
 
-def require_role(config: config_dict.ConfigDict, role: Role, index: int, count: int | None) -> None:
-    """Raises UserError for a process that the config does not have, naming both numbers."""
+def require_role(config: config_dict.ConfigDict, process: RoleProcess, count: int | None) -> None:
+    """Raises UserError for a run that cannot be in roles, and for a process that it does not have.
+
+    Args:
+      count: processes of its role, as the command line says; None = it does not say.
+    """
+    require_roles(config)
+    role, index = process.role, process.index
     found = {entry.role: entry.count for entry in list_roles(config)}
     if role not in found and role == 'exporter':
         raise UserError('--role=exporter: run.export_every=0 exports nothing beside training; start none')

@@ -1,27 +1,29 @@
-"""A server program of others as an engine of a run: vllm_server.py and sglang_server.py each describe one.
+"""A server program of others as an engine of a run, and the receiver beside it that makes directories of versions.
 
-This process starts the program on the newest published version, waiting for the first one, keeps it in the registry of
-the run while it answers, and ends it when it is told to stop. Where the run publishes deltas, a receiver is started
-beside the program (receiver.py), which makes the directories that it loads; one that dies is started again.
+vllm_server.py and sglang_server.py each describe one program. This process starts it on the newest published version,
+waiting for the first one, keeps it in the registry of the run while it answers, and ends it when it is told to stop.
+Where the run publishes deltas, a receiver is started next to the program (receiver.py), which makes the directories
+that it loads; one that dies is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 from ml_collections import config_dict
 
-from areal_jax.app.process.ending import code_of_stopped_server
-from areal_jax.app.process.interrupt import Interrupts, Wakeups
-from areal_jax.app.roles.receiver_process import ReceiverProcess
+from areal_jax.app.process.ending import Interrupts, Wakeups, code_of_stopped_server
+from areal_jax.app.process.setup import API_KEY, find_key
 from areal_jax.app.roles.roles import RoleProcess, await_controller
 from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.config.cluster import parse_engines
@@ -34,9 +36,71 @@ from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import describe_server
 from areal_jax.workers.descendants import Interpreter
 
+_END_S = 5.0  # after SIGTERM
+
+
+class ReceiverProcess:
+    """A context manager: the process runs in the block; `url` is where it answers.
+
+    Args:
+      values: the flags of server_program.py.
+    """
+
+    def __init__(self, values: flags.FlagValues):
+        port = find_free_port(values.host)
+        self.url = f'http://{join_address(values.host, port)}'
+        self._publication = pathlib.Path(values.publication)
+        self._api_key = find_key(pathlib.Path(values.workdir))
+        self._words = [
+            *(sys.executable, '-m', 'areal_jax.app.roles.receiver', f'--publication={values.publication}'),
+            f'--directory={find_directory(pathlib.Path(values.workdir), values.name)}',
+            *(f'--host={values.host}', f'--port={port}', f'--name={values.name}'),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ReceiverProcess:
+        self.ensure()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if (process := self._process) is None:
+            return
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.kill()
+        process.wait()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, 'the process was not started'
+        return self._process.pid
+
+    def ensure(self) -> None:
+        """Starts the process unless it runs: it holds nothing that it cannot read again."""
+        if self.is_alive:
+            return
+        versions = list_versions(self._publication)
+        if not versions:
+            return  # the learner is replacing them
+        # the device of this machine is the server's
+        variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', API_KEY: self._api_key}
+        self._process = subprocess.Popen([*self._words, f'--template={versions[max(versions)]}'], env=variables)
+
+
+def find_directory(workdir: pathlib.Path, name: str) -> pathlib.Path:
+    """Where the versions of a server are made: on the disk of its machine (TMPDIR), the same after a restart."""
+    run = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:12]
+    return pathlib.Path(tempfile.gettempdir()) / f'areal_jax-{run}-{name}'
+
+
 _LOOK_S = 1.0
 _ANSWER_S = 5.0  # for its health
-_END_S = 8.0  # after SIGTERM
+_SERVER_PROGRAM_END_S = 8.0  # after SIGTERM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +289,7 @@ def _answers(url: str) -> bool:
 def _end(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
-        server.wait(_END_S)
+        server.wait(_SERVER_PROGRAM_END_S)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()

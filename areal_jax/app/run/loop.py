@@ -1,31 +1,457 @@
-"""The program of the asynchronous loop: warm up, evaluate, loop, evaluate, report. Nothing here imports jax."""
+"""The asynchronous loop: its parts, built in the order in which they need each other, and the program that runs them.
+
+Nothing here imports jax.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import functools
 import math
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.host import Servers, build_clock, build_energy
 from areal_jax.app.parts.part_settings import find_ends
-from areal_jax.app.parts.server_parts import Servers
-from areal_jax.app.run.ledger_check import find_ledger_fault
-from areal_jax.app.run.loop_parts import LoopParts, Outside, build_parts
-from areal_jax.app.run.overlap import alone_seconds
-from areal_jax.app.run.run_context import RunContext
-from areal_jax.app.run.scores import evaluation_row
-from areal_jax.app.run.site import LoopSite
-from areal_jax.app.run.start_records import note_start
-from areal_jax.app.workdir.run_directory import Report
+from areal_jax.app.parts.task_builder import TrySandbox, build_stream, build_task, build_verifier, try_scorer_sandbox
+from areal_jax.app.parts.workflow_builder import (
+    WorkflowFactory,
+    announce,
+    build_frictions,
+    build_training_workflow,
+    load_workflow,
+    require_tools_shown,
+)
+from areal_jax.app.run.observer import UNDER_WAY, Scores, StepObserver, build_beside, evaluation_row, restore_rows
+from areal_jax.app.run.reports import alone_seconds
+from areal_jax.app.run.run import Checkpoint, LoopSite, ModelText, RunContext, RunLearner, State, keep_rollouts
+from areal_jax.app.workdir.records import note_start
+from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
+from areal_jax.checkpoint.store import CheckpointError, decode_run_state, encode_run_state
+from areal_jax.config import TrackedConfig
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method
 from areal_jax.config.sandbox_fields import find_sandbox_warnings
+from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
+from areal_jax.control.controller import Controller, HostState
+from areal_jax.control.disturbances import Disturbances
+from areal_jax.control.event_writer import EventLog, truncate_events
+from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.reallocation import DeviceSite, Reallocation
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.lanes import EVALUATION_REWARD
+from areal_jax.protocols import Channel, Pool
 from areal_jax.report.event_log import lane_intervals, load_events, window
 from areal_jax.report.report import write_report
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.pool import Pool as LocalPool
+from areal_jax.simulation.drawn_task import DrawnVerifier
+from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier, StartWorker
+from areal_jax.tasks.task import Task
 from areal_jax.telemetry.facts import RunFacts
-from areal_jax.telemetry.metrics import Line
-from areal_jax.types import Tree
+from areal_jax.telemetry.metrics import Line, MetricsWriter
+from areal_jax.telemetry.progress import Progress
+from areal_jax.telemetry.rollouts.writer import RolloutWriter
+from areal_jax.telemetry.token_ledger import LedgerError, TokenLedger
+from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.types import NOT_GENERATED, PublishedWeights, SamplingParams, Segment, Tree
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, try_sandbox
+from areal_jax.workers.worker_process import WorkerProcess
+
+
+def find_ledger_fault(ledger: TokenLedger | None, state: HostState) -> LedgerError | None:
+    """Why the ledger does not close, where it does not: raised when everything else of the run is written.
+
+    Args:
+      ledger: None = the run kept none from its start.
+      state: of the host side at an instant at which no engine decodes.
+    """
+    if ledger is None:
+        return None
+    rest: collections.Counter[int] = collections.Counter()
+    for segment in _segments(state):
+        if segment.policy_version != NOT_GENERATED:
+            rest[segment.policy_version] += len(segment.tokens)
+    for group in state['running']:
+        for episode in group.episodes:
+            if episode.finish_reason is None and not episode.label:  # its end tells what was discarded
+                rest.update(episode.discarded)
+    try:
+        ledger.require_closed(rest)
+    except LedgerError as error:
+        return error
+    return None
+
+
+def _segments(state: HostState) -> Iterator[Segment]:
+    """Of all answers that are admitted and in no batch."""
+    for group in state['running']:
+        for episode in group.episodes:
+            yield from episode.all_segments()
+    for finished in state['buffer']:
+        for trajectory in finished.trajectories:
+            yield from trajectory.segments
+
+
+# The parts of a run of the asynchronous loop, built in the order in which they need each other. No jax here.
+
+
+LoopVerifier: TypeAlias = ProcessVerifier | InlineVerifier | DrawnVerifier
+_RING = 'ring'  # in the arrays of a checkpoint: earlier versions that a lock-step schedule may still ask for
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What a replay puts in the place of the outside world."""
+
+    make_clock: Callable[..., LoopClock] | None = None  # in place of clock.build_clock
+    start_worker: StartWorker = WorkerProcess
+    try_sandbox: TrySandbox = try_sandbox
+    # of a simulation: in place of the task, its workflow and its verifier
+    build_task: Callable[[TrackedConfig, Tokenizer], Task] | None = None
+    load_workflow: Callable[[TrackedConfig, Tokenizer], Callable[[LoopClock], WorkflowFactory]] | None = None
+    build_verifier: Callable[..., LoopVerifier] | None = None  # of the clock and what task_builder.build_verifier takes
+    build_servers: Callable[..., Servers] | None = None  # as server_builder.build_servers
+
+
+class Origin(NamedTuple):
+    """What a run goes on from; without a checkpoint it begins at update 0."""
+
+    version: int = 0
+    checkpoint: Checkpoint | None = None
+    snapshot: State | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What runs in this process, wherever the learner and the engines are."""
+
+    config: TrackedConfig
+    origin: Origin
+    first_seq: int  # of the events of this start
+    start_s: float  # on its clock
+    model: ModelText
+    task: Task
+    make_workflow: WorkflowFactory
+    scores: Scores
+    log: EventLog
+    clock: LoopClock
+    supervisor: Supervisor
+    sandbox: SandboxRecord | None  # of its verifiers, as `build_verifier` takes it
+    verifier: LoopVerifier
+    # evaluation beside training has workers of its own, so that its answers never queue behind training answers
+    verifier_beside: LoopVerifier | None
+
+
+class Generation(NamedTuple):
+    """Who generates, with which weights."""
+
+    channel: Channel
+    ring: VersionRing | None  # earlier versions, of a schedule in lock-step
+    newest: PublishedWeights
+    pool: Pool
+    engines: Sequence[LocalEngine] = ()  # in this process
+    moves: DeviceSite | None = None  # of devices in this process
+    servers: Servers | None = None
+
+
+class Evaluations(NamedTuple):
+    """Before and after training, and beside it; None where there are none."""
+
+    evaluator: Evaluator | None = None
+    beside: EvaluationBeside | None = None
+    under_way: int | None = None  # the version that was being evaluated when the checkpoint was taken
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopParts:
+    """A run that generates, scores and trains at the same time."""
+
+    host: Host
+    learner: RunLearner
+    generation: Generation
+    metrics: MetricsWriter
+    observer: StepObserver
+    evaluations: Evaluations
+    reallocation: Reallocation | None  # None: devices stay where they are
+    controller: Controller
+
+
+def build_parts(context: RunContext, site: LoopSite, outside: Outside) -> LoopParts | None:
+    """None for a resumed run that has finished: it has its learner only, whose processes wait for the end."""
+    host = _build_host(context, site, outside)
+    if host is None:
+        return None
+    learner = site.build_learner(host.origin.checkpoint)
+    host.verifier.start()
+    if host.verifier_beside is not None:
+        host.verifier_beside.start()
+    rates = site.find_rates()
+    generation = _build_generation(
+        context, site, host, learner, lambda: controller.stop_requested.set(), outside.build_servers
+    )
+    metrics = context.open_metrics(host.origin.version, evaluation_row(host.scores.get('before'), 0))
+    if generation.servers is not None:
+        metrics.listeners.append(generation.servers.note_update)
+    energy = build_energy(host.config, site.find_devices)
+    if energy:
+        context.own(energy)
+    observer = StepObserver(
+        metrics, _build_progress(host), site.compilations, context.resources.cpu_seconds, host.start_s, rates, energy
+    )
+    host.log.listeners.append(observer.on_event)
+    sampling = build.build_sampling(host.config, host.model.tokenizer)
+    evaluations = _build_evaluations(context, host, generation, observer, sampling)
+    reallocation = _build_reallocation(site, host, generation, observer)
+    rollouts = None
+    if outside.build_task is None:  # a simulation says nothing
+        rollouts = context.open_rollouts(host.origin.version, host.model.tokenizer.decode)
+    controller = _build_controller(
+        context, site, host, learner, rollouts, generation, metrics, observer, evaluations, sampling, reallocation
+    )
+    if host.origin.snapshot:
+        controller.restore(host.origin.snapshot)
+        observer.restore(host.origin.snapshot['observer'])
+    if evaluations.beside:
+        restore_rows(context.workdir, host.scores, observer)
+    return LoopParts(host, learner, generation, metrics, observer, evaluations, reallocation, controller)
+
+
+def _build_host(context: RunContext, site: LoopSite, outside: Outside) -> Host | None:
+    config = context.config
+    if outside.load_workflow is None:
+        require_tools_shown(config)
+    model = site.load_model()
+    context.start.begin(f'preparing task {config.task.name}')
+    task = (outside.build_task or build_task)(config, model.tokenizer)
+    workflow_of = (outside.load_workflow or load_workflow)(config, model.tokenizer)
+    origin = _find_origin(context)
+    scores = Scores(context.workdir, resume=context.resume, step=origin.version)
+    if context.finished is not None:
+        site.build_learner(origin.checkpoint)
+        return None
+    snapshot = origin.snapshot or {'clock_s': 0.0, 'next_seq': 0, 'next_run': 0}
+    truncate_events(context.workdir / EVENTS, snapshot['next_seq'])
+    log = context.own(EventLog(context.workdir / EVENTS, snapshot['next_seq'], snapshot['next_run']))
+    make_clock = outside.make_clock or build_clock
+    clock = make_clock(config, log, snapshot['clock_s'], waits_for_work=not context.ends_process())
+
+    sandbox = None if outside.build_verifier else try_scorer_sandbox(config, outside.try_sandbox)
+
+    def launch(**settings: Any) -> LoopVerifier:
+        decode, start_worker = model.tokenizer.decode, outside.start_worker
+        if outside.build_verifier:
+            verifier = outside.build_verifier(clock, **settings)
+        else:
+            verifier = build_verifier(
+                config, clock, task, decode, sandbox=sandbox, start_worker=start_worker, **settings
+            )
+        context.own(verifier).launch()
+        return verifier
+
+    return Host(
+        config=config,
+        origin=origin,
+        first_seq=snapshot['next_seq'],
+        start_s=snapshot['clock_s'],
+        model=model,
+        task=task,
+        make_workflow=workflow_of(clock),
+        scores=scores,
+        log=log,
+        clock=clock,
+        sandbox=sandbox,
+        verifier=launch(workdir=context.workdir),
+        verifier_beside=launch(workers=1, lane=EVALUATION_REWARD) if config.evaluation.every else None,
+        supervisor=Supervisor(clock),
+    )
+
+
+def _find_origin(context: RunContext) -> Origin:
+    """Raises CheckpointError for a checkpoint of another kind of run."""
+    checkpoint = context.read_checkpoint()
+    if checkpoint is None:
+        return Origin()
+    try:
+        snapshot = decode_run_state(checkpoint.state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f'{context.workdir / CHECKPOINTS} is not of such a run: {error}') from error
+    context.go_on(checkpoint.step)
+    return Origin(checkpoint.step, checkpoint, snapshot)
+
+
+def _build_progress(host: Host) -> Progress | None:
+    if not host.config.telemetry.progress:
+        return None
+    return Progress(host.config.run.steps, first_step=host.origin.version, first_time=host.start_s)
+
+
+def _build_generation(
+    context: RunContext,
+    site: LoopSite,
+    host: Host,
+    learner: RunLearner,
+    stop: Callable[[], None],
+    build_servers: Callable[..., Servers] | None,
+) -> Generation:
+    version, checkpoint, snapshot = host.origin
+    channel = site.build_channel()
+    local = site.engine_site
+    ring = None if local is None else build.build_ring(host.config, local.copy_version)
+    if local is not None and ring and checkpoint:
+        local.restore_ring(ring, checkpoint.arrays[_RING])
+    newest = published = channel.transfer(version, learner.publish(version))
+    if ring:
+        ring.add(published)
+        published = ring.in_use(snapshot['generated_update'] if snapshot else None)
+    if local is not None and not build.uses_servers(host.config):
+        rollout = local.build_rollout(published, host.clock, host.log, host.supervisor)
+        if ring is None:
+            channel.release(version)  # all engines have it
+        return Generation(channel, ring, newest, rollout.pool, rollout.engines, rollout.moves)
+
+    servers = (build_servers or _import_server_builder())(
+        host.config, host.clock, host.log, host.supervisor,
+        workdir=context.workdir, learner=learner, vocab_size=host.model.vocab_size, published=published,
+        probe_prompt=host.task.prompts('train', host.config.run.seed).draw().tokens, stop=stop,
+    )  # fmt: skip
+    return Generation(channel, ring, newest, servers.whole, servers=servers)
+
+
+def _import_server_builder() -> Callable[..., Servers]:
+    from areal_jax.app.parts.server_builder import build_servers  # needs aiohttp, which runs without servers do not
+
+    return build_servers
+
+
+def _build_controller(
+    context: RunContext,
+    site: LoopSite,
+    host: Host,
+    learner: RunLearner,
+    rollouts: RolloutWriter | None,
+    generation: Generation,
+    metrics: MetricsWriter,
+    observer: StepObserver,
+    evaluations: Evaluations,
+    sampling: SamplingParams,
+    reallocation: Reallocation | None,
+) -> Controller:
+    config, beside = host.config, evaluations.beside
+    frictions = build_frictions(config, host.model.vocab_size)
+    if frictions:
+        announce(frictions)
+
+    def save_checkpoint(step: int, arrays: dict[str, Tree], earlier: Mapping[int, Tree], snapshot: State) -> None:
+        host.log.sync()  # a resumed run needs all events and metrics up to here, also after a loss of power
+        metrics.sync()
+        if rollouts:
+            rollouts.sync()
+        whole = {**arrays, _RING: {str(version): weights for version, weights in earlier.items()}}
+        arrays.clear()  # the writer lets go of each array that it has written
+        context.save(step, whole, encode_run_state(snapshot), learner.followers)
+
+    def note_published(published: PublishedWeights) -> None:
+        if beside:
+            beside.note_published(published)
+
+    return Controller(
+        build.build_settings(config),
+        clock=host.clock,
+        log=host.log,
+        supervisor=host.supervisor,
+        stream=build_stream(config, host.task),
+        pool=generation.pool,
+        workflow=build_training_workflow(
+            host.make_workflow, frictions, generation.pool, sampling, build.build_sampling_seed(config)
+        ),
+        verifier=host.verifier,
+        learner=keep_rollouts(site.trace(), learner.read_tokens, rollouts),
+        channel=generation.channel,
+        gate=build.build_gate(config),
+        group_filter=build.build_group_filter(config),
+        disturbances=Disturbances(frictions, host.log) if frictions else None,
+        ring=generation.ring,
+        update_tokens=learner.update_tokens,
+        on_step=observer.on_step,
+        observer_state=lambda: {**observer.state(), **({UNDER_WAY: beside.under_way} if beside else {})},
+        on_published=note_published,
+        save_checkpoint=save_checkpoint,
+        reallocation=reallocation,
+    )
+
+
+def _build_reallocation(
+    site: LoopSite, host: Host, generation: Generation, observer: StepObserver
+) -> Reallocation | None:
+    local, moves = site.engine_site, generation.moves
+    if local is None or local.split is None or moves is None:
+        return None
+    assert isinstance(generation.pool, LocalPool)
+    backend = generation.engines[0].stream.backend
+    return Reallocation(
+        host.clock, host.log, host.supervisor,
+        pool=generation.pool, site=moves, choice=build.build_choice(host.config), split=local.split,
+        published=generation.newest, slots=backend.slots, cache_tokens=backend.cache_blocks * backend.block_tokens,
+        on_moved=lambda split: observer.set_rates(local.note_split(split)),
+    )  # fmt: skip
+
+
+def _build_evaluations(
+    context: RunContext, host: Host, generation: Generation, observer: StepObserver, sampling: SamplingParams
+) -> Evaluations:
+    config, seed = host.config, host.config.run.seed
+    if not config.evaluation.problems:
+        return Evaluations()
+    problems = host.task.held_out(config.evaluation.problems, seed)
+    make_evaluator = functools.partial(
+        Evaluator,
+        clock=host.clock,
+        supervisor=host.supervisor,
+        log=host.log,
+        sampling=sampling,
+        seed=seed,
+        decode=host.model.tokenizer.decode,
+        final_answer=host.task.final_answer,
+        max_failed=config.task.max_failed_groups,
+        make_workflow=host.make_workflow,
+    )
+    evaluator = make_evaluator(
+        problems=problems,
+        pool=generation.pool,
+        verifier=host.verifier,
+        samples=config.evaluation.samples,
+        announce=context.start.count_answers,
+    )
+    if host.verifier_beside is None:
+        return Evaluations(evaluator)
+    servers = generation.servers
+    beside = build_beside(
+        config,
+        pool=generation.pool,
+        clock=host.clock,
+        supervisor=host.supervisor,
+        log=host.log,
+        verifier=host.verifier_beside,
+        problems=problems,
+        make_evaluator=make_evaluator,
+        scores=host.scores,
+        observer=observer,
+        lost=servers.beside.pool.lost if servers and servers.beside else None,
+    )
+    snapshot = host.origin.snapshot
+    return Evaluations(evaluator, beside, snapshot['observer'].get(UNDER_WAY) if snapshot else None)
+
+
+# The program of the asynchronous loop: warm up, evaluate, loop, evaluate, report. Nothing here imports jax.
+
 
 _RETURN_S = 30.0  # for engines to serve again after a restart of the run, which leaves them alone
 _IN_THE_WORLD = Outside()

@@ -1,25 +1,148 @@
-"""The metrics of every update, from its step record and the events since the last one.
-
-The controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come from the learner and are
-passed on; this module counts events of the loop.
-"""
+"""The metrics of every update and the scores of every evaluation, counted from events and written to the workdir."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import NotRequired, Protocol, TypedDict
 
-from areal_jax.app.run.code_checks import CodeChecks, CodeChecksState
-from areal_jax.app.run.engine_counts import EngineCounts, EngineCountsState
+from areal_jax import files, protocols
+from areal_jax.config import TrackedConfig
 from areal_jax.control.controller import StepRecord
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import Event
+from areal_jax.labels import CODE, SCORED
+from areal_jax.protocols import Clock, Generator, Pool, Verifier
+from areal_jax.report.engine_work import RequestPauses
 from areal_jax.telemetry import names
 from areal_jax.telemetry.devices import DeviceRates, OptimizerAges
 from areal_jax.telemetry.energy.accounting import EnergyAccount, EnergyState
-from areal_jax.telemetry.metrics import MetricsWriter, Value, merge, number
+from areal_jax.telemetry.facts import (
+    DURING,
+    EVALUATIONS,
+    EvaluationScores,
+    VersionScores,
+    read_curve,
+    read_scores,
+    visible_only_share,
+)
+from areal_jax.telemetry.metrics import FILE, MetricsWriter, Value, merge, number, read_metrics
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.token_ledger import LedgerState, TokenLedger
+from areal_jax.types import Prompt
+
+
+class CodeChecksState(TypedDict):
+    """What a checkpoint keeps of CodeChecks."""
+
+    labels: dict[str, int]
+    sums: dict[str, float]
+
+
+class CodeChecks:
+    """The labels of scored answers, and what the checks of those with code took."""
+
+    def __init__(self, state: CodeChecksState | None = None):
+        self._labels = collections.Counter(state['labels'] if state else {})
+        self._sums = collections.defaultdict[str, float](float, state['sums'] if state else {})
+
+    def note(self, event: Event) -> None:
+        """Counts a reward or a check."""
+        if event['kind'] == 'reward' and event['label'] in SCORED:
+            self._labels[event['label']] += 1
+        elif event['kind'] == 'check':
+            taken = {'answers': 1, 'cpu_s': event['cpu_s'], 'wall_s': event['wall_s'], 'waiting': event['waiting']}
+            for key, value in taken.items():
+                self._sums[key] += value
+
+    def metrics(self) -> dict[str, float]:
+        """Empty where no answer was code."""
+        checked, scored = self._sums['answers'], sum(self._labels.values())
+        if not checked:
+            return {}
+        means = {names.CODE_CPU: 'cpu_s', names.CODE_WALL: 'wall_s', names.CODE_WAITING: 'waiting'}
+        return {name: self._sums[key] / checked for name, key in means.items()} | {
+            f'{names.CODE}{label}': self._labels[label] / max(scored, 1) for label in ('ok', *CODE)
+        }
+
+    def state(self) -> CodeChecksState:
+        """As JSON can hold it."""
+        return {'labels': dict(self._labels), 'sums': dict(self._sums)}
+
+
+# What the engines did since the last update, counted from events for its metrics.
+
+
+class EngineCountsState(TypedDict):
+    """What a checkpoint keeps of EngineCounts."""
+
+    counts: dict[str, int]
+    pauses: list[float]
+    waiting: dict[str, float]  # clock seconds of the swap, by request that has no token since
+
+
+class EngineCounts:
+    """Counts the events of training, one after the other, until `take`."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(('generated', 'prefilled', 'rebuilt', 'preempted', 'positions', 'read'), 0)
+        self._pauses: list[float] = []  # seconds
+        self._requests = RequestPauses()
+
+    @property
+    def generated(self) -> int:
+        """Tokens decoded."""
+        return self._counts['generated']
+
+    def apply(self, event: Event) -> None:
+        self._pauses += self._requests.apply(event)
+        if event['kind'] == 'decode':
+            self._counts['generated'] += event['tokens']
+            self._counts['positions'] += event.get('positions', 0)
+            self._counts['read'] += event.get('positions_read', 0)
+        elif event['kind'] == 'receive':
+            self._counts['generated'] += event['tokens']
+        elif event['kind'] == 'prefill':
+            rebuilt = event.get('rebuilt', 0)
+            self._counts['prefilled'] += event['tokens'] - rebuilt
+            self._counts['rebuilt'] += rebuilt
+        elif event['kind'] == 'preempt':
+            self._counts['preempted'] += 1
+
+    def take(self) -> dict[str, Value]:
+        """The metrics since the last call."""
+        counts, pauses = self._counts, self._pauses
+        values: dict[str, Value] = {
+            names.TOKENS_GENERATED: counts['generated'],
+            names.TOKENS_PREFILLED: counts['prefilled'],
+            names.TOKENS_REBUILT: counts['rebuilt'],
+            names.PREEMPTIONS: counts['preempted'],
+        }
+        if counts['positions']:
+            values[names.POSITIONS_READ] = counts['read'] / counts['positions']
+        if pauses:
+            values |= {names.REQUEST_PAUSE_MEDIAN: median(pauses), names.REQUEST_PAUSE_MAX: max(pauses)}
+        self._counts, self._pauses = dict.fromkeys(counts, 0), []
+        return values
+
+    def state(self) -> EngineCountsState:
+        return {'counts': dict(self._counts), 'pauses': list(self._pauses), 'waiting': dict(self._requests.since)}
+
+    def restore(self, state: EngineCountsState) -> None:
+        self._counts, self._pauses = dict(state['counts']), list(state['pauses'])
+        self._requests = RequestPauses(state['waiting'])
+
+
+# The metrics of every update, from its step record and the events since the last one.
+#
+# The controller calls `on_step`, the event log `on_event`. Metrics of the trained tokens come from the learner and
+# are passed on; this module counts events of the loop.
 
 
 class ObserverState(TypedDict):
@@ -200,3 +323,125 @@ class StepObserver:
             names.GROUPS_TRAINED: record.metrics.get(names.UPDATE_GROUPS, 0.0),
             names.INTERRUPTIONS: self._interruptions,
         }
+
+
+# Scores of the evaluations before, after and beside training: written to the workdir and printed.
+
+
+class Scores:
+    """The scores of one run by phase, 'before' and 'after', and by version; a resumed run also has its earlier
+    attempts' scores, except for versions after `step`, which it evaluates again.
+    """
+
+    def __init__(self, workdir: pathlib.Path, *, resume: bool, step: int = 0):
+        self._path = workdir / EVALUATIONS
+        self._by_phase = read_scores(self._path) if resume else {}
+        found = read_curve(self._path) if resume else []
+        self._curve = {row.version: row for row in found if row.version <= step}
+        if len(self._curve) < len(found):
+            self._write()
+
+    @property
+    def curve(self) -> Sequence[VersionScores]:
+        """Of the evaluations beside training, by version."""
+        return [self._curve[version] for version in sorted(self._curve)]
+
+    def get(self, phase: str) -> EvaluationScores | None:
+        return self._by_phase.get(phase)
+
+    def add(self, phase: str, scores: EvaluationScores) -> None:
+        """Writes the scores to WORKDIR/evaluations.json and prints their means."""
+        self._by_phase[phase] = scores
+        self._write()
+        print(
+            f'accuracy {phase}: sampled {mean_sampled(scores) or 0:.3f}, greedy {mean_greedy(scores):.3f}', flush=True
+        )
+
+    def add_version(self, row: VersionScores) -> None:
+        """Writes the row to WORKDIR/evaluations.json and prints its means."""
+        self._curve[row.version] = row
+        self._write()
+        sampled = mean_sampled(row.scores)
+        means = ('' if sampled is None else f'sampled {sampled:.3f}, ') + f'greedy {mean_greedy(row.scores):.3f}'
+        print(f'accuracy of version {row.version}: {means} ({row.seconds:.1f} s beside training)', flush=True)
+
+    def _write(self) -> None:
+        known: files.JsonObject = {phase: dataclasses.asdict(scores) for phase, scores in self._by_phase.items()}
+        if self._curve:
+            known[DURING] = [row.as_row() for row in self.curve]
+        files.write_json(self._path, known, indent=None)
+
+
+def evaluation_row(scores: EvaluationScores | None, version: int) -> dict[str, float]:
+    """The scores of a version as metrics, under the names of evaluation beside training; none without scores."""
+    if scores is None:
+        return {}
+    row: dict[str, float] = {names.EVALUATION_VERSION: version, names.GREEDY_ACCURACY: mean_greedy(scores)}
+    known = {names.SAMPLED_ACCURACY: mean_sampled(scores), names.VISIBLE_ONLY_SHARE: visible_only_share(scores.labels)}
+    return row | {name: value for name, value in known.items() if value is not None}
+
+
+def mean_greedy(scores: EvaluationScores) -> float:
+    return sum(scores.greedy) / len(scores.greedy)
+
+
+def mean_sampled(scores: EvaluationScores) -> float | None:
+    """None where no answer was sampled."""
+    sampled = [score for row in scores.sampled for score in row]
+    return sum(sampled) / len(sampled) if sampled else None
+
+
+# Builds the evaluation beside training, and brings its rows to file, metrics and terminal.
+
+
+UNDER_WAY = 'evaluating'  # key of a checkpoint's state of the observer: the version that was being evaluated
+
+
+def build_beside(
+    config: TrackedConfig,
+    *,
+    pool: Pool,
+    clock: Clock,
+    supervisor: Supervisor,
+    log: EventLog,
+    verifier: Verifier,
+    problems: Sequence[Prompt],
+    make_evaluator: Callable[..., Evaluator],
+    scores: Scores,
+    observer: StepObserver,
+    lost: protocols.Event | None = None,
+) -> EvaluationBeside:
+    """`problems`: of the evaluations before and after training; the first of them are used here.
+
+    `make_evaluator` lacks problems, pool, verifier, samples and version, which this evaluation has its own of.
+    `lost`: see EvaluationBeside.
+    """
+    samples, few = config.evaluation.every_samples, problems[: config.evaluation.every_problems]
+
+    def evaluator_of(at_version: Generator, version: int) -> Evaluator:
+        return make_evaluator(problems=few, pool=at_version, verifier=verifier, samples=samples, version=version)
+
+    def note(row: VersionScores) -> None:
+        scores.add_version(row)
+        observer.note_evaluation(evaluation_row(row.scores, row.version))
+
+    return EvaluationBeside(
+        every=config.evaluation.every,
+        steps=config.run.steps,
+        pool=pool,
+        clock=clock,
+        supervisor=supervisor,
+        log=log,
+        make_evaluator=evaluator_of,
+        on_scores=note,
+        say=functools.partial(print, flush=True),
+        lost=lost,
+    )
+
+
+def restore_rows(workdir: pathlib.Path, scores: Scores, observer: StepObserver) -> None:
+    """Hands the observer of a resumed run the rows that ended before it and are in no line of its metrics."""
+    written = {line.get(names.EVALUATION_VERSION) for line in read_metrics(workdir / FILE)}
+    for row in scores.curve:
+        if row.version not in written:
+            observer.note_evaluation(evaluation_row(row.scores, row.version))

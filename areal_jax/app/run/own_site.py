@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import functools
+import pathlib
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -17,10 +19,15 @@ from areal_jax.app.model.model import Model, build_model
 from areal_jax.app.model.text_model import describe_loading, require_rules_of_origin
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts.channels import ChannelParts, PlacedChannel, build_channel
-from areal_jax.app.parts.compilations import CompilationCounter, use_compilation_cache
-from areal_jax.app.parts.device_moves import DeviceMoves
-from areal_jax.app.parts.energy_builder import UsedDevices, list_devices
+from areal_jax.app.parts.compilations import (
+    DIRECTORY,
+    CompilationCounter,
+    TracedLearner,
+    print_passed_over,
+    use_compilation_cache,
+)
 from areal_jax.app.parts.engines import (
+    DeviceMoves,
     build_backends,
     build_engines,
     build_evaluation_backends,
@@ -28,19 +35,23 @@ from areal_jax.app.parts.engines import (
     describe_caches,
     restore_ring,
 )
+from areal_jax.app.parts.host import UsedDevices, build_pool, list_devices
 from areal_jax.app.parts.learner_builder import build_learner, require_finite_weights
-from areal_jax.app.parts.pool_builder import build_pool
 from areal_jax.app.parts.sizes import measure_parts, require_room
-from areal_jax.app.roles.processes import lead
 from areal_jax.app.run.observer import Compilations
-from areal_jax.app.run.profile import DIRECTORY, TracedLearner
-from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.site import EngineFacts, EngineSite, LocalRollout, find_split
-from areal_jax.app.run.start_warnings import print_passed_over
-from areal_jax.app.workdir.environment import Environment, read_environment
-from areal_jax.app.workdir.provenance import Hardware, hardware
+from areal_jax.app.run.run import (
+    Checkpoint,
+    EngineFacts,
+    EngineSite,
+    LocalRollout,
+    RunContext,
+    find_split,
+    require_sound,
+)
+from areal_jax.app.workdir.environment import Environment, Hardware, hardware, read_environment
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, note_weights
 from areal_jax.checkpoint.store import CheckpointError
+from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_learner
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.simulation_fields import require_no_simulation
@@ -49,7 +60,11 @@ from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.supervisor import Supervisor
+from areal_jax.distributed import rendezvous
+from areal_jax.distributed.handshake import digest_config
+from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import CommandLeader
+from areal_jax.distributed.rendezvous import invite
 from areal_jax.errors import UserError
 from areal_jax.lanes import LEARNER
 from areal_jax.learning.learner import MovingLearner, SpmdLearner
@@ -71,6 +86,7 @@ OwnLearner = SpmdLearner | CommandLeader
 
 def require_here(config: config_dict.ConfigDict) -> None:
     """Raises UserError for a config whose learner, in every split of the devices, does not fit this process."""
+    require_sound(config)
     require_no_simulation(config)
     require_rules_of_origin(config)
     for split in list_splits(config):
@@ -292,3 +308,21 @@ class OwnSite:
             context.start.begin_silently('exporting')
             replace_export(context.workdir, steps, self._export_dtype, context.start.count_bytes)
             context.start.end()
+
+
+def lead(config: TrackedConfig, learner: SpmdLearner, workdir: pathlib.Path) -> SpmdLearner | CommandLeader:
+    """The learner of the whole run for process 0, once all followers are there and see its `workdir`.
+
+    Raises CommandError where one does not come.
+    """
+    distributed = config.distributed
+    if parse_learner(config.cluster.learner).processes == 1:
+        return learner
+    deadline_s = distributed.command_deadline_s
+    host = rendezvous.host_of(distributed.coordinator)
+    with rendezvous.witness(workdir):
+        rendezvous.meet(deadline_s)
+    followers = invite(host, workdir, digest_config(config.as_dict()), deadline_s)
+    leader = CommandLeader(learner, Peers(followers, deadline_s=deadline_s))
+    atexit.register(leader.close)  # also where the run ends before it trains: jax's own waits for the followers
+    return leader

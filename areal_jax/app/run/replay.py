@@ -15,29 +15,26 @@ from typing import TypedDict
 from ml_collections import config_dict
 
 from areal_jax.app.model.model import Model
-from areal_jax.app.parts.clock import lane_widths
-from areal_jax.app.parts.own_code import load_own_code
-from areal_jax.app.run.loop import Loop, build_loop
-from areal_jax.app.run.loop_parts import Outside
+from areal_jax.app.parts.compilations import print_warnings
+from areal_jax.app.parts.host import lane_widths
+from areal_jax.app.run.loop import Loop, Outside, build_loop
 from areal_jax.app.run.own_site import OwnSite, require_here
-from areal_jax.app.run.recorded_run import RecordedRun
-from areal_jax.app.run.run import Run, RunKind
-from areal_jax.app.run.run_context import RunContext
-from areal_jax.app.run.start_records import FILE as STARTS
-from areal_jax.app.run.start_records import (
+from areal_jax.app.run.run import Run, RunContext, RunKind
+from areal_jax.app.workdir.environment import describe_differences, read_environment
+from areal_jax.app.workdir.records import (
     MODEL,
     PLAN,
     SCHEDULE,
+    STARTS,
     TASK,
     DataFile,
+    RecordedRun,
     Start,
     data_files,
     digest,
+    load_own_code,
     restore_config,
 )
-from areal_jax.app.run.start_warnings import print_warnings
-from areal_jax.app.training import LoopRun
-from areal_jax.app.workdir.environment import describe_differences, read_environment
 from areal_jax.app.workdir.run_directory import Report, sample_digest
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_learner
@@ -74,7 +71,7 @@ class Outcome(TypedDict):
 
 def build_replay(
     config: config_dict.ConfigDict, workdir: pathlib.Path, recording: Recording, start: Start, *, resume: bool
-) -> LoopRun:
+) -> Run[OwnSite, Loop]:
     """One start of a run, in the order of its log."""
 
     def build(context: RunContext, site: OwnSite) -> Loop | None:

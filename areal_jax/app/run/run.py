@@ -1,6 +1,6 @@
 """One run from a config to its report: built, run, reported, exported, and freed. Nothing here imports jax.
 
-A kind of run is a table entry: where its learner is (site.py), and the program that its parts make.
+A kind of run is a table entry: where its learner is (a site), and the program that its parts make.
 """
 
 from __future__ import annotations
@@ -8,26 +8,487 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection
+import platform
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypedDict, TypeVar
 
+import numpy as np
 from ml_collections import config_dict
 
-from areal_jax.app.parts.extras import require_extras
-from areal_jax.app.parts.own_code import load_own_code
-from areal_jax.app.parts.tracker_builder import headline
-from areal_jax.app.process.interrupt import StopRequests
-from areal_jax.app.run.run_context import RunContext
-from areal_jax.app.run.site import Site
-from areal_jax.app.workdir.run_directory import Report
-from areal_jax.config import validate
+from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.host import UsedDevices, build_feed, build_tracker, headline
+from areal_jax.app.process.ending import StopRequests
+from areal_jax.app.process.setup import require_extras
+from areal_jax.app.run.observer import Compilations
+from areal_jax.app.workdir.environment import Environment, Hardware, git_commit, package_versions
+from areal_jax.app.workdir.records import Digests, load_own_code, note_own_code
+from areal_jax.app.workdir.run_directory import (
+    CHECKPOINTS,
+    Report,
+    continue_run,
+    describe_unsaved,
+    prepare_workdir,
+    read_prolongations,
+    read_report,
+    settle_config,
+    start_again,
+)
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, Follower
+from areal_jax.config import TrackedConfig, validate
+from areal_jax.config.cluster import DeviceSplit
+from areal_jax.control.clocks.loop import LoopClock
+from areal_jax.control.event_writer import EventLog
+from areal_jax.control.lock_step import VersionRing
+from areal_jax.control.reallocation import DeviceSite
+from areal_jax.control.supervisor import Supervisor
+from areal_jax.files import DirectoryLock
+from areal_jax.plugins import load_function
+from areal_jax.protocols import Channel, Learner
 from areal_jax.report.pages.html_page import FILE as WEB_PAGE
 from areal_jax.report.report import PAGE
+from areal_jax.rollout.local_engine import LocalEngine
+from areal_jax.rollout.pool import Pool
 from areal_jax.tasks.registry import require_known
+from areal_jax.telemetry.devices import DeviceRates, ResourceSampler
 from areal_jax.telemetry.facts import discard_facts
-from areal_jax.telemetry.metrics import Line
-from areal_jax.types import Tree
+from areal_jax.telemetry.hook import FIELD as HOOK
+from areal_jax.telemetry.hook import MetricsHook
+from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, read_metrics
+from areal_jax.telemetry.names import STEP
+from areal_jax.telemetry.progress import StartProgress
+from areal_jax.telemetry.rollouts.writer import Decode, RolloutWriter
+from areal_jax.telemetry.trackers import TrackerFeed
+from areal_jax.text.tokenizer import Tokenizer
+from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree, Weights
+
+State = Mapping[str, Any]  # the run state of a checkpoint, JSON-able
+
+
+class Closable(Protocol):
+    """A part of a run that holds a file, a thread, a process or a connection."""
+
+    def close(self) -> None: ...
+
+
+Part = TypeVar('Part', bound=Closable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What a resumed run goes on from."""
+
+    step: int
+    arrays: Tree  # by name: trees of the learner, and what else a kind of run has saved
+    state: State
+
+    @property
+    def of_learner(self) -> Tree:
+        """What Learner.restore takes."""
+        return {name: self.arrays[name] for name in ('params', 'optimizer')}
+
+
+class CommonFacts(TypedDict):
+    """The fields that RunFacts and SftFacts share; see there."""
+
+    config: str
+    seed: int
+    planned_steps: int
+    wall_seconds: float
+    peak_memory_bytes: int
+    git_commit: str | None
+    versions: Mapping[str, str]
+    hardware: Mapping[str, object]
+    prolonged: list[dict[str, int]]
+    idle_fields: list[str]
+    own_code: Digests
+    hook: Mapping[str, object]
+    tracker: Mapping[str, object]
+    rollouts: Mapping[str, object]
+
+
+class RunContext:
+    """The workdir of one run, and what is open in it.
+
+    Each part of a run that holds a file, a thread, a process or a connection is put onto `parts` when it is acquired.
+    `close` frees them in reverse order, all of them even if one fails.
+
+    Args:
+      config: validated, as an experiment file gives it, overrides applied.
+      workdir: the directory for everything that the run writes.
+      own_code: the user's own functions that the config names.
+      resume: go on from the newest checkpoint in the workdir, or start again at update 0 where there is none.
+      source: where the config came from, for the report.
+      overrides: the fields that the command line sets; one that the run does not use is refused.
+      interrupts: asks the run to stop; None = it is never asked.
+    """
+
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        workdir: pathlib.Path,
+        own_code: Digests,
+        *,
+        resume: bool = False,
+        source: str = '',
+        overrides: Collection[str] = (),
+        interrupts: StopRequests | None = None,
+    ):
+        self.workdir = workdir
+        self.config = TrackedConfig(settle_config(config, workdir, overrides, resume=resume), overrides)
+        self.resume, self.interrupts = resume, interrupts
+        self._source, self._own_code, self._started = source, own_code, time.monotonic()
+        # what failed at the end, raised when all else is done: the last checkpoint, the export, the token ledger
+        self.unsaved: Exception | None = None
+        self.finished: Report | None = None  # the report of a resumed run that has nothing left to do
+        self._idle_fields: list[str] = []
+        self.hook: MetricsHook | None = None
+        hook = self.config.telemetry.hook
+        self._hook_function = load_function(hook, HOOK) if hook else None
+        self.feed: TrackerFeed | None = None
+        self.rollouts: RolloutWriter | None = None
+        self._tracker = build_tracker(self.config)
+        self.parts = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Locks and prepares the workdir, and starts to count what the run uses."""
+        lock = DirectoryLock(self.workdir)
+        self.parts.callback(lock.release)
+        prepare_workdir(self.workdir, self.config.as_dict(), resume=self.resume)
+        note_own_code(self.workdir, self._own_code, resume=self.resume)
+        self._store = CheckpointStore(self.workdir / CHECKPOINTS, keep=self.config.checkpoint.keep)
+        self._store.remove_unfinished()
+        self.resources = self.parts.enter_context(ResourceSampler())
+        check = self.interrupts.check if self.interrupts else lambda: None
+        self.start = StartProgress(self.config.telemetry.progress, check=check)
+        self.parts.callback(self.start.end)
+
+    def close(self) -> None:
+        """Frees processes, threads and files. Nothing the second time."""
+        self.parts.close()
+
+    def own(self, part: Part) -> Part:
+        """Puts a part onto the stack."""
+        self.parts.callback(part.close)
+        return part
+
+    def open_metrics(self, step: int, before: Line) -> MetricsWriter:
+        """Opens metrics.jsonl and removes the updates after `step`, which will be made again.
+
+        Args:
+          before: the evaluation before training as a row of metrics; empty without one.
+        """
+        metrics = self.own(MetricsWriter(self.workdir, self.config.telemetry.tensorboard))
+        metrics.truncate(step)
+        if self._hook_function:
+            self.hook = self.own(MetricsHook(self._hook_function, self.config.telemetry.hook, self.workdir))
+            metrics.listeners.append(self.hook.put)
+            self.hook.start(read_metrics(self.workdir / FILE))
+        if self._tracker:
+            self.feed = self.own(build_feed(self._tracker, self.config, self.workdir))
+        if self.feed and self.finished is None:
+            metrics.listeners.append(self.feed.put)
+            rows = read_metrics(self.workdir / FILE)
+            self.feed.start([{STEP: 0, **before}, *rows] if before else rows)
+        return metrics
+
+    def open_rollouts(self, step: int, decode: Decode) -> RolloutWriter | None:
+        """Opens WORKDIR/rollouts, without the updates after `step`; None where telemetry.rollouts is '0'."""
+        kept = self.config.telemetry.rollouts
+        if kept.isdigit() and int(kept) == 0:
+            return None
+        self.rollouts = self.own(RolloutWriter(self.workdir, decode, kept))
+        self.rollouts.start(step)
+        return self.rollouts
+
+    def require_all_read(self) -> None:
+        """To be called when every field that the run uses has been read."""
+        self.config.require_all_read()
+        self._idle_fields = self.config.idle_fields()
+
+    def deferred_signals(
+        self, request: Callable[[signal.Signals], None], abandon: Callable[[], None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, the first request to stop calls `request`; see StopRequests."""
+        if self.interrupts is None:
+            return contextlib.nullcontext()
+        return self.interrupts.deferred(request, 'finishing the update under way, then saving', abandon)
+
+    def ends_process(self) -> bool:
+        """Whether the process ends with the run, as it does for a command."""
+        return self.interrupts is not None and self.interrupts.ends_process
+
+    def read_checkpoint(self) -> Checkpoint | None:
+        """The newest one of a resumed run; None where the run starts at update 0."""
+        if not self.resume:
+            return None
+        if self._store.latest() is None:
+            start_again(self.workdir, self.config.as_dict())
+            return None
+        return Checkpoint(*self._store.restore_latest())
+
+    def go_on(self, step: int) -> None:
+        """Adapts the workdir to a run that goes on after update `step`."""
+        continue_run(self.workdir, self.config.as_dict(), step)
+        print(f'resumed after update {step} from {self.workdir / CHECKPOINTS}', flush=True)
+        if step == self.config.run.steps:
+            self.finished = read_report(self.workdir, step)
+
+    def save(self, step: int, arrays: Tree, state: State, followers: Sequence[Follower]) -> None:
+        """Writes a checkpoint and empties `arrays`. After the last update a failure is kept for the end: the report
+        comes first."""
+        try:
+            self._store.save(step, arrays, state, followers, consume=True)
+        except CheckpointError as error:
+            if step < self.config.run.steps:
+                raise
+            self.unsaved = describe_unsaved(error, self.workdir)
+
+    def describe(self, hardware: Hardware) -> CommonFacts:
+        """The facts that every kind of run has; `hardware` is where it computes."""
+        return {
+            'config': self._source,
+            'seed': self.config.run.seed,
+            'planned_steps': self.config.run.steps,
+            'wall_seconds': time.monotonic() - self._started,
+            'peak_memory_bytes': self.resources.peak_bytes,
+            'git_commit': git_commit(),
+            'versions': package_versions(),
+            'hardware': {**hardware, 'platform': platform.platform()},
+            'prolonged': read_prolongations(self.workdir),
+            'idle_fields': self._idle_fields,
+            'own_code': self._own_code,
+            'hook': self.hook.facts() if self.hook else {},
+            'tracker': self.feed.facts() if self.feed else {},
+            'rollouts': self.rollouts.facts() if self.rollouts else {},
+        }
+
+
+# The learner of a run that keeps answers: hands some groups of every update to the writer. No jax here.
+
+
+ReadTokens = Callable[[Sequence[int]], Sequence[Sequence[TokenArrays]]]  # RunLearner.read_tokens
+
+
+def keep_rollouts(learner: Learner, read_tokens: ReadTokens, rollouts: RolloutWriter | None) -> Learner:
+    """The learner itself where nothing is kept."""
+    return learner if rollouts is None else _KeepingLearner(learner, read_tokens, rollouts)
+
+
+class _KeepingLearner:
+    """See protocols.Learner; what it hands over it changes by no bit."""
+
+    def __init__(self, learner: Learner, read_tokens: ReadTokens, rollouts: RolloutWriter):
+        self._learner, self._read_tokens, self._rollouts = learner, read_tokens, rollouts
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, float]:
+        metrics = self._learner.update(groups, version)
+        kept = self._rollouts.select(groups)
+        self._rollouts.put(version + 1, kept, self._read_tokens([group.draw for group in kept]))
+        return metrics
+
+    def publish(self, version: int) -> Weights:
+        return self._learner.publish(version)
+
+    def save(self) -> Weights:
+        return self._learner.save()
+
+    def restore(self, saved: Weights) -> None:
+        self._learner.restore(saved)
+
+
+# Where the learner of a run is, and what its loop needs of that place. Nothing here imports jax.
+#
+# own_site.py: in this process. controller_role.py: in other processes.
+
+
+class ModelText(Protocol):
+    """What a run needs of a model outside its learner."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def source(self) -> pathlib.Path | None:
+        """File or directory of the weights; None = drawn."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteModel:
+    """What a process without a learner knows of the model: ModelText."""
+
+    tokenizer: Tokenizer
+    source: pathlib.Path | None
+    vocab_size: int
+
+
+class NoCompilations:
+    """Compilations of a process that compiles nothing."""
+
+    count = 0
+
+    def reset(self) -> None: ...
+
+
+class RunLearner(Learner, Protocol):
+    """The learner of a whole run, wherever its processes are."""
+
+    @property
+    def followers(self) -> Sequence[Follower]:
+        """Processes that write shards of a checkpoint of their own."""
+        ...
+
+    def warm_up(self) -> int:
+        """Compiles every program; returns their number."""
+        ...
+
+    def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
+        """Tokens that an update of these groups reads."""
+        ...
+
+    def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
+        """What the last update knew of the tokens of these draws, before `publish`; see SpmdLearner."""
+        ...
+
+    def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
+        """float32 [A]: log-probs of an answer under the weights of a version; None where it has others by now."""
+        ...
+
+
+class EngineFacts(TypedDict):
+    """The fields of RunFacts that say what engines and learner compute on."""
+
+    kv_cache_bytes: int | None
+    memory_parts: Mapping[str, int]
+    lanes_own_devices: bool
+    devices: Mapping[str, Any]
+
+
+class LocalRollout(NamedTuple):
+    """Engines of this process, and the pool that routes to them."""
+
+    engines: Sequence[LocalEngine]
+    pool: Pool
+    moves: DeviceSite | None = None  # who moves devices; None: they stay
+
+
+class Site(Protocol):
+    """Where the learner is. The methods are called in this order; later ones use what earlier ones have built."""
+
+    compilations: Compilations
+
+    def load_model(self) -> ModelText: ...
+
+    def build_learner(self, checkpoint: Checkpoint | None) -> RunLearner:
+        """With the checkpoint's weights or else the model's."""
+        ...
+
+    def trace(self) -> Learner:
+        """The learner that was built, or one that traces the updates that telemetry.profile_steps names."""
+        ...
+
+    def find_hardware(self) -> Hardware:
+        """Where the run computes."""
+        ...
+
+    def export(self, weights: Tree, digest: str) -> None:
+        """Writes WORKDIR/export. The results of the run are on the disk, so that a failure is kept for the end."""
+        ...
+
+    def complete_export(self) -> None:
+        """Writes the export of a finished run where it is missing, after a kill or on a disk that was full."""
+        ...
+
+
+class EngineSite(Protocol):
+    """A site where engines decode in the process of the learner."""
+
+    def restore_ring(self, ring: VersionRing, saved: Mapping[str, Tree]) -> None:
+        """Fills the ring with the weights of earlier versions out of a checkpoint, by version."""
+        ...
+
+    def build_rollout(
+        self, published: PublishedWeights, clock: LoopClock, log: EventLog, supervisor: Supervisor
+    ) -> LocalRollout: ...
+
+    @property
+    def split(self) -> DeviceSplit | None:
+        """Of the devices that move; None where they stay."""
+        ...
+
+    def note_split(self, split: DeviceSplit) -> DeviceRates:
+        """Devices were moved: the rates per device from now on."""
+        ...
+
+    def copy_version(self, published: PublishedWeights) -> Tree:
+        """Weights of an earlier version for a checkpoint, in host memory."""
+        ...
+
+
+class LoopSite(Site, Protocol):
+    """A site whose learner is trained by the asynchronous loop."""
+
+    engine_site: EngineSite | None  # None: engines decode in other processes
+    awaited_engines: int  # engines in other processes that must serve before the run starts: for training,
+    awaited_beside: int  # and for evaluation
+
+    def find_rates(self) -> DeviceRates: ...
+
+    def find_devices(self) -> UsedDevices | None:
+        """The devices of learner and engines, after `find_rates`; None where some are in other processes."""
+        ...
+
+    def build_channel(self) -> Channel: ...
+
+    def compile(self, engines: Sequence[LocalEngine], version: int) -> int:
+        """Compiles what the run needs at `version`; returns the number of programs."""
+        ...
+
+    async def finish_compiling(self, clock: LoopClock) -> None:
+        """Compiles what was not yet needed."""
+        ...
+
+    def find_final_weights(self) -> tuple[Tree, str]:
+        """Those after the last update, as engines have them, and the digest that the report gives them."""
+        ...
+
+    def read_environment(self) -> Environment:
+        """What the bits of the run depend on."""
+        ...
+
+    def describe_engines(self) -> EngineFacts: ...
+
+    def describe_simulation(self) -> str:
+        """What is simulated, in words; '' = nothing."""
+        ...
+
+    def close_learner(self) -> None:
+        """After the report of a finished run."""
+        ...
+
+
+def find_split(config: TrackedConfig, checkpoint: Checkpoint | None) -> DeviceSplit | None:
+    """The one that a run begins with, or goes on with; None where devices do not move."""
+    if not build.moves_devices(config):
+        return None
+    saved = None if checkpoint is None else checkpoint.state.get('reallocation')
+    return build.find_initial_split(config) if saved is None else DeviceSplit(saved['learner'], saved['engines'])
+
+
+# The run.
+
+
+def require_sound(config: config_dict.ConfigDict) -> None:
+    """Raises UserError for a config against its rules, for a package that it needs, and for an unknown task."""
+    validate(config)
+    require_extras(config)
+    require_known(config.task.name)
 
 
 class Program(Protocol):
@@ -54,7 +515,7 @@ SiteT = TypeVar('SiteT', bound=Site)
 class RunKind(Generic[SiteT, ProgramT]):
     """How a run of one kind is built."""
 
-    require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError where it cannot run here
+    require_startable: Callable[[config_dict.ConfigDict], None]  # raises UserError for what cannot run here
     warn: Callable[[config_dict.ConfigDict], None]  # says on stderr what is probably a mistake
     make_site: Callable[[RunContext], SiteT]
     build: Callable[[RunContext, SiteT], ProgramT | None]  # None where a resumed run has nothing left to do
@@ -86,9 +547,6 @@ class Run(Generic[SiteT, ProgramT]):
         overrides: Collection[str] = (),
         interrupts: StopRequests | None = None,
     ):
-        validate(config)
-        require_extras(config)
-        require_known(config.task.name)
         kind.require_startable(config)
         own_code = load_own_code(config)
         kind.warn(config)

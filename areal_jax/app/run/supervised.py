@@ -6,13 +6,11 @@ import threading
 import time
 from collections.abc import Mapping
 
-from areal_jax.app.parts.kept_rollouts import keep_rollouts
 from areal_jax.app.parts.part_settings import build_device_rates, build_mesh
 from areal_jax.app.parts.task_builder import build_demonstrations
-from areal_jax.app.run.held_out import describe_held_out, describe_update
 from areal_jax.app.run.own_site import OwnSite
-from areal_jax.app.run.run_context import Checkpoint, RunContext
-from areal_jax.app.run.sft_report import SftFacts, write_sft_report
+from areal_jax.app.run.reports import SftFacts, describe_held_out, describe_update, write_sft_report
+from areal_jax.app.run.run import Checkpoint, RunContext, keep_rollouts
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, Report
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.objectives import find_objective

@@ -1,7 +1,8 @@
-"""Given answers to the problems of a task, scored by the verifier of a run: no engine, no weights, no learner."""
+"""Scores given answers with the verifier of a task, and sums the scores up."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -17,13 +18,10 @@ from ml_collections import config_dict
 
 from areal_jax import lanes
 from areal_jax.app.model.text_model import describe_text_model
-from areal_jax.app.parts.extras import require_extras
 from areal_jax.app.parts.task_builder import build_verifier, build_whole_task, try_scorer_sandbox
-from areal_jax.app.process.interrupt import StopRequests
-from areal_jax.app.score.given_answers import GivenAnswer, read_answers
-from areal_jax.app.score.problem_index import ProblemIndex
-from areal_jax.app.score.score_file import ScoreFile, make_score
-from areal_jax.app.score.score_tally import ScoreTally
+from areal_jax.app.process.ending import StopRequests
+from areal_jax.app.process.setup import require_extras
+from areal_jax.app.score.answer_files import GivenAnswer, ProblemIndex, ScoreFile, make_score, read_answers
 from areal_jax.config import TrackedConfig, flatten, validate_scoring
 from areal_jax.config.declarations import FIELDS
 from areal_jax.config.ranges import ConfigError
@@ -38,6 +36,75 @@ from areal_jax.tasks.scoring.verifier import InlineVerifier, ProcessVerifier
 from areal_jax.tasks.task import Task
 from areal_jax.telemetry.progress import StartProgress
 from areal_jax.types import Verdict
+
+
+@dataclasses.dataclass
+class ScoreTally:
+    """Sums over the scores of a file, those of earlier calls included."""
+
+    labels: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # without a reward
+    reward: float = 0.0  # sum
+
+    def add(self, score: JsonObject) -> None:
+        """A line of the file."""
+        self.labels[score['label']] += 1
+        if score['reward'] is None:
+            self.failures[score['label']] += 1
+        else:
+            self.reward += score['reward']
+
+    @property
+    def answers(self) -> int:
+        return self.labels.total()
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over the answers that have a reward; None where no answer has."""
+        scored = self.answers - self.failures.total()
+        return self.reward / scored if scored else None
+
+    def summarise(self, scored_before: int, seconds: float, out: str) -> JsonObject:
+        """All numbers, as --json prints them."""
+        return {
+            'answers': self.answers,
+            'scored_before': scored_before,
+            'labels': dict(self.labels.most_common()),
+            'failed': self.failures.total(),
+            'mean_reward': self.mean_reward,
+            'seconds': round(seconds, 3),
+            'out': out,
+        }
+
+
+def render_summary(summary: JsonObject) -> str:
+    """The numbers of `summarise` as a short table."""
+    width = max(len(label) for label in ('label', *summary['labels']))
+    rows = [f'{"label":{width}}  answers   share']
+    for label, count in summary['labels'].items():
+        rows.append(f'{label:{width}}  {count:7}  {count / summary["answers"]:5.1%}')
+    mean = summary['mean_reward']
+    shown = 'no answer has a reward' if mean is None else f'mean reward {mean:.4f}'
+    if summary['failed'] and mean is not None:
+        shown += f' of the {summary["answers"] - summary["failed"]} that have one'
+    before = f', {summary["scored_before"]} of them before' if summary['scored_before'] else ''
+    seconds = f'{summary["seconds"]:.1f} s'
+    return '\n'.join([*rows, '', shown, f'{summary["answers"]} answers in {seconds}{before}', summary['out']])
+
+
+def describe_failures(tally: ScoreTally, out: str) -> str:
+    """The sentence for answers that have no reward, '' where all have one."""
+    if not tally.failures:
+        return ''
+    found = ', '.join(f'{count} {label}' for label, count in tally.failures.most_common())
+    return (
+        f'{tally.failures.total()} of {tally.answers} answers have no reward ({found}): {out} has the reason of each; '
+        'mend the scorer, or raise the limits task.verifier_*, and score them into another --out'
+    )
+
+
+# Given answers to the problems of a task, scored by the verifier of a run: no engine, no weights, no learner.
+
 
 _WORKERS = 'task.verifier_workers'
 # nothing is generated, trained or tracked: packages for that are not needed
@@ -63,7 +130,7 @@ class Scoring:
 
     Args:
       config: as an experiment file gives it, overrides applied.
-      answers: JSON lines, see given_answers.py.
+      answers: JSON lines, see answer_files.py.
       out: where the scores go; what it holds already is kept, and not scored again.
       workers: None = task.verifier_workers.
       overrides: the fields that the command line sets; one that scoring does not use is refused.

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from areal_jax.app.run.start_records import restore_config
 from areal_jax.app.simulate.simulated_site import build_simulation
+from areal_jax.app.workdir.records import restore_config
 from areal_jax.config import CONFIG
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError

@@ -1,30 +1,119 @@
-"""Simulates plans: a plan becomes a config, its run is measured after a warm-up and stopped."""
+"""Plans a cluster: simulates the splits of its devices, searches the best one, and says it in words."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import io
 import math
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ml_collections import config_dict
 
 from areal_jax.app.simulate.simulated_site import SimulatedRun, build_simulation
 from areal_jax.config import default_config
+from areal_jax.config.cluster import MOST_ENGINES
+from areal_jax.config.ranges import ConfigError
+from areal_jax.errors import UserError
+from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.files import read_json
 from areal_jax.lanes import LEARNER, is_engine_lane
-from areal_jax.simulation.planner.neighbours import Outcome, Plan, Setting
+from areal_jax.report.event_log import load_events
+from areal_jax.simulation.drawn_answers import read_groups
+from areal_jax.simulation.planner.advice import (
+    Advice,
+    Trade,
+    advise,
+    count_devices,
+    count_running_groups,
+    device_hours,
+    find_interval,
+    joules_a_token,
+    list_trades,
+    make_load,
+)
+from areal_jax.simulation.planner.cluster_load import NODE, Layout, Load
+from areal_jax.simulation.planner.neighbours import (
+    Answers,
+    Outcome,
+    Plan,
+    Search,
+    Setting,
+    Simulate,
+    choose_start,
+    fits,
+    predict,
+    refine,
+)
+from areal_jax.simulation.planner.question import describe_lengths, describe_log, require_batch
 from areal_jax.telemetry import names
+from areal_jax.telemetry.energy.meters import Energy
 
 if TYPE_CHECKING:
     from areal_jax.events.schema import Event
     from areal_jax.telemetry.metrics import Line
 
-NODE = 8  # devices
+
+GROUP_SIZE = 16
+_CONFIG = 'config.json'
+
+
+def read_answers(lengths: str, count: int, group_size: int | None, limit: int, prompt: int) -> Answers:
+    """`lengths` is a distribution, or the workdir of a run.
+
+    Args:
+      group_size: None = GROUP_SIZE, or that of the run.
+      limit: rollout.max_new_tokens; 0 = that of the run, or a few mean lengths.
+
+    Raises ConfigError for a text that is neither, for a run of too few answers or of other groups, and UserError for a
+    log that does not say how long answers were.
+    """
+    if '(' in lengths:
+        return describe_lengths(lengths, count, group_size or GROUP_SIZE, limit, prompt)
+    run = pathlib.Path(lengths)
+    if not (run / EVENTS).is_file():
+        raise ConfigError(
+            f"--lengths={lengths!r} is no distribution, such as 'lognormal(9000, 0.75)', and there is no {run / EVENTS}"
+        )
+    try:
+        groups = read_groups(load_events(run / EVENTS), run, 1)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f'{run / EVENTS} does not say lengths and rewards of answers ({error}): name a run of this program'
+        ) from error
+    size = len(groups[0])
+    if group_size not in (None, size):
+        raise ConfigError(f'--group_size={group_size}: {run} has groups of {size}; leave it out')
+    require_batch(count, size)
+    if len(groups) < count // size:
+        raise ConfigError(
+            f'--lengths={run} has {len(groups)} whole groups of {size} answers, and --answers={count} needs '
+            f'{count // size}: name a longer run or a smaller batch'
+        )
+    if any(len(answer.turns) > 1 for group in groups for answer in group):
+        raise ConfigError(f'--lengths={run} is a run of agents, which are not planned: simulate it, docs/simulation.md')
+    answers = [[(answer.length, answer.reward) for answer in group] for group in groups]
+    return describe_log(f'log({run})', answers, count, limit or _read_limit(run), prompt)
+
+
+def _read_limit(run: pathlib.Path) -> int:
+    """rollout.max_new_tokens of a run."""
+    try:
+        return int(read_json(run / _CONFIG)['rollout']['max_new_tokens'])  # type: ignore[index, call-overload]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f'{run / _CONFIG} does not say rollout.max_new_tokens ({error}): give --max_new_tokens'
+        ) from error
+
+
+# Simulates plans: a plan becomes a config, its run is measured after a warm-up and stopped.
+
+
 _MEASURED = (6, 24)  # updates, at least and at most
 _MEASURED_ANSWERS = 2048  # in as many updates as have them
 WINDOW = 12  # updates in a row, of which the interval of a plan speaks
@@ -197,3 +286,288 @@ def _find_percentile(ages: Mapping[int, int], share: float) -> float:
         if left <= 0:
             return float(age)
     return 0.0
+
+
+# A plan for a question: the search on a part of the cluster, the plan at full size, and what is to be said of it.
+
+
+MOST_SIMULATIONS = 24
+_DIVISORS = (8, 4, 2)
+_WHOLE = 16  # devices that are simulated as they are
+_FEWEST_PARTS, _FEWEST_GROUPS = 8, 8  # engines' sizes in the devices, and groups of an update, at least, of a part
+Note = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan with what its simulation found, at full size."""
+
+    setting: Setting
+    divisor: int  # devices and answers of the search were divided by it
+    plan: Plan
+    outcome: Outcome  # tokens a second of all devices
+    interval: tuple[float, float]  # tokens a second, of planning.WINDOW updates in a row
+    in_turns: Outcome | None  # of synchronous training on the same devices
+    load: Load
+    advice: Advice
+    fields: Mapping[str, object]  # of the config; of the synchronous run where that is the better one
+    tried: Mapping[Plan, Outcome]  # all that was simulated for it, on a part of the devices
+    trades: Sequence[Trade]  # on the same part; tokens a second of all devices
+    full: Outcome | None = None  # simulated once at full size
+    is_stopped: bool = False  # the search was, with this as the best so far
+
+    @property
+    def simulations(self) -> int:
+        return len(self.tried) + (self.in_turns is not None)
+
+
+def find_plan(
+    setting: Setting, *, seed: int, prompts: str, is_full: bool, note: Note, most: int = MOST_SIMULATIONS
+) -> Planned:
+    """Returns the best plan; where a KeyboardInterrupt ends the search, the best of what was simulated until then.
+
+    Args:
+      note: is told the plan of closed forms, in the first second, and then each plan that was simulated.
+
+    Raises ConfigError for a plan that cannot be (no memory, too many engines), and KeyboardInterrupt before the first
+    simulation has ended.
+    """
+    divisor = choose_divisor(setting)
+    small = setting.shrink(divisor)
+
+    def simulate(plan: Plan) -> Outcome:
+        return simulate_plan(small, plan, seed=seed, prompts=prompts)
+
+    def tell(plan: Plan, outcome: Outcome) -> None:
+        note(
+            f'{plan.engines} engines, learner on {plan.training}, eta {plan.eta}, {plan.slots} slots: '
+            f'{divisor * outcome.tokens_s:,.0f} tokens a second, mean age {outcome.age_mean:.1f}'
+        )
+
+    start = choose_start(small)
+    note(_tell_start(small, start, divisor))
+    search, is_stopped = Search(small, simulate, most, tell), False
+    try:
+        best = search.run(start)
+        in_turns, why_not = _simulate_in_turns(small, simulate)
+    except KeyboardInterrupt:
+        if not search.tried:
+            raise
+        best, is_stopped = search.best, True
+        in_turns, why_not = None, 'synchronous training was not simulated: the search was stopped'
+    plan = refine(setting, small, best, search.tried[best])
+    if plan.engines > MOST_ENGINES:
+        raise ConfigError(f'the plan has {plan.engines} engines, and cluster.engines takes {MOST_ENGINES}: plan a part')
+    outcome = _enlarge(search.tried[best], divisor)
+    if divisor > 1:
+        note(f'at full size: {plan.engines} engines, learner on {plan.training}')
+    full = simulate_plan(setting, plan, seed=seed, prompts=prompts) if is_full and not is_stopped else None
+    shown = full or outcome
+    in_turns = in_turns and _enlarge(in_turns, divisor)
+    load = make_load(setting, _layout(setting, plan), plan, shown.tokens_s)
+    advice = advise(setting, plan, shown, load, predict(small, best).live, in_turns, why_not)
+    interval = find_interval(setting, plan, shown)
+    shared = plan_in_turns(setting) if advice.trains_in_turns else None
+    fields = list_fields(setting, shared or plan, load.decode_steps)
+    trades = [
+        dataclasses.replace(one, outcome=_enlarge(one.outcome, divisor)) for one in list_trades(search.tried, best)
+    ]
+    return Planned(
+        setting, divisor, plan, outcome, interval, in_turns, load, advice, fields, search.tried, trades, full,
+        is_stopped,
+    )  # fmt: skip
+
+
+def _tell_start(setting: Setting, plan: Plan, divisor: int) -> str:
+    tokens_s = divisor * setting.answers.tokens / predict(setting, plan).period_s
+    part = f' (1/{divisor} of the devices)' if divisor > 1 else ''
+    return (
+        f'by closed forms: {plan.engines} engines, learner on {plan.training}, eta {plan.eta}, {plan.slots} slots'
+        f'{part}: about {tokens_s:,.0f} tokens a second; simulations refine it, and Ctrl-C prints the best so far'
+    )
+
+
+def choose_divisor(setting: Setting) -> int:
+    """8, or less where a part would have too few engines or groups; 1 up to 16 devices."""
+    for divisor in _DIVISORS:
+        parts = setting.devices / divisor / setting.engine_devices
+        groups = setting.answers.groups / divisor
+        is_even = setting.devices % divisor == 0 and setting.answers.groups % divisor == 0
+        if setting.devices > _WHOLE and is_even and parts >= _FEWEST_PARTS and groups >= _FEWEST_GROUPS:
+            return divisor
+    return 1
+
+
+def plan_in_turns(setting: Setting) -> Plan | None:
+    """Engines on all devices, which train as well; None where no engines of equal size share them."""
+    for engines in range(setting.devices // setting.engine_devices, 0, -1):
+        plan = Plan(engines, setting.devices, 0, setting.most_slots, shared=True)
+        if setting.devices % engines == 0 and fits(setting, plan):
+            return plan
+    return None
+
+
+def _simulate_in_turns(setting: Setting, simulate: Simulate) -> tuple[Outcome | None, str]:
+    """(its outcome, '') or (None, why there is none)."""
+    plan = plan_in_turns(setting)
+    if plan is None:
+        return None, 'synchronous training is not simulated: no engines of equal size share these devices'
+    return simulate(plan), ''
+
+
+def _enlarge(outcome: Outcome, scale: int) -> Outcome:
+    return dataclasses.replace(outcome, tokens_s=scale * outcome.tokens_s)
+
+
+def _layout(setting: Setting, plan: Plan) -> Layout:
+    """With the learner on whole nodes where that goes, as roles have it."""
+    fields = list_fields(setting, plan)
+    hosts = plan.training // NODE if plan.training % NODE == 0 else 1
+    learner = str(fields['cluster.learner'])
+    return Layout(setting.shape, f'hosts={hosts} x {learner}', str(fields['cluster.engines']), setting.answers.count)
+
+
+def energy_of(planned: Planned) -> Energy | None:
+    """Joules a trained token; None without published watts."""
+    live = predict(planned.setting, planned.plan).live
+    return joules_a_token(planned.setting, planned.plan, planned.full or planned.outcome, live)
+
+
+# A plan as text and as JSON.
+
+
+MOST_TRADES = 3  # that the text has
+_STOPPED = 'stopped before the search had ended: this is the best plan so far, and another one may be limited otherwise'
+
+
+def render(planned: Planned, width: int = 0) -> str:
+    """Returns sentences and the fields of the config: one a line, or in lines of a terminal of so many characters."""
+    setting, plan, shown = planned.setting, planned.plan, planned.full or planned.outcome
+    answers = setting.answers
+    used = count_devices(setting, plan)
+    running = count_running_groups(setting, plan)
+    low, high = planned.interval
+    filled = 100 / answers.moments.tail
+    scale = f'1/{planned.divisor} of the devices and of the batch' if planned.divisor > 1 else 'all devices'
+    where = 'at full size' if planned.full else f'with {scale}'
+    lines = [
+        f'{setting.devices} x {setting.chip.name}, {setting.shape.name}; {answers.count:,} answers an update in groups '
+        f'of {answers.group_size}, {answers.moments.mean:,.0f} tokens on average, {answers.limit:,} at most',
+        '',
+        f'split              {plan.engines} engines of {setting.engine_devices}, learner on {plan.training}'
+        + (f', {setting.devices - used} left over' if used < setting.devices else ''),
+        f'slots              {plan.slots} an engine; {running} groups run at a time (rollout.max_running_groups=0 '
+        f'admits them by need: slots / group size would fill {filled:.0f}% of the slots)',
+        f'eta                {plan.eta} of --max_eta={setting.most_eta}; weights are published after every update, the '
+        'config has no other interval',
+        f'tokens a second    {shown.tokens_s:,.0f}; {low:,.0f} to {high:,.0f} in {WINDOW} updates in a row, with the '
+        f'published ranges; an update takes {shown.period_s:,.1f} s',
+        f'idle               engines {_percent(1 - shown.engines_busy)}, learner {_percent(1 - shown.learner_busy)}',
+        f'age                {shown.age_mean:.2f} versions on average, {shown.age_p95:.0f} for 95% of the tokens',
+        f'price of age       --age_price={setting.age_price:g} of the speed for a version; {_tell_trades(planned)}',
+        f'a million tokens   {device_hours(setting, plan, shown.tokens_s):.3g} device-hours; {_tell_energy(planned)}',
+        f'limits             {planned.advice.binds}',
+        f'                   {planned.advice.breaks_next}',
+        f'synchronous        {planned.advice.asynchrony}',
+        '',
+        f'{planned.simulations} simulations of {shown.updates} updates {where}, after a warm-up; real engines and '
+        'learners reach less than the published shares of their peaks, by 1.5 to 2.5 in AReaL\'s published runs',
+        *([_STOPPED] if planned.is_stopped else []),
+        '',
+        *(_fill_lines(list_lines(planned.fields), width) if width else list_lines(planned.fields)),
+        *(['', _tell_verdict(planned)] if width else []),
+    ]  # fmt: skip
+    return '\n'.join(lines)
+
+
+def list_lines(fields: Mapping[str, object]) -> list[str]:
+    """'--config.rollout.slots=256', as a shell reads them."""
+    return [f'--config.{name}={_quote(value)}' for name, value in fields.items()]
+
+
+def _tell_verdict(planned: Planned) -> str:
+    """The plan in a line, for the end of a screen."""
+    plan, shown = planned.plan, planned.full or planned.outcome
+    low, high = planned.interval
+    return (
+        f'plan: {plan.engines} engines, learner on {plan.training}, eta {plan.eta}, {plan.slots} slots: '
+        f'{shown.tokens_s:,.0f} tokens a second ({low:,.0f} to {high:,.0f})'
+    )
+
+
+def _fill_lines(words: Sequence[str], width: int) -> list[str]:
+    """The words behind a command, as a shell reads them, in few lines."""
+    lines = ['areal-train --config=FILE --workdir=DIR']
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 > width:
+            lines.append(' ')
+        lines[-1] += f' {word}'
+    return [*(f'{line} \\' for line in lines[:-1]), lines[-1]]
+
+
+def as_json(planned: Planned) -> dict[str, object]:
+    """All that is known of a plan."""
+    setting, plan, shown = planned.setting, planned.plan, planned.full or planned.outcome
+    energy = energy_of(planned)
+    return {
+        'devices': setting.devices,
+        'chip': setting.chip.name,
+        'model': setting.shape.name,
+        'answers': setting.answers.count,
+        'group_size': setting.answers.group_size,
+        'lengths': setting.answers.text,
+        'max_age': setting.max_age,
+        'max_eta': setting.most_eta,
+        'age_price': setting.age_price,
+        'plan': {**dataclasses.asdict(plan), 'engine_devices': setting.engine_devices},
+        'devices_used': count_devices(setting, plan),
+        'running_groups': count_running_groups(setting, plan),
+        'outcome': _as_json(shown),
+        'interval_tokens_s': list(planned.interval),
+        'device_hours_a_million_tokens': device_hours(setting, plan, shown.tokens_s),
+        'joules_a_token': None if energy is None else [energy.low, energy.mid, energy.high],
+        'synchronous': None if planned.in_turns is None else _as_json(planned.in_turns),
+        'train_synchronously': planned.advice.trains_in_turns,
+        'binding': planned.advice.binding,
+        'tried': [{**dataclasses.asdict(one), 'outcome': _as_json(found)} for one, found in planned.tried.items()],
+        'trades': [dataclasses.asdict(trade) for trade in planned.trades],
+        'limits': planned.load.shares(),
+        'sentences': [planned.advice.binds, planned.advice.breaks_next, planned.advice.asynchrony],
+        'divisor': planned.divisor,
+        'simulations': planned.simulations,
+        'stopped': planned.is_stopped,
+        'full': planned.full is not None,
+        'fields': dict(planned.fields),
+    }
+
+
+def _as_json(outcome: Outcome) -> dict[str, object]:
+    return dataclasses.asdict(outcome)
+
+
+def _tell_energy(planned: Planned) -> str:
+    energy = energy_of(planned)
+    if energy is None:
+        return f'no joules: no watts are published of {planned.setting.chip.name}'
+    return f'{energy.low:.2g} to {energy.high:.2g} J a token, of the boards alone'
+
+
+def _tell_trades(planned: Planned) -> str:
+    """What a higher price takes, among the plans that were simulated."""
+    younger = [
+        f'from {trade.price:.3g} on eta {trade.plan.eta} ({trade.outcome.tokens_s:,.0f} tokens a second, mean age '
+        f'{trade.outcome.age_mean:.1f})'
+        for trade in planned.trades[:MOST_TRADES]
+    ]
+    return '; '.join(younger) or 'no younger plan was simulated'
+
+
+def _percent(share: float) -> str:
+    return f'{100 * max(0.0, share):.0f}%'
+
+
+def _quote(value: object) -> str:
+    if isinstance(value, tuple):
+        return ','.join(map(str, value))
+    text = str(value)
+    return f'"{text}"' if ' ' in text else text

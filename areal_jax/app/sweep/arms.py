@@ -1,7 +1,4 @@
-"""The arms of a sweep: what get_sweep() of an experiment file names, each as a command of its own, all of them valid.
-
-Nothing here imports jax, so a mistake is reported at once.
-"""
+"""The arms of a sweep and its directory: sweep.json, a workdir for each arm, how far each has come. Imports no jax."""
 
 from __future__ import annotations
 
@@ -17,8 +14,10 @@ from typing import TypeAlias, cast
 from absl import flags
 from ml_collections import config_dict
 
+from areal_jax import files
 from areal_jax.app.command_line import CommandLine, CommandLineError, call_in_file, parse_train_command
-from areal_jax.config import TrackedConfig, flatten
+from areal_jax.app.workdir.run_list import CHECKPOINTS, LOG, SWEEP, read_end
+from areal_jax.config import CONFIG, TrackedConfig, flatten
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
 from areal_jax.config.fields import Value
@@ -28,6 +27,8 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import unknown_field
 from areal_jax.errors import UserError, suggest
 from areal_jax.installation import name_launcher
+from areal_jax.report.report import FILE as REPORT
+from areal_jax.telemetry.metrics import FILE as METRICS
 
 TRAINER = 'areal_jax.main_train'
 SEED = 'run.seed'
@@ -231,3 +232,120 @@ def _require_one_process(config: config_dict.ConfigDict) -> None:
             f'cluster.learner={config.cluster.learner!r} has {layout.processes} processes, and an arm of a sweep is '
             'one: leave out hosts'
         )
+
+
+# The directory of a sweep: sweep.json, a workdir for each arm, and how far each arm has come, as the files say.
+
+
+_STEPS = 'run.steps'
+_EXPORT = 'export'  # as app/export/ has it, which imports jax
+_ANOTHER = 'give another --workdir'
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmState:
+    """How far an arm has come."""
+
+    updates: int
+    is_finished: bool
+    holds_updates: bool  # --resume goes on there
+    has_trained: bool  # of a finished arm: whether it made an optimizer step
+    reason: str  # why it has not finished, or what a finished one lacks; '' for nothing
+
+    @property
+    def word(self) -> str:
+        """'finished', 'unfinished' or 'not started'."""
+        if self.is_finished:
+            return 'finished'
+        return 'unfinished' if self.holds_updates or self.reason else 'not started'
+
+
+def require_same_sweep(workdir: pathlib.Path, source: str, arms: Sequence[Arm]) -> None:
+    """Raises ConfigError where the directory holds anything but this sweep, started or not; writes nothing.
+
+    Workdirs of arms that were started one by one, without sweep.json, are of this sweep.
+    """
+    names = {arm.name for arm in arms}
+    record = workdir / SWEEP
+    if record.exists():
+        saved = files.read_json(record, f'restore it, or {_ANOTHER}')
+        for name in saved.get('arms', ()):
+            if name not in names and (workdir / name).exists():
+                raise ConfigError(
+                    f'--workdir={workdir} holds the sweep of {saved.get("config")}, whose arm {name!r} is not one of '
+                    f'{source}; {_ANOTHER}'
+                )
+    elif workdir.is_dir():
+        for path in sorted(workdir.iterdir()):
+            if path.name not in names and not path.name.startswith('.'):
+                raise ConfigError(
+                    f'--workdir={workdir} holds {path.name} and no {SWEEP}, so it is no sweep; {_ANOTHER}'
+                )
+    for arm in arms:
+        _require_same_arm(arm)
+
+
+def note_sweep(workdir: pathlib.Path, source: str, arms: Sequence[Arm]) -> None:
+    """Writes sweep.json."""
+    files.write_json(
+        workdir / SWEEP, {'config': source, 'arms': {arm.name: dict(arm.overrides) for arm in arms}}, allow_nan=True
+    )
+
+
+def read_state(arm: Arm) -> ArmState:
+    """How far the arm has come; a damaged file of it becomes the reason."""
+    try:
+        report = _read_report(arm)
+        updates = _count_updates(arm)
+    except UserError as error:
+        return ArmState(0, False, True, False, str(error))
+    if report is None:
+        return ArmState(updates, False, _holds_updates(arm.workdir), False, read_end(arm.workdir / LOG))
+    has_trained = bool(report.get('optimizer_steps', {}).get('applied'))
+    reason = '' if has_trained else 'it made no optimizer step: the weights are those of the start'
+    return ArmState(int(report['steps']), True, True, has_trained, reason)
+
+
+def measure_arm(arm: Arm) -> float:
+    """Returns the share of the updates of an arm that are done; 0 where a file of it is damaged."""
+    try:
+        return _count_updates(arm) / arm.config.run.steps
+    except UserError:
+        return 0.0
+
+
+def _require_same_arm(arm: Arm) -> None:
+    """Raises ConfigError where the arm's workdir holds updates of another config; run.steps may be raised."""
+    path = arm.workdir / CONFIG
+    if not path.exists() or not (_holds_updates(arm.workdir) or (arm.workdir / REPORT).exists()):
+        return
+    saved, wanted = dict(flatten(files.read_json(path, f'restore it, or {_ANOTHER}'))), arm.values()
+    for field in sorted({*saved, *wanted}):
+        before, after = (repr(values[field]) if field in values else 'not set' for values in (saved, wanted))
+        if before == after or (field == _STEPS and saved.get(field, 0) < wanted.get(field, 0)):
+            continue
+        raise ConfigError(
+            f'arm {arm.name!r}: {arm.workdir} was begun with {field}={before}, and the sweep sets {after}; set it '
+            f'back, or {_ANOTHER}'
+        )
+
+
+def _holds_updates(workdir: pathlib.Path) -> bool:
+    written = workdir / METRICS
+    return any((workdir / CHECKPOINTS).glob('step_*')) or (written.exists() and written.stat().st_size > 0)
+
+
+def _read_report(arm: Arm) -> files.JsonObject | None:
+    """report.json of an arm that has made all its updates and written its export; None for any other."""
+    path = arm.workdir / REPORT
+    report = files.read_json(path, 'remove it: the arm writes it again') if path.exists() else {}
+    is_whole = report.get('steps') == arm.config.run.steps and report.get('finished', True)
+    has_export = not arm.config.run.export or (arm.workdir / _EXPORT).is_dir()
+    return report if is_whole and has_export else None
+
+
+def _count_updates(arm: Arm) -> int:
+    path = arm.workdir / METRICS
+    if not path.exists():
+        return 0
+    return len(re.findall(rb'\}\n', path.read_bytes()))

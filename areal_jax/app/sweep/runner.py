@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from areal_jax import files
-from areal_jax.app.process.interrupt import Interrupts
-from areal_jax.app.sweep.sweep_directory import ENDED, LOG, STARTED, ArmState, describe_code
+from areal_jax.app.process.ending import Interrupts
+from areal_jax.app.sweep.arms import ArmState
+from areal_jax.app.workdir.run_list import ENDED, LOG, STARTED, describe_code
 from areal_jax.telemetry.progress import Bar, format_duration
 
 _LOOK_S = 0.1  # between two looks at the processes

@@ -1,31 +1,50 @@
-"""What a sweep has found: endpoints of every arm, means over seeds, differences between groups paired by seed.
-
-Built from the workdirs of the arms, whatever state they are in; tables.py, page.py and plots.py write it down.
-"""
+"""The results of a sweep: read from its arms, as tables, plots and a page."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
-from collections.abc import Mapping, Sequence
+import io
+import math
+import pathlib
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from areal_jax import files
-from areal_jax.app.sweep.arms import Arm, Group, group_arms
+from areal_jax.app.sweep.arms import Arm, ArmState, Group, group_arms, read_state
 from areal_jax.app.sweep.endpoints import (
     ENDPOINTS,
+    LEAST_R,
     ArmRecord,
+    Bounds,
+    Curve,
     Endpoint,
+    PairedDifference,
+    Pairing,
     Values,
     common_horizon,
+    describe_pairing,
     endpoint_values,
+    holm,
+    paired_difference,
     read_record,
 )
-from areal_jax.app.sweep.paired import PairedDifference, holm, paired_difference
-from areal_jax.app.sweep.sweep_directory import ArmState, read_state
 from areal_jax.errors import UserError
+from areal_jax.installation import find_command
+from areal_jax.report.pages.colors import Look, choose_looks
+from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure, smoothing_window
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.report.statistics import Interval, cluster_interval
 from areal_jax.telemetry.metrics import FILE as METRICS
 from areal_jax.telemetry.metrics import read_metrics
+from areal_jax.telemetry.progress import format_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,3 +166,394 @@ def _pair(endpoint: Endpoint, first: GroupResult, second: GroupResult) -> tuple[
     ]
     seeds = sorted(values[0].keys() & values[1].keys())
     return ([values[0][seed] for seed in seeds], [values[1][seed] for seed in seeds]) if seeds else None
+
+
+# The tables of a sweep as files for other programs: results.csv and differences.csv.
+#
+# results.csv has a row for each arm, unfinished ones too, and for each group the rows mean, low and high. Numbers
+# have all their digits; what is not known is empty.
+
+
+RESULTS, DIFFERENCES = 'results.csv', 'differences.csv'
+_HEAD = ('row', 'group', 'arm', 'seed', 'seeds', 'state', 'updates', 'planned_updates', 'reason')
+_DIFFERENCE_HEAD = (
+    *(
+        'endpoint',
+        'baseline',
+        'group',
+        'seeds',
+        'difference',
+        't_low',
+        't_high',
+        'bootstrap_low',
+        'bootstrap_high',
+        'p',
+    ),
+    *('p_holm', 'r', 'seeds_factor', 'error_factor', 'paired_error', 'unpaired_error'),
+)
+
+
+def write_tables(results: Results, workdir: pathlib.Path) -> None:
+    """Writes both files, each whole or not at all."""
+    endpoints = [endpoint.name for endpoint in results.endpoints]
+    fields = list(dict.fromkeys(path for result in results.arms for path in result.arm.overrides))
+    head = [*_HEAD, *fields, *endpoints, 'weights_sha256']
+    rows = [row for group in results.groups for row in _group_rows(group, fields, endpoints)]
+    files.write_text(workdir / RESULTS, _render(head, rows))
+    files.write_text(workdir / DIFFERENCES, _render(_DIFFERENCE_HEAD, list(_difference_rows(results))))
+
+
+def _group_rows(group: GroupResult, fields: list[str], endpoints: list[str]) -> Iterator[list[object]]:
+    for result in group.arms:
+        arm, state = result.arm, result.state
+        head = [
+            *('arm', group.name, arm.name, arm.seed, '', state.word, state.updates, arm.config.run.steps, state.reason)
+        ]
+        values = [result.values.get(name, '') for name in endpoints]
+        yield [*head, *(arm.overrides.get(path, '') for path in fields), *values, result.weights]
+    finished = len(group.finished)
+    for row in ('mean', 'low', 'high'):
+        means = [getattr(group.means[name], row) if name in group.means else '' for name in endpoints]
+        yield [row, group.name, '', '', finished, *[''] * 4, *[''] * len(fields), *means, '']
+
+
+def _difference_rows(results: Results) -> Iterator[list[object]]:
+    for comparison in results.comparisons:
+        found = comparison.difference
+        pairing = found.pairing
+        yield [
+            *(comparison.endpoint, results.groups[0].name, comparison.group, found.n, found.mean),
+            *((found.t.low, found.t.high) if found.t else ('', '')),
+            *((found.bootstrap.low, found.bootstrap.high) if found.bootstrap else ('', '')),
+            *('' if p is None else p for p in (found.p, comparison.holm_p)),
+            *((pairing.r, pairing.seeds_factor, pairing.error_factor) if pairing else ('', '', '')),
+            *((pairing.paired_error, pairing.unpaired_error) if pairing else ('', '')),
+        ]
+
+
+def _render(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator='\n')
+    writer.writerow(head)
+    writer.writerows([['' if cell is None else cell for cell in row] for row in rows])
+    return text.getvalue()
+
+
+# Pictures of a sweep: curves with bands over seeds, and every endpoint with its seeds.
+
+
+DIRECTORY = 'plots'
+_WIDTH = 13  # inches
+_STYLES, _MARKERS = ('-', '--', ':', '-.'), ('o', 's', '^', 'D')  # by the number of a look
+_PLACES = 200  # along an axis, at which a band is drawn
+_PANELS = 3  # of endpoints in a row
+_FEW = 4  # groups, up to which bands are told apart
+_AXES = {'updates': 'update', 'tokens': 'trained tokens', 'seconds': 'seconds of the clock'}
+
+
+def write_plots(results: Results, workdir: pathlib.Path) -> list[str]:
+    """Writes WORKDIR/plots/*.png; returns the paths, relative to the work directory, of those that have data."""
+    directory = workdir / DIRECTORY
+    directory.mkdir(exist_ok=True)
+    rewards = [len(result.record.reward.values) for result in results.arms if result.record]
+    window = smoothing_window(max(rewards, default=0))
+    drawn = {
+        'reward.png': _plot_curves(
+            results, directory / 'reward.png', lambda record: record.reward, window,
+            f'mean reward of the batch, last {window} updates' if window > 1 else 'mean reward of the batch',
+        ),
+        'evaluation.png': _plot_curves(
+            results, directory / 'evaluation.png', lambda record: record.evaluation, 1, 'held-out score'
+        ),
+        'endpoints.png': _plot_endpoints(results, directory / 'endpoints.png'),
+    }  # fmt: skip
+    return [f'{DIRECTORY}/{name}' for name, has_data in drawn.items() if has_data]
+
+
+def band(curves: Sequence[Curve], axis: str, smoothing: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(places, mean, lowest, highest) of several seeds along an axis, over the range that all of them cover.
+
+    Each curve is first replaced by the mean of its last `smoothing` points, then read between its points by straight
+    lines.
+    """
+    lines = [(np.array(curve.axis(axis)), np.array(moving_mean(curve.values, smoothing))) for curve in curves]
+    places = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), _PLACES)
+    values = np.stack([np.interp(places, x, y) for x, y in lines])
+    return places, values.mean(0), values.min(0), values.max(0)
+
+
+def _plot_curves(
+    results: Results, path: pathlib.Path, take: Callable[[ArmRecord], Curve], smoothing: int, label: str
+) -> bool:
+    """One panel for each of _AXES. False: no data, no file."""
+    curves = {
+        index: [
+            take(result.record) for result in group.finished if result.record and len(take(result.record).values) > 1
+        ]
+        for index, group in enumerate(results.groups)
+    }
+    if not any(curves.values()):
+        return False
+    field, looks = group_looks(results)
+    figure = make_figure(5.2, _WIDTH)
+    panels = figure.subplots(1, len(_AXES), sharey=True)
+    alpha = 0.15 if sum(map(bool, curves.values())) <= _FEW else 0.06
+    for axes, (axis, x) in zip(panels, _AXES.items(), strict=True):
+        for index, found in curves.items():
+            if not found:
+                continue
+            places, mean, low, high = band(found, axis, smoothing)
+            name = results.groups[index].name
+            color, style = looks[name]
+            line = {'color': color, 'linestyle': _STYLES[style % len(_STYLES)], 'label': f'{name} ({len(found)})'}
+            axes.plot(places, mean, linewidth=2, **line)
+            axes.fill_between(places, low, high, color=color, alpha=alpha, linewidth=0)
+        axes.locator_params(axis='x', nbins=5)
+        label_axes(axes, f'over {axis}', x, label if axis == 'updates' else '')
+    _draw_legend(figure, panels[0], field, list(looks))
+    figure.suptitle('Mean over the seeds (their number in brackets); band: lowest to highest seed', fontsize=12)
+    save_figure(figure, path)
+    return True
+
+
+def _draw_legend(figure: Figure, axes: Axes, field: str, names: Sequence[str]) -> None:
+    """Beside the panels, in the order of the looks; its title is the field that the colours follow."""
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda index: names.index(labels[index].rpartition(' (')[0]))
+    figure.legend(
+        [handles[index] for index in order], [labels[index] for index in order], loc='outside right upper',
+        title=f'colours: {field}' if field else None, frameon=False, fontsize=9, title_fontsize=9,
+    )  # fmt: skip
+
+
+def _plot_endpoints(results: Results, path: pathlib.Path) -> bool:
+    """A panel for each outcome: thin lines join the points of one seed. False: no data, no file."""
+    if not results.outcomes:
+        return False
+    rows = -(-len(results.outcomes) // _PANELS)
+    _, looks = group_looks(results)
+    figure = make_figure(0.6 + rows * (0.8 + 0.32 * max(3, len(results.groups))), _WIDTH)
+    panels = figure.subplots(rows, min(_PANELS, len(results.outcomes)), squeeze=False, sharey=True).flatten()
+    for axes, endpoint in zip(panels, results.outcomes, strict=False):
+        draw_endpoint(axes, results, endpoint, looks)
+    for axes in panels[len(results.outcomes) :]:
+        axes.set_visible(False)
+    figure.suptitle('Points: seeds, joined where they are the same; bars: mean with its 95% interval', fontsize=12)
+    save_figure(figure, path)
+    return True
+
+
+def draw_endpoint(axes: Axes, results: Results, endpoint: Endpoint, looks: Mapping[str, Look]) -> None:
+    """A row a group, so that names of any length fit."""
+    seeds: dict[int, list[tuple[float, int]]] = {}
+    for row, group in enumerate(results.groups):
+        for result in group.arms:
+            if endpoint.name in result.values:
+                seeds.setdefault(result.arm.seed, []).append((result.values[endpoint.name], row))
+    for points in seeds.values():
+        axes.plot(*zip(*points, strict=True), color='#999999', linewidth=0.7, zorder=1)
+    for row, group in enumerate(results.groups):
+        color, style = looks[group.name]
+        own = [result.values[endpoint.name] for result in group.arms if endpoint.name in result.values]
+        axes.scatter(own, [row] * len(own), s=18, color=color, marker=_MARKERS[style % len(_MARKERS)], zorder=2)
+        if (mean := group.means.get(endpoint.name)) is None:
+            continue
+        axes.plot([mean.mean] * 2, [row - 0.28, row + 0.28], color=color, linewidth=3, zorder=3)
+        if mean.low is not None and mean.high is not None:
+            error = [[mean.mean - mean.low], [mean.high - mean.mean]]
+            axes.errorbar(mean.mean, row, xerr=error, color=color, capsize=4, linewidth=1.5, zorder=3)
+    axes.set_yticks(range(len(results.groups)), [group.name for group in results.groups], fontsize=9)
+    axes.set_ylim(len(results.groups) - 0.5, -0.5)
+    axes.locator_params(axis='x', nbins=6)
+    label_axes(axes, endpoint.name, '', '')
+
+
+def group_looks(results: Results) -> tuple[str, dict[str, Look]]:
+    """The config field that the colours of the groups follow, '' for none; and the look of each group."""
+    return choose_looks({group.name: group.arms[0].arm.values() for group in results.groups})
+
+
+# The page of a sweep, results.md: unfinished arms first, then means over seeds, paired differences, and every arm.
+
+
+FILE = 'results.md'
+_SHOWN = 12  # characters of a hash
+_MOST_GROUPS = 12  # on the last screen
+
+
+def render_page(results: Results, pictures: Sequence[str]) -> str:
+    """Markdown; `pictures` are paths relative to the page."""
+    sections = [
+        '# Results of a sweep',
+        _what_ran(results),
+        *_unfinished(results),
+        '## Means over seeds',
+        _means(results),
+        'Means with 95% intervals (Student), over the seeds that have finished.',
+        *_differences(results),
+        *(f'![{picture}]({picture})' for picture in pictures),
+        '## Arms',
+        render_table(
+            ('arm', 'seed', 'state', *(e.name for e in results.endpoints), 'weights'),
+            [_arm_row(results, result) for result in results.arms],
+        ),
+        '\n'.join(f'- `{endpoint.name}`: {endpoint.meaning}' for endpoint in results.endpoints),
+    ]
+    return '\n\n'.join(section for section in sections if section) + '\n'
+
+
+def summarize_sweep(results: Results, workdir: pathlib.Path) -> list[str]:
+    """Returns the last screen's lines: what has finished, the first outcome by group, the page, the next command."""
+    finished = [result for result in results.arms if result.state.is_finished]
+    lines = [f'arms      {len(finished)} of {len(results.arms)} finished']
+    if results.outcomes:
+        outcome = results.outcomes[0].name
+        compared = {one.group: one.difference for one in results.comparisons if one.endpoint == outcome}
+        lines.append(f'outcome   {outcome}, mean and 95% interval; difference to {results.groups[0].name}')
+        for group in results.groups[:_MOST_GROUPS]:
+            difference = compared.get(group.name)
+            told = '' if difference is None else f'; {_signed(difference.mean)} {_bounds(difference.t)}'
+            lines.append(f'          {group.name}: {_interval(group.means.get(outcome))}{told}')
+        if (rest := len(results.groups) - _MOST_GROUPS) > 0:
+            lines.append(f'          and {rest} groups more')
+    lines.append(f'report    {workdir / FILE}')
+    if len(finished) < len(results.arms):
+        lines.append('next      the same command goes on')
+    elif len(finished) > 1:
+        named = ' '.join(shlex.quote(str(result.arm.workdir)) for result in _pick_ends(finished))
+        lines.append(f'next      {find_command("areal-report")} --compare {named}')
+    return lines
+
+
+def _pick_ends(finished: Sequence[ArmResult]) -> tuple[ArmResult, ArmResult]:
+    return finished[0], finished[-1]
+
+
+def describe_missing(results: Sequence[ArmResult]) -> str:
+    """'2 of 6 arms have not finished: a (with code 2: ...), b (it was stopped)'; '' where all have."""
+    missing = [result for result in results if not result.state.is_finished]
+    if not missing:
+        return ''
+    named = ', '.join(f'{result.arm.name} ({result.state.reason or "not started"})' for result in missing)
+    return f'{len(missing)} of {len(results)} arms {"has" if len(missing) == 1 else "have"} not finished: {named}'
+
+
+def _what_ran(results: Results) -> str:
+    finished = sum(result.state.is_finished for result in results.arms)
+    seeds = len({result.arm.seed for result in results.arms})
+    return (
+        f'`{results.source}`: {len(results.arms)} arms, of which {finished} have finished; {len(results.groups)} '
+        f'groups of arms that differ in seed only, {seeds} seeds.'
+    )
+
+
+def _unfinished(results: Results) -> list[str]:
+    """Arms that have not finished, and finished ones that lack something."""
+    rows = [
+        (
+            result.arm.name,
+            result.state.word,
+            f'{result.state.updates} of {result.arm.config.run.steps}',
+            result.state.reason,
+        )
+        for result in results.arms
+        if result.state.reason or not result.state.is_finished
+    ]
+    if not rows:
+        return []
+    return [
+        '## Arms that have not finished, or trained nothing',
+        render_table(('arm', 'state', 'updates', 'why'), rows),
+        'No mean and no difference below has an unfinished arm in it.',
+    ]
+
+
+def _means(results: Results) -> str:
+    rows = [
+        (group.name, _seeds(group), *(_interval(group.means.get(e.name)) for e in results.endpoints))
+        for group in results.groups
+    ]
+    return render_table(('group', 'seeds', *(e.name for e in results.endpoints)), rows)
+
+
+def _differences(results: Results) -> list[str]:
+    if not results.comparisons:
+        return []
+    first = results.groups[0].name
+    sections = [
+        f'## Differences to {first}, paired by seed',
+        f'Group minus {first} on the same seeds, which have prompts, initial weights and sampling noise in common. t: '
+        '95% interval of Student; BCa: of the bias-corrected and accelerated bootstrap, from 5 seeds on; p: Student, '
+        'two-sided, and after Holm over the groups. r: correlation over seeds; the standard error is smaller than with '
+        'seeds of its own for each arm by the factor in the last column.',
+    ]
+    for endpoint in results.outcomes:
+        found = [comparison for comparison in results.comparisons if comparison.endpoint == endpoint.name]
+        if not found:
+            continue
+        head = ('group', 'seeds', 'difference', 't', 'BCa', 'p', 'p (Holm)', 'r', 'standard error smaller by')
+        sections += [f'### {endpoint.name}', render_table(head, [_difference_row(comparison) for comparison in found])]
+        sections += [describe_pairing([c.difference.pairing for c in found if c.difference.pairing])]
+    return sections
+
+
+def _difference_row(comparison: Comparison) -> tuple[str, ...]:
+    found = comparison.difference
+    return (
+        *(comparison.group, str(found.n), _signed(found.mean), _bounds(found.t), _bounds(found.bootstrap)),
+        *(_probability(found.p), _probability(comparison.holm_p)),
+        *_pairing_cells(found),
+    )
+
+
+def _pairing_cells(found: PairedDifference) -> tuple[str, str]:
+    pairing = found.pairing
+    return ('-', '-') if pairing is None else (f'{pairing.r:.2f}', _gain(pairing))
+
+
+def _gain(pairing: Pairing) -> str:
+    if pairing.r < LEAST_R:
+        return 'pairing buys nothing'
+    return 'equal differences' if math.isinf(pairing.error_factor) else f'{pairing.error_factor:.3g} times'
+
+
+def _arm_row(results: Results, result: ArmResult) -> tuple[str, ...]:
+    values = (result.values.get(endpoint.name) for endpoint in results.endpoints)
+    weights = f'`{result.weights[:_SHOWN]}`' if result.weights else '-'
+    return result.arm.name, str(result.arm.seed), result.state.word, *(_number(value) for value in values), weights
+
+
+def _seeds(group: GroupResult) -> str:
+    finished, all_ = len(group.finished), len(group.arms)
+    return str(all_) if finished == all_ else f'{finished} of {all_}'
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return '-'
+    if interval.low is None or interval.high is None:
+        return _number(interval.mean)
+    return f'{_number(interval.mean)} [{_number(interval.low)}, {_number(interval.high)}]'
+
+
+def _bounds(bounds: Bounds | None) -> str:
+    return '-' if bounds is None else f'[{_signed(bounds.low)}, {_signed(bounds.high)}]'
+
+
+def _probability(p: float | None) -> str:
+    return '-' if p is None else '< 0.001' if p < 0.001 else f'{p:.3f}'
+
+
+def _number(value: float | None) -> str:
+    """Three decimals below 10, as rewards and scores need them."""
+    return f'{value:.3f}' if value is not None and abs(value) < 10 else format_number(value)
+
+
+def _signed(value: float) -> str:
+    return f'{value:+.3f}' if abs(value) < 10 else f'{value:+.4g}'
+
+
+def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join(f'| {" | ".join(cell.replace("|", "/") for cell in line)} |' for line in lines)

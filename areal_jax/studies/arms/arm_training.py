@@ -18,8 +18,8 @@ import numpy as np
 
 from areal_jax import files
 from areal_jax.app.model.model import build_model
-from areal_jax.app.parts.friction_builder import build_frictions
 from areal_jax.app.parts.part_settings import build_schedule
+from areal_jax.app.parts.workflow_builder import build_frictions
 from areal_jax.config import CONFIG, TrackedConfig
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.frictions import Frictions

@@ -11,8 +11,8 @@ import pytest
 
 from areal_jax import main_export
 from areal_jax.app.export.run_export import export_run, separates_head, write_export
+from areal_jax.app.library import build_run
 from areal_jax.app.model.model import Model
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_directory import load_hf

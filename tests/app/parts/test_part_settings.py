@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.parts.part_settings import build_ring, build_sampling
 from areal_jax.app.parts.task_builder import build_task
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_config import HfError

@@ -1,18 +1,21 @@
 """Sizes from shapes alone are those of the arrays that a run then makes, and what cannot fit is refused at once."""
 
+from __future__ import annotations
+
 import math
 import re
 
 import jax
 import pytest
 
+from areal_jax.app.command_line import load_config
 from areal_jax.app.model.model import build_model
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts import sizes
 from areal_jax.app.parts.engines import build_backend, build_evaluation_backends
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.process import memory
+from areal_jax.app.parts.sizes import describe_run
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.ranges import ConfigError
@@ -203,7 +206,7 @@ def test_models_beside_the_trained_one_are_counted(tmp_path):
 def test_a_cgroup_lowers_the_limit(tmp_path):
     groups = tmp_path / 'cgroup'
     groups.write_text('4:memory:/job/step\n1:cpu:/\n0::/user\n')
-    assert memory.cgroup_limits(groups, tmp_path) == []
+    assert sizes.cgroup_limits(groups, tmp_path) == []
     for directory, name, text in (
         ('memory', 'memory.limit_in_bytes', '9223372036854771712'),
         ('memory/job', 'memory.limit_in_bytes', '4000'),
@@ -212,9 +215,9 @@ def test_a_cgroup_lowers_the_limit(tmp_path):
     ):
         (tmp_path / directory).mkdir(parents=True, exist_ok=True)
         (tmp_path / directory / name).write_text(f'{text}\n')
-    assert sorted(memory.cgroup_limits(groups, tmp_path)) == [3000, 4000, 9223372036854771712]
-    assert memory.cgroup_limits(tmp_path / 'none', tmp_path) == []
-    assert 0 < memory.memory_limit_bytes() < 2**60
+    assert sorted(sizes.cgroup_limits(groups, tmp_path)) == [3000, 4000, 9223372036854771712]
+    assert sizes.cgroup_limits(tmp_path / 'none', tmp_path) == []
+    assert 0 < sizes.memory_limit_bytes() < 2**60
 
 
 def test_engines_with_their_own_devices_are_counted_there(monkeypatch):
@@ -284,3 +287,35 @@ def test_layers_with_and_without_experts_are_counted_as_they_are():
     config = TrackedConfig(small_config())
     found = sizes.measure(config, shape, build.build_allocation(config))
     assert found.learner['weights'] == 4 * Decoder(shape).parameter_count()
+
+
+# A run that is only described: the shapes and shardings of its leaves, and what a device would hold.
+
+
+def rows_of(text):
+    return {line.split('  ')[0]: ' '.join(line.split()) for line in text.splitlines()}
+
+
+def test_qwen3_30b_is_cut_over_experts_and_fsdp_and_nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr(Decoder, 'init', lambda *_: pytest.fail('weights were drawn'))
+    config = load_config('configs/qwen3_30b_a3b.py')
+    config.cluster.learner, config.cluster.engines = 'fsdp=2,expert=2', '1 x expert=4'
+    config.learner.rows_per_microbatch = 4
+    rows = rows_of(text := describe_run(config))
+    assert '30.53 billion weights, a token reaches 3.35 billion; learner fsdp=2, expert=2, 1 engines' in text
+    assert rows['layers/*/mlp/experts/down'].endswith('48 [128, 768, 2048] expert, -, fsdp [64, 768, 1024]')
+    assert rows['layers/*/mlp/router/weight'].endswith('48 [2048, 128] fsdp [1024, 128]')
+    experts = 48 * 128 * 3 * 2048 * 768  # cut by four, all else by two
+    size = 4 * (experts / 4 + (30.532e9 - experts) / 2) / 1e9
+    assert rows['weights'] == f'weights {size:.4g} GB'
+    assert rows['optimizer'] == f'optimizer {2 * size:.4g} GB'
+    # 48 layers, keys and values of 4 heads of 128 in bfloat16, 32 sequences of 9,216 and one block for padding
+    assert rows['KV cache'] == f'KV cache {2 * 48 * 4 * 128 * 2 * (32 * 9216 + 64) / 1e9:.4g} GB'
+
+
+def test_a_dense_model_that_learns_from_data_has_no_engines():
+    config = load_config('configs/sft_tiny.py')
+    text = describe_run(config)
+    assert 'learner 1 device, 0 engines' in text
+    assert 'engine, of a device' not in text
+    assert rows_of(text)['layers/*/mlp/gate/weight'].endswith('2 [64, 128] - [64, 128]')

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.roles import exporter_role
 from areal_jax.app.roles.exporter_role import EXPORTS, Exporter, serve_exports
 from areal_jax.app.roles.roles import RoleProcess, keep_name

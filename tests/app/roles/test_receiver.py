@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from areal_jax.app.parts.api_key import find_key
+from areal_jax.app.process.setup import find_key
 from areal_jax.app.roles.receiver import Serving
-from areal_jax.app.roles.receiver_process import ReceiverProcess, find_directory
-from areal_jax.app.roles.server_program import parse_flags
+from areal_jax.app.roles.server_program import ReceiverProcess, find_directory, parse_flags
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.weight_buffers import HfReceiver, copy_template
 from areal_jax.rollout.http.clients.connection import Connection, NoReplyError

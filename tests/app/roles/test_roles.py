@@ -114,7 +114,7 @@ ALONE = """
 import sys
 sys.modules['jax'] = None  # importing it raises ImportError
 from areal_jax.app.process.ending import end_command
-from areal_jax.app.process.interrupt import Interrupts
+from areal_jax.app.process.ending import Interrupts
 from areal_jax.main_role import main
 with Interrupts() as interrupts:
     code = end_command(lambda: main(sys.argv, interrupts), doing='nothing')

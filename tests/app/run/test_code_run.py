@@ -7,7 +7,7 @@ import json
 import pytest
 
 from areal_jax import main_replay
-from areal_jax.app.run import loop_parts
+from areal_jax.app.run import loop
 from areal_jax.errors import ExitCode
 from areal_jax.labels import CODE
 from areal_jax.tasks.task import TaskError
@@ -27,7 +27,7 @@ ROWS = [
 @pytest.fixture
 def fields(tmp_path, monkeypatch):
     (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, ROWS)))
-    monkeypatch.setattr(loop_parts, 'try_scorer_sandbox', lambda config, try_out: RECORD)
+    monkeypatch.setattr(loop, 'try_scorer_sandbox', lambda config, try_out: RECORD)
     return {
         'task__name': 'code', 'task__path': f'{tmp_path}/rows.jsonl', 'task__verifier': 'process',
         'task__held_out_fraction': 0.3, 'model__characters': 'abcdx=', 'run__steps': 3, 'run__clock': 'real',

@@ -8,8 +8,8 @@ import json
 import jax
 import pytest
 
+from areal_jax.app.library import build_run
 from areal_jax.app.model.model import build_model
-from areal_jax.app.training import build_run
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.ranges import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files

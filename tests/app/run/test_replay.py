@@ -12,11 +12,10 @@ import sys
 import pytest
 
 from areal_jax import main_check_log, main_replay
-from areal_jax.app.run.recorded_run import pack, read_packed, read_workdir
 from areal_jax.app.run.replay import describe_environment
-from areal_jax.app.run.start_records import note_start, read_starts, restore_config
 from areal_jax.app.workdir import environment
 from areal_jax.app.workdir.environment import describe_differences, read_environment
+from areal_jax.app.workdir.records import note_start, pack, read_packed, read_starts, read_workdir, restore_config
 from areal_jax.config import TrackedConfig, flatten
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
@@ -333,7 +332,7 @@ def test_a_packed_run_is_replayed_elsewhere_and_an_edit_is_found(killed_twice, t
 def test_tiny_cpu_under_the_real_clock_is_replayed(tmp_path):
     """In another process; with two engines, interruptions, evaluation before and after, and a report."""
     from areal_jax.app.command_line import load_config
-    from areal_jax.app.training import build_run
+    from areal_jax.app.library import build_run
 
     config = load_config('configs/tiny_cpu.py')
     config.update_from_flattened_dict(

@@ -15,9 +15,9 @@ import pytest
 from jax._src import monitoring
 
 from areal_jax.app.evaluate.evaluate import evaluate_model
+from areal_jax.app.library import build_run
 from areal_jax.app.run.loop import Loop
 from areal_jax.app.run.supervised import SftTraining
-from areal_jax.app.training import build_run
 from areal_jax.control.event_writer import EventLog
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner
@@ -33,8 +33,8 @@ RL = {'task__verifier': 'process', 'task__verifier_workers': 1, 'telemetry__prog
 SFT = {'telemetry__progress': True}
 
 # what building calls, in its order; by the module that calls it
-RUN, OWN = 'areal_jax.app.run.run_context', 'areal_jax.app.run.own_site'
-LOOP, STORE = 'areal_jax.app.run.loop_parts', 'areal_jax.checkpoint.store.CheckpointStore'
+RUN, OWN = 'areal_jax.app.run.run', 'areal_jax.app.run.own_site'
+LOOP, STORE = 'areal_jax.app.run.loop', 'areal_jax.checkpoint.store.CheckpointStore'
 OF_EVERY_RUN = [
     f'{RUN}.prepare_workdir',
     f'{STORE}.remove_unfinished',

@@ -8,9 +8,9 @@ import pytest
 
 from areal_jax import main_replay
 from areal_jax.app.parts import task_builder
-from areal_jax.app.run import loop_parts
-from areal_jax.app.run.rebuild import read_run, rebuild_report
-from areal_jax.app.run.start_records import read_starts
+from areal_jax.app.run import loop
+from areal_jax.app.run.reports import read_run, rebuild_report
+from areal_jax.app.workdir.records import read_starts
 from areal_jax.errors import ExitCode
 from areal_jax.report.pages.markdown_page import render_page
 from areal_jax.report.report import build_report
@@ -54,7 +54,7 @@ def test_a_report_tells_the_level_the_abi_and_the_self_test(tmp_path):
 def fields(tmp_path, monkeypatch):
     """Of a run that is confined; the self-test is recorded, since it needs an interpreter that every user can read."""
     (tmp_path / 'scorer.py').write_text(SCORER)
-    monkeypatch.setattr(loop_parts, 'try_scorer_sandbox', lambda config, try_out: RECORD)
+    monkeypatch.setattr(loop, 'try_scorer_sandbox', lambda config, try_out: RECORD)
     return {
         'task__reward': f'{tmp_path}/scorer.py:score', 'task__sandbox': 'landlock', 'task__verifier': 'process',
         'run__steps': 3, 'run__clock': 'real', 'checkpoint__every': 1,
@@ -87,7 +87,7 @@ def test_a_level_that_does_not_work_ends_the_start(tmp_path, monkeypatch):
 
     (tmp_path / 'scorer.py').write_text(SCORER)
     monkeypatch.setattr(
-        loop_parts, 'try_scorer_sandbox', lambda config, try_out: task_builder.try_scorer_sandbox(config, refuse)
+        loop, 'try_scorer_sandbox', lambda config, try_out: task_builder.try_scorer_sandbox(config, refuse)
     )
     fields = {'task__reward': f'{tmp_path}/scorer.py:score', 'task__verifier': 'process'}
     with pytest.raises(SandboxError, match=r'^bubblewrap is not here$'):

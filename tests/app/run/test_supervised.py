@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax import config as schema
-from areal_jax.app.training import build_run
+from areal_jax.app.library import build_run
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.models.attention import packed_attention

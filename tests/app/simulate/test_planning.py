@@ -6,10 +6,18 @@ import shlex
 import pytest
 
 from areal_jax import main_plan
-from areal_jax.app.simulate.plan_question import read_answers
-from areal_jax.app.simulate.plan_search import choose_divisor, find_plan, plan_in_turns
-from areal_jax.app.simulate.plan_text import list_lines, render
-from areal_jax.app.simulate.planning import build_config, count_measured, list_fields, simulate_plan
+from areal_jax.app.simulate.planning import (
+    build_config,
+    choose_divisor,
+    count_measured,
+    find_plan,
+    list_fields,
+    list_lines,
+    plan_in_turns,
+    read_answers,
+    render,
+    simulate_plan,
+)
 from areal_jax.config import validate
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
@@ -80,7 +88,7 @@ def test_the_plan_of_a_question(planned):
 
 def test_the_command_prints_a_plan(planned, monkeypatch, capsys):
     """As JSON, and as text with the lines of the config at its end."""
-    monkeypatch.setattr('areal_jax.app.simulate.plan_search.find_plan', lambda *_, **__: planned)
+    monkeypatch.setattr('areal_jax.app.simulate.planning.find_plan', lambda *_, **__: planned)
     assert main_plan.main([*WORDS, '--json']) == ExitCode.FINISHED
     shown = json.loads(capsys.readouterr().out)
     assert shown['plan']['engines'] == planned.plan.engines
@@ -110,7 +118,7 @@ def test_a_large_cluster_is_searched_in_part_and_simulated_once_in_full(monkeypa
         shares = found.generation_s / period_s, found.train_s / period_s
         return Outcome(period_s, setting.answers.tokens / period_s, *shares, found.age_mean, 2.0, 5)
 
-    monkeypatch.setattr('areal_jax.app.simulate.plan_search.simulate_plan', simulate)
+    monkeypatch.setattr('areal_jax.app.simulate.planning.simulate_plan', simulate)
     setting = make(devices=64, answers=8192, group_size=16, shape=R1_DISTILL_7B, lengths='lognormal(9000, 0.75)')
     planned = find_plan(setting, seed=1, prompts='constant(512)', is_full=True, note=lambda line: None)
     assert sizes.count(64) == 1
@@ -141,7 +149,7 @@ def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, after):
         made.append(plan)
         return by_closed_forms(setting, plan)
 
-    monkeypatch.setattr('areal_jax.app.simulate.plan_search.simulate_plan', simulate)
+    monkeypatch.setattr('areal_jax.app.simulate.planning.simulate_plan', simulate)
     setting = make(devices=8, answers=64, group_size=16, lengths='lognormal(2000, 0.75)')
     planned = find_plan(setting, seed=1, prompts='constant(512)', is_full=True, note=told.append)
     assert planned.is_stopped
@@ -160,7 +168,7 @@ def test_ctrl_c_before_the_first_simulation_has_ended_gives_no_plan(monkeypatch)
     def simulate(setting, plan, **_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr('areal_jax.app.simulate.plan_search.simulate_plan', simulate)
+    monkeypatch.setattr('areal_jax.app.simulate.planning.simulate_plan', simulate)
     with pytest.raises(KeyboardInterrupt):
         find_plan(make(), seed=1, prompts='constant(32)', is_full=False, note=lambda line: None)
 
@@ -212,7 +220,7 @@ def write_log(run, groups, **fields):
 
 
 def test_the_answers_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr('areal_jax.app.simulate.plan_question.load_events', read_lines)
+    monkeypatch.setattr('areal_jax.app.simulate.planning.load_events', read_lines)
     run = write_log(tmp_path / 'run', 3, tokens=40)
     answers = read_answers(run, 6, None, 0, 32)
     assert (answers.group_size, answers.limit, answers.moments.mean) == (2, 50, 40)

@@ -8,10 +8,10 @@ import pytest
 
 from areal_jax import main_check_log
 from areal_jax.app.command_line import load_config
-from areal_jax.app.model.run_config import read_run_config
-from areal_jax.app.simulate import simulation_settings
+from areal_jax.app.library import build_run
+from areal_jax.app.model.text_model import read_run_config
+from areal_jax.app.simulate import simulated_site
 from areal_jax.app.simulate.simulated_site import build_simulation
-from areal_jax.app.training import build_run
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import CountBackend
@@ -128,7 +128,7 @@ def test_ends_at_the_same_time_come_in_the_same_order(tmp_path, monkeypatch):
     even = dict.fromkeys(('prefill', 'train', 'snapshot', 'publish', 'load', 'reward', 'save', 'compile'), 0.4)
     prices = {kind: lambda lane, work, seconds=seconds: seconds for kind, seconds in even.items()}
     monkeypatch.setattr(
-        simulation_settings, 'price_roofline', lambda settings, cluster, devices: {'decode': 0.1, **prices}
+        simulated_site, 'price_roofline', lambda settings, cluster, devices: {'decode': 0.1, **prices}
     )  # 0.1 a step: four of a dispatch take as long as all else
     for join in (True, False):
         simulate(tmp_path / str(join), simulation__join=join, run__steps=4).train()

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from areal_jax import main_check_log
-from areal_jax.app.simulate.simulation_settings import build_answers, build_prices, cache_blocks
+from areal_jax.app.simulate.simulated_site import build_answers, build_prices, cache_blocks
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.errors import ExitCode

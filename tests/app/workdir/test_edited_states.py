@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from areal_jax import main_check_log, main_replay, main_report, main_runs
-from areal_jax.app.run.start_records import FILE as STARTS
-from areal_jax.app.run.start_records import note_start
+from areal_jax.app.workdir.records import STARTS, note_start
 from areal_jax.app.workdir.run_directory import PROLONGATIONS, continue_run, prepare_workdir, read_report
 from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config

@@ -12,8 +12,15 @@ import pytest
 
 from areal_jax import main_runs
 from areal_jax.app.workdir import run_list
-from areal_jax.app.workdir.run_list import RunEntry, Score, list_runs
-from areal_jax.app.workdir.run_table import as_json, find_differences, render_runs, select_runs
+from areal_jax.app.workdir.run_list import (
+    RunEntry,
+    Score,
+    as_json,
+    find_differences,
+    list_runs,
+    render_runs,
+    select_runs,
+)
 from areal_jax.config import default_config, flatten
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock

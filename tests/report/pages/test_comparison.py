@@ -11,7 +11,7 @@ import re
 import pytest
 
 from areal_jax import main_report
-from areal_jax.app.run.rebuild import read_run
+from areal_jax.app.run.reports import read_run
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.events.schema import VERSION
 from areal_jax.report.pages.colors import order_shades

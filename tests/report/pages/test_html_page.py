@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from areal_jax.app.run.rebuild import read_run
+from areal_jax.app.run.reports import read_run
 from areal_jax.report.pages.html_page import render_html
 from areal_jax.report.pages.markdown_page import render_page, tell_headline
 from areal_jax.report.pages.run_plots import CURVES, describe_undrawn

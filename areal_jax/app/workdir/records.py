@@ -1,0 +1,376 @@
+"""What a run notes of itself so that it can be replayed: its starts, the user's own code, and one file of all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import lzma
+import pathlib
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+from ml_collections import config_dict
+
+from areal_jax import files
+from areal_jax.app.workdir.environment import Environment, read_environment
+from areal_jax.app.workdir.run_directory import sample_digest
+from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
+from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.kinds import CHANNEL, SERVER
+from areal_jax.config.objectives import FIELD as OBJECTIVE
+from areal_jax.config.objectives import find_objective, is_policy
+from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.ranges import ConfigError
+from areal_jax.config.simulation_fields import TASK as PROMPTS_OF_TASK
+from areal_jax.config.splits import FIELD, OFF, plan_file
+from areal_jax.config.structure import read_saved, require_saved, unknown_field, with_former
+from areal_jax.errors import UserError, show
+from areal_jax.events.records import check_of
+from areal_jax.events.schema import FILE as EVENTS
+from areal_jax.events.schema import Event
+from areal_jax.plugins import is_own, load_function, source_file
+from areal_jax.report.event_log import parse_events
+from areal_jax.telemetry.facts import EVALUATIONS
+from areal_jax.telemetry.facts import FILE as FACTS
+from areal_jax.types import Prompt, Trajectory, TrajectoryGroup
+from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
+
+OWN_CODE = 'own_code.json'  # in the workdir
+
+Digests = Mapping[str, Mapping[str, str]]  # by config field: {'function': ..., 'file': ..., 'sha256': ...}
+
+
+def load_own_code(config: config_dict.ConfigDict) -> Digests:
+    """Loads every own function that the run uses, and says which file each comes from.
+
+    An own advantage is called once, with rewards 0 and 1 in groups of the size that the run has.
+    Raises UserError for a function that cannot be loaded, and an advantage that does not return one number a reward.
+    """
+    found = {}
+    for field, spec in _own_functions(config):
+        function = load_function(spec, field)
+        if field == OBJECTIVE:
+            from areal_jax.learning.objective.objectives import load_objective  # imports jax
+
+            load_objective(spec, dict(config.loss.options))
+        if field == 'loss.advantage':
+            from areal_jax.learning.objective.advantages import own_advantages  # imports jax
+
+            example = _example(config)
+            own_advantages(example, function, PolicyChoices(advantage=spec))
+        if (file := source_file(spec, field)) is not None:
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[field] = {'function': spec, 'file': str(file), 'sha256': digest}
+    return found
+
+
+def note_own_code(workdir: pathlib.Path, found: Digests, *, resume: bool) -> None:
+    """Writes the digests to the workdir. A resumed run goes on with files that were changed, and says so."""
+    path = workdir / OWN_CODE
+    before = files.read_json(path, 'remove it: a resume writes it again') if resume and path.exists() else {}
+    for field, now in found.items():
+        earlier = before.get(field, now)
+        if earlier['sha256'] != now['sha256']:
+            print(
+                f'warning: {field}={now["function"]}: {now["file"]} was changed since the run used it last (sha256 '
+                f'{earlier["sha256"][:12]} -> {now["sha256"][:12]}); the run goes on with the new one',
+                flush=True,
+            )
+    if found or before:
+        files.write_json(path, found)
+
+
+def _own_functions(config: config_dict.ConfigDict) -> Iterator[tuple[str, str]]:
+    """(field, spec)."""
+    fields = ['task.name', 'telemetry.hook']
+    fields.append(OBJECTIVE)
+    if find_objective(config.loss.objective).generates:
+        fields += ['task.reward', 'rollout.workflow', SERVER, CHANNEL]
+    if is_policy(config.loss.objective):
+        fields.append('loss.advantage')
+    for field in fields:
+        section, _, name = field.partition('.')
+        spec = config[section][name]
+        if is_own(spec):
+            yield field, spec
+        elif field == 'task.reward' and spec:
+            load_function(spec, field)  # raises: there are no named rewards
+
+
+def _example(config: config_dict.ConfigDict) -> list[TrajectoryGroup]:
+    """An update of full groups whose rewards alternate between 0 and 1."""
+    prompt = Prompt(0, np.zeros(0, np.int32), '', {})
+    answers = [Trajectory(prompt, i, (), float(i % 2), 'stop', '', 0.0, 0.0) for i in range(config.rollout.group_size)]
+    return [TrajectoryGroup(draw, tuple(answers)) for draw in range(config.learner.groups_per_update)]
+
+
+# The starts of a run: config, environment, data and earlier scores of each, to replay every start as it was.
+#
+# A run writes WORKDIR/starts.json; a replay reads it.
+
+
+STARTS = 'starts.json'  # in the workdir
+TASK, SCHEDULE, PLAN, MODEL = 'task.path', 'staleness.schedule', FIELD, 'model.path'  # fields that name files
+_FIX = 'restore the file as the run wrote it'
+_TRACE = re.compile(r'trace\((.+)\)')
+
+
+class DataFile(TypedDict):
+    """A file that a start read."""
+
+    path: str
+    sha256: str  # of task.path, a trace and a plan; of model.path, workdir.sample_digest
+
+
+class Start(TypedDict):
+    """One start of the program."""
+
+    seq: int  # number of its first event, `log`
+    config: Mapping[str, Any]  # resolved, nested by section
+    environment: Environment
+    data: dict[str, DataFile]  # by config field
+    # evaluations.json at that time: which versions the starts before had evaluated after their last checkpoint
+    evaluations: files.JsonObject | None
+    sandbox: NotRequired[SandboxRecord | None]  # of the scorer; absent in records of earlier versions
+
+
+_REQUIRED = frozenset({'seq', 'config', 'environment', 'data'})  # of every version
+_CHECKS = {
+    'seq': check_of(int),
+    'config': check_of(Mapping[str, Mapping[str, Any]]),
+    'environment': check_of(Environment),
+    'data': check_of(Mapping[str, DataFile]),
+    'evaluations': check_of(Mapping[str, Any] | None),
+    'sandbox': check_of(SandboxRecord | None),
+}
+
+
+def note_start(
+    workdir: pathlib.Path,
+    seq: int,
+    config: TrackedConfig,
+    weights: pathlib.Path | None,
+    sandbox: SandboxRecord | None = None,
+    environment: Environment | None = None,
+) -> None:
+    """Adds the start whose first event is `seq`; starts whose events were cut off the log are dropped.
+
+    Args:
+      weights: the file or directory that the run begins from; None = drawn by config and seed.
+      sandbox: of the task's scorer; None = it has none.
+      environment: None = the environment of this process.
+    """
+    path = workdir / STARTS
+    before = read_starts(path.read_bytes(), str(path)) if seq and path.exists() else []
+    values = config.as_dict()
+    data = {field: DataFile(path=str(file), sha256=digest(file)) for field, file in data_files(values).items()}
+    if weights is not None:
+        data[MODEL] = DataFile(path=str(weights), sha256=sample_digest(weights))
+    scores = workdir / EVALUATIONS
+    evaluations = files.read_json(scores, _FIX) if scores.exists() else None
+    start = Start(
+        seq=seq, config=values, environment=environment or read_environment(), data=data, evaluations=evaluations,
+        sandbox=sandbox,
+    )  # fmt: skip
+    kept = [earlier for earlier in before if earlier['seq'] < seq]
+    files.write_json(path, {'starts': [*kept, start]}, indent=None, allow_nan=True)  # eta may be infinite
+
+
+def read_starts(content: bytes, name: str) -> list[Start]:
+    """The starts in the bytes of a starts.json; raises FileError, which begins with `name`."""
+    starts = files.parse_object(content, name, _FIX).get('starts')
+    if not isinstance(starts, list):
+        raise files.FileError(f"{name} has no list 'starts'; {_FIX}")
+    for number, start in enumerate(starts, start=1):
+        for field, fits in _CHECKS.items():
+            if not isinstance(start, dict) or (field not in start and field in _REQUIRED):
+                raise files.FileError(f'{name}: start {number} has no {field!r}; {_FIX}')
+            if field in start and not fits(start[field]):
+                raise files.FileError(
+                    f'{name}: start {number} has {field}={show(start[field])}, where a part is missing or of another '
+                    f'type; {_FIX}'
+                )
+        require_saved(start['config'], f'{name}: start {number}', _FIX)
+    return starts
+
+
+def data_files(values: Mapping[str, Any]) -> dict[str, pathlib.Path]:
+    """The files that a config names, by field, except the files of the model."""
+    found, simulation = {}, values.get('simulation', {})
+    has_task = not simulation.get('prices') or simulation.get('prompts') == PROMPTS_OF_TASK
+    if values['task']['path'] and has_task:
+        found[TASK] = pathlib.Path(values['task']['path'])
+    if match := _TRACE.fullmatch(values['staleness']['schedule']):
+        found[SCHEDULE] = pathlib.Path(match[1])
+    if file := plan_file(values.get('cluster', {}).get('reallocate', OFF)):
+        found[PLAN] = file
+    return found
+
+
+def digest(file: pathlib.Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with file.open('rb') as content:
+        return hashlib.file_digest(content, 'sha256').hexdigest()
+
+
+def restore_config(values: Mapping[str, Any], where: str) -> config_dict.ConfigDict:
+    """The config whose resolved values these are; a field that they lack has its default, or what runs did without it.
+
+    Raises ConfigError, which begins with `where`, for a field that this version does not know, or of another type.
+    """
+    config = default_config()
+    for field, value in flatten(with_former(dict(values))):
+        given = tuple(value) if isinstance(value, list) else value
+        free, _, key = field.rpartition('.')
+        try:
+            if free in FREE:
+                section, _, name = free.partition('.')
+                with config[section][name].ignore_type():
+                    config[section][name][key] = given
+            elif field in FIELDS:
+                config.update_from_flattened_dict({field: given})
+            else:
+                raise ConfigError(f'{where} is of another version of this program: {unknown_field(field)}')
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f'{where} has {field}={value!r}, which is not of the type of that field; {_FIX}'
+            ) from error
+    return config
+
+
+# What a replay needs of a run: read from its workdir, or from one compressed file that `pack` makes of it.
+
+
+FORMAT = 1  # of a packed run
+_INDEX = 'packed.json'  # {'format', 'name', 'sha256': by member}
+_PARTS = (CONFIG, EVENTS, STARTS, FACTS, OWN_CODE)  # the last two where the run has them
+_PACK_AGAIN = 'pack the run again with main_replay --portable'
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedRun:
+    """A run as its files tell it."""
+
+    name: str  # the workdir or the file, for errors
+    parts: Mapping[str, bytes]  # contents by name in the workdir
+    events: Sequence[Event]
+    starts: Sequence[Start]
+    config: Mapping[str, Any]  # of the last start
+    weights_sha256: str | None  # of the last version; None: the run has not finished
+    own_code: Digests
+
+    def where(self, part: str) -> str:
+        """The name of one of its files, for errors."""
+        return f'{self.name}/{part}'
+
+
+def read_workdir(workdir: pathlib.Path) -> RecordedRun:
+    """The run of a workdir; raises UserError for a directory without one, and for one that is running."""
+    if not (workdir / CONFIG).is_file() or not (workdir / EVENTS).is_file():
+        raise UserError(f'--workdir={workdir} holds no run of asynchronous RL: it has no {CONFIG} with {EVENTS}')
+    if holder := files.find_holder(workdir):
+        raise UserError(f'{workdir} is in use by {holder}: wait for the run to end, or stop it')
+    found = {part: workdir / part for part in _PARTS}
+    return parse_run({part: path.read_bytes() for part, path in found.items() if path.is_file()}, str(workdir))
+
+
+def read_packed(path: pathlib.Path) -> RecordedRun:
+    """The run in a file of `pack`; raises FileError for a file that is not whole, or none of these."""
+    parts: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, 'r:xz') as archive:
+            for member in archive:
+                content = archive.extractfile(member)
+                if member.name in (_INDEX, *_PARTS) and content is not None:
+                    parts[member.name] = content.read()
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise files.FileError(f'{path} is no packed run, or is cut short ({error}); {_PACK_AGAIN}') from error
+    except OSError as error:
+        raise files.FileError(f'{path} cannot be read ({error.strerror}); name a file of main_replay') from error
+    if _INDEX not in parts:
+        raise files.FileError(f'{path} is no packed run: it holds no {_INDEX}; {_PACK_AGAIN}')
+    index = files.parse_object(parts.pop(_INDEX), f'{path}/{_INDEX}', _PACK_AGAIN)
+    if index.get('format') != FORMAT:
+        raise files.FileError(f'{path} has the format {index.get("format")!r}; this program reads {FORMAT}')
+    listed = index.get('sha256')
+    for part in sorted({*parts, *listed} if isinstance(listed, dict) else parts):
+        found = hashlib.sha256(parts[part]).hexdigest() if part in parts else 'nothing'
+        if not isinstance(listed, dict) or listed.get(part) != found:
+            raise files.FileError(f'{path}/{part} is not what was packed (sha256 {found[:12]}); {_PACK_AGAIN}')
+    return parse_run(parts, str(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """An event log with the config that its run had."""
+
+    name: str
+    events: Sequence[Event]
+    config_name: str
+    config: Mapping[str, Any]
+
+
+def read_log(path: pathlib.Path) -> Log:
+    """The log in an events.jsonl, a workdir or a packed run; raises FileError for a file that is missing or no log."""
+    file = path / EVENTS if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise files.FileError(
+            f'{file} cannot be read ({error.strerror}): name a log, a workdir or a packed run'
+        ) from error
+    if content.startswith(lzma.compress(b'')[:6]):
+        run = read_packed(file)
+        log = Log(run.where(EVENTS), run.events, run.where(CONFIG), run.config)
+    else:
+        config = file.parent / CONFIG
+        if not config.is_file():
+            raise files.FileError(
+                f'{file} has no {CONFIG} beside it, which says what the log must keep: check it in its own workdir'
+            )
+        log = Log(str(file), parse_events(content, str(file)), str(config), read_saved(config, _FIX))
+    if not log.events:
+        raise files.FileError(f'{log.name} holds no event: name the log of a run')
+    return log
+
+
+def pack(run: RecordedRun, path: pathlib.Path) -> int:
+    """Writes config, seeds, log, verdicts and digests of a run as one compressed file; returns its bytes.
+
+    Raises UserError for a file that exists.
+    """
+    if path.exists():
+        raise UserError(f'--portable={path} exists: name another file')
+    if not path.absolute().parent.is_dir():
+        raise UserError(f'--portable={path} is in no directory: make {path.parent} first')
+    digests = {part: hashlib.sha256(content).hexdigest() for part, content in run.parts.items()}
+    index = json.dumps({'format': FORMAT, 'name': run.name, 'sha256': digests}).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode='w:xz', preset=9) as archive:
+        for name, content in {_INDEX: index, **run.parts}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    files.write_bytes(path, buffer.getvalue())
+    return len(buffer.getvalue())
+
+
+def parse_run(parts: Mapping[str, bytes], name: str) -> RecordedRun:
+    """The run whose files have these contents; raises UserError for one that is missing or not whole."""
+    for part in (CONFIG, EVENTS):
+        if part not in parts:
+            raise files.FileError(f'{name} has no {part}; {_FIX}')
+    config = files.parse_object(parts[CONFIG], f'{name}/{CONFIG}', _FIX)
+    require_saved(config, f'{name}/{CONFIG}', _FIX)
+    facts = files.parse_object(parts[FACTS], f'{name}/{FACTS}', _FIX) if FACTS in parts else {}
+    own_code = files.parse_object(parts[OWN_CODE], f'{name}/{OWN_CODE}', _FIX) if OWN_CODE in parts else {}
+    events = parse_events(parts[EVENTS], f'{name}/{EVENTS}')
+    starts = read_starts(parts[STARTS], f'{name}/{STARTS}') if STARTS in parts else []
+    return RecordedRun(name, parts, events, starts, config, facts.get('weights_sha256'), own_code)
