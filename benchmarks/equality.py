@@ -46,7 +46,13 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     'in_process': ('tiny_cpu.py', 'run.clock=real', 'run.steps=8', 'cluster.engines=2 x shared'),
     'agents': ('tiny_cpu.py', 'run.clock=real', *_AGENT_FIELDS),
 }
-_ALWAYS = ('run.steps=3', 'telemetry.plots=False', 'telemetry.tensorboard=False', 'run.export=False')
+_ALWAYS = ('run.steps=3', 'run.export=False')
+_ONLINE = (
+    'run.clock=virtual',
+    'telemetry.plots=False',
+    'telemetry.tensorboard=False',
+)  # supervised training reads none
+_SUPERVISED = ('sft', 'dpo')
 
 
 def run(tree: pathlib.Path, command: Sequence[str], where: str) -> None:
@@ -61,7 +67,9 @@ def train(tree: pathlib.Path, workdir: pathlib.Path, settings: Sequence[str], *m
     config, *fields = settings
     agent = workdir.with_name('agent.py')
     agent.write_text(AGENT)
-    values = dict(field.split('=', 1) for field in (*_ALWAYS, *fields))
+    values = dict(
+        field.split('=', 1) for field in (*_ALWAYS, *(() if workdir.name in _SUPERVISED else _ONLINE), *fields)
+    )
     flags = [f'--config.{name}={value.replace("AGENT", str(agent))}' for name, value in values.items()]
     run(
         tree,
