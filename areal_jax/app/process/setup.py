@@ -215,11 +215,9 @@ def find_key(workdir: pathlib.Path | None = None) -> str:
     """
     if given := os.environ.get(API_KEY, ''):
         return given
-    if workdir is None:
-        return ''
     from areal_jax.distributed.handshake import load_key  # here: it imports numpy, which --help does not need
 
-    return load_key(workdir.absolute() / _FILE).hex()
+    return '' if workdir is None else load_key(workdir.absolute() / _FILE).hex()
 
 
 def require_key(listener: socket.socket, api_key: str, *, is_insecure: bool) -> None:
