@@ -24,9 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 ROOT = pathlib.Path(__file__).parents[1]
 AGENT = """
 async def agent(chat):
-    first = await chat([{'role': 'user', 'content': '1 2 3'}])
+    first = await chat([{'role': 'user', 'content': 'ab='}])
     if first.finish_reason != 'length':
-        await chat([{'role': 'user', 'content': '1 2 3'}, first.message, {'role': 'user', 'content': '4'}])
+        await chat([{'role': 'user', 'content': 'ab='}, first.message, {'role': 'user', 'content': 'ba='}])
 """
 _AGENT_FIELDS = ('rollout.workflow=AGENT:agent', 'rollout.max_new_tokens=11', 'agent.max_turn_tokens=6')
 RUNS: Mapping[str, tuple[str, ...]] = {  # a config, then fields that differ

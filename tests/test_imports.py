@@ -129,7 +129,6 @@ def test_host_code_is_free_of_jax(package):
         'scheduler',
         'spare_engines',
         'pool',
-        'workflow',
         'backend',
         'servers.server_pool',
         'servers.keeper',
