@@ -298,7 +298,7 @@ class Dropped:
     """A group that will not be trained: cancellation is a value with a reason. Producer: control/."""
 
     draw: int
-    reason: str  # 'over_age', 'verifier_failed', 'equal_rewards', 'success_rate', ...
+    reason: str  # 'verifier_failed', 'equal_rewards', 'success_rate', ...; of the buffer: OVER_AGE
     detail: str = ''
 
 

@@ -148,8 +148,8 @@ def simulate(load: Load, max_running_groups: float, seed: int) -> dict[str, floa
     log.listeners.append(note_held)
     controller = Controller(
         LoopSettings(
-            steps=steps, group_size=load.group_size, groups_per_update=load.groups_per_update, max_token_age=None,
-            over_age='off', checkpoint_every=0, max_failed_groups=1, slots=load.slots,
+            steps=steps, group_size=load.group_size, groups_per_update=load.groups_per_update, oldest_kept=None,
+            checkpoint_every=0, max_failed_groups=1, slots=load.slots,
         ),
         clock=clock, log=log, supervisor=supervisor, stream=ToyStream(load.prompt_tokens), pool=pool,
         workflow=SingleTurn(pool, SamplingParams(load.limit_tokens, 1.0, 0, 1.0, (STOP,)), seed),

@@ -144,7 +144,7 @@ def make_controller(
     )  # fmt: skip
     return Controller(
         LoopSettings(
-            steps=steps, group_size=GROUP_SIZE, groups_per_update=batch, max_token_age=None, over_age='off',
+            steps=steps, group_size=GROUP_SIZE, groups_per_update=batch, oldest_kept=None,
             checkpoint_every=0, max_failed_groups=32, slots=groups,
         ),
         clock=clock, log=log, supervisor=supervisor, stream=ToyStream(PROMPT_TOKENS), pool=pool,

@@ -373,8 +373,8 @@ class ToyRun:
         self.save_checkpoint, self.receive = self._save, channel.receive  # and of these
         self.controller = Controller(
             LoopSettings(
-                steps, group_size, groups_per_update, max_token_age, over_age, checkpoint_every, max_failed_groups=32,
-                slots=slots,
+                steps, group_size, groups_per_update, max_token_age if over_age == 'drop' else None, checkpoint_every,
+                max_failed_groups=32, slots=slots,
             ),
             clock=self.clock, log=self.log, supervisor=self.supervisor, stream=self.stream, pool=pool,
             workflow=make_workflow(self) if make_workflow else SingleTurn(pool, sampling, seed=0),

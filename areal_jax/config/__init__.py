@@ -15,11 +15,15 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
-from areal_jax.config.fields import ChoiceOrOwn, Path, Value, require_local
+from areal_jax.config.fields import ChoiceOrOwn, ConfigSection, Path, Value, read_section, require_local
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.structure import require_declared
+from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run
+DATACLASSES: Mapping[str, type[ConfigSection]] = {
+    kind.section: kind for kind in (StalenessSection, LearnerSection, OptimizerSection, DiagnosticsSection)
+}
 FieldValue: TypeAlias = Any  # of the type that the field declares, which a type checker cannot know by name
 
 
@@ -76,16 +80,36 @@ def _require_rules(config: config_dict.ConfigDict, find: Callable[[config_dict.C
 
 
 class TrackedConfig:
-    """A read-only view of a resolved config that remembers which fields were read.
+    """A read-only view of a resolved config that knows which fields are used.
+
+    A run that trains uses the fields of DATACLASSES whose declarations say so (`used_if`); of the other sections those
+    fields are used that were read.
 
     Args:
-      overrides: the fields that the command line sets, 'rollout.slots'; each must be read by the run as built.
+      overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
+      trains: whether it is a run that trains.
     """
 
-    def __init__(self, config: config_dict.ConfigDict, overrides: Collection[str] = ()):
-        self._config = config.copy_and_resolve_references()
+    def __init__(self, config: config_dict.ConfigDict, overrides: Collection[str] = (), *, trains: bool = True):
+        self._config, self._trains = config.copy_and_resolve_references(), trains
         self._overrides = frozenset(overrides)
         self._read: set[str] = set()
+
+    @property
+    def staleness(self) -> StalenessSection:
+        return read_section(StalenessSection, self._config)
+
+    @property
+    def learner(self) -> LearnerSection:
+        return read_section(LearnerSection, self._config)
+
+    @property
+    def optimizer(self) -> OptimizerSection:
+        return read_section(OptimizerSection, self._config)
+
+    @property
+    def diagnostics(self) -> DiagnosticsSection:
+        return read_section(DiagnosticsSection, self._config)
 
     def __getattr__(self, section: str) -> _TrackedSection:
         return _TrackedSection(self._config[section], section, self._read)
@@ -108,7 +132,9 @@ class TrackedConfig:
         ]
 
     def _is_read(self, path: str) -> bool:
-        """Whether the field was read, or the free section that holds the option."""
+        """Whether the field is used: declared so, or read, or an option of a free section that was read."""
+        if path.partition('.')[0] in DATACLASSES:
+            return self._trains and FIELDS[path].used_if(self._config)
         return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:

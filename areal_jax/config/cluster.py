@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from ml_collections import config_dict
@@ -22,6 +22,7 @@ from areal_jax.errors import suggest
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')  # of the learner's mesh
 ENGINE_AXES = ('expert', 'tensor')  # of an engine's
+ONE_DEVICE = 'data=1'  # the default of cluster.learner
 MOST_ENGINES = 1024  # each has a thread
 USE_EQUAL = "use equal engines, such as '4 x tensor=1'"
 Role: TypeAlias = Literal['controller', 'learner', 'engine', 'exporter']
@@ -83,7 +84,7 @@ class LearnerLayout:
         """As in the config: 'data=2,fsdp=2', 'hosts=2 x fsdp=8'."""
         named = [f'{axis}={size}' for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         hosts = '' if self.hosts is None else f'hosts={self.hosts} x '
-        return hosts + (','.join(named) or 'data=1')
+        return hosts + (','.join(named) or ONE_DEVICE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,27 +306,6 @@ def has_roles(config: config_dict.ConfigDict) -> bool:
     return parse_learner(config.cluster.learner).hosts is not None
 
 
-def find_device_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What the learner's devices cannot divide evenly among them, or would leave idle."""
-    layout = parse_learner(c.cluster.learner)
-    if c.learner.rows_per_microbatch % layout.data_shards:
-        yield (
-            f'learner.rows_per_microbatch={c.learner.rows_per_microbatch} must be a multiple of data * fsdp * expert '
-            f'= {layout.data_shards} of cluster.learner={c.cluster.learner!r}'
-        )
-    if layout.tensor > 1 and 'tensor' not in c.cluster.strategy:
-        yield (
-            f'tensor={layout.tensor} of cluster.learner={c.cluster.learner!r} is left idle by cluster.strategy='
-            f'{c.cluster.strategy!r}; use fsdp_tensor or tensor'
-        )
-    for field, size in (('row_tokens', c.learner.row_tokens), ('row_loss_tokens', c.learner.row_loss_tokens)):
-        if size % layout.context:
-            yield (
-                f'learner.{field}={size} must be a multiple of context={layout.context} of cluster.learner='
-                f'{c.cluster.learner!r}'
-            )
-
-
 def describe_former(fields: Mapping[str, object]) -> str | None:
     """The replacement of removed fields such as mesh.fsdp, as one sentence; None if the config has none of them."""
     named = {path: value for path, value in fields.items() if path in _FORMER}
@@ -337,7 +317,7 @@ def describe_former(fields: Mapping[str, object]) -> str | None:
     if any(_FORMER[path] == LEARNER for path in named):
         processes = named.get('distributed.processes', 1)
         hosts = '' if processes in (1, '1') else f'hosts={processes} x '
-        new[LEARNER] = hosts + (','.join(sizes) or ('AXIS=SIZE' if hosts else 'data=1'))
+        new[LEARNER] = hosts + (','.join(sizes) or ('AXIS=SIZE' if hosts else ONE_DEVICE))
     if 'mesh.strategy' in named:
         new[STRATEGY] = str(named['mesh.strategy'])
     if 'rollout.engines' in named:

@@ -1,8 +1,8 @@
 """Rules that join several fields of the config. Each value is legal alone; together they cannot run.
 
 `config.validate` raises the first sentence, and so does `config.validate_evaluation`, for which only some of the rules
-hold. The rules of a single field are in declarations.py, those of training in blocks in block_constraints.py, those of
-objectives in objective_constraints.py.
+hold. The rules of a single field are in declarations.py, those of the optimizer in optimizer.py, those of objectives in
+objective_constraints.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from ml_collections import config_dict
 
 from areal_jax.config.agent_fields import find_agent_problems
-from areal_jax.config.block_constraints import find_block_problems, find_client_problems
-from areal_jax.config.cluster import find_device_problems, parse_engines, parse_learner
+from areal_jax.config.cluster import parse_engines, parse_learner
 from areal_jax.config.critic_fields import find_critic_problems
-from areal_jax.config.declarations import FIELDS
 from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
 from areal_jax.config.model_fields import find_model_problems
@@ -24,11 +22,22 @@ from areal_jax.config.objective_constraints import (
     find_objective_problems,
     find_reference_problems,
 )
-from areal_jax.config.objectives import find_objective, is_policy, resolve
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
 from areal_jax.config.sandbox_fields import find_code_problems, find_sandbox_problems, find_training_problems
 from areal_jax.config.simulation_fields import find_simulation_problems
 from areal_jax.config.splits import find_reallocation_problems
+from areal_jax.config.training import (
+    find_balance_problems,
+    find_block_problems,
+    find_brake_problems,
+    find_client_problems,
+    find_device_problems,
+    find_room_problems,
+    find_row_problems,
+    find_schedule_problems,
+    find_staleness_problems,
+)
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 
@@ -39,17 +48,19 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from _sft_problems(c)
     else:
         parse_engines(c.cluster.engines)
-        yield from _staleness_problems(c)
+        yield from find_staleness_problems(c)
         yield from find_group_problems(c)
         yield from _signal_problems(c)
         yield from find_objective_problems(c)
         yield from _capacity_problems(c)
+        yield from find_room_problems(c)
         yield from _evaluation_problems(c)
         yield from _server_problems(c)
         yield from _sparing_problems(c)
         yield from find_record_problems(c)
         yield from _quantization_problems(c)
         yield from _route_problems(c)
+        yield from find_balance_problems(c)
         yield from find_delta_problems(c)
         yield from find_friction_problems(c)
         yield from find_agent_problems(c)
@@ -65,6 +76,8 @@ def find_problems(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from find_reallocation_problems(c)
     yield from _telemetry_problems(c)
     yield from _export_problems(c)
+    yield from find_schedule_problems(c)
+    yield from find_row_problems(c)
 
 
 def find_evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -85,44 +98,7 @@ def _sft_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             f'sft.evaluate_every={c.sft.evaluate_every} measures nothing with evaluation.problems=0; set '
             'evaluation.problems, or sft.evaluate_every=0'
         )
-
-    if c.optimizer.brake in ('ess', 'lag'):
-        yield (
-            f'optimizer.brake={c.optimizer.brake!r} with loss.objective={c.loss.objective!r}: given answers have no '
-            "age and no log-probs of a policy; use optimizer.brake='none'"
-        )
-
-
-def _staleness_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Two bounds on age of which only one could hold."""
-    lock_step = c.staleness.schedule != 'natural'
-    if lock_step and c.staleness.eta != FIELDS['staleness.eta'].default:
-        yield (
-            f'staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.eta='
-            f'{c.staleness.eta} would not be used; remove one of them'
-        )
-    if lock_step and c.staleness.over_age == 'drop':
-        yield (
-            f"staleness.schedule={c.staleness.schedule!r} fixes the age of every batch, so staleness.over_age='drop' "
-            "would drop it whole, and its refill as well; use 'mask' or 'off'"
-        )
-    if (c.staleness.over_age == 'off') != (c.staleness.max_token_age is None):
-        yield (
-            f'staleness.max_token_age={c.staleness.max_token_age} and staleness.over_age={c.staleness.over_age!r} go '
-            'together: set a bound and drop or mask, or neither'
-        )
-    if not lock_step and c.staleness.eta >= 1 and is_policy(c.loss.objective):
-        yield from _version_problems(c)
-
-
-def _version_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """A regression on one value a group, where the engines may get new weights between two of its answers."""
-    if (surrogate := resolve(c.loss)['surrogate']) == 'oapl':
-        yield (
-            f"loss.surrogate={surrogate!r} (loss.objective={c.loss.objective!r}) with staleness.schedule='natural' and "
-            f'staleness.eta={c.staleness.eta}: its target belongs to one version of the policy, and a group may have '
-            "two; use staleness.schedule='every(L)' or 'fixed(k)', or staleness.eta=0"
-        )
+    yield from find_brake_problems(c)
 
 
 def _evaluation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -249,11 +225,6 @@ def _route_problems(c: config_dict.ConfigDict) -> Iterator[str]:
             "learner.routes='replay' follows the experts that engines recorded, and rollout.record_routes=False: set "
             "it to True, or use learner.routes='live'"
         )
-    if c.learner.router_aux_loss and c.model.source == 'random' and not c.model.experts:
-        yield (
-            f'learner.router_aux_loss={c.learner.router_aux_loss} needs a model with experts, and model.experts=0: '
-            'name a family with experts (docs/moe.md), or set it to 0'
-        )
     if not rollout.record_routes:
         return
     if c.model.source == 'random' and not c.model.experts:
@@ -280,24 +251,14 @@ def _signal_problems(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _capacity_problems(c: config_dict.ConfigDict) -> Iterator[str]:
-    """What must hold something else: the buffer a batch, a slot an answer, a row a trajectory."""
-    rollout, learner = c.rollout, c.learner
+    """What must hold something else: the buffer a batch, a slot an answer."""
+    learner = c.learner
     if c.buffer.capacity < learner.groups_per_update:
         yield (
             f'buffer.capacity={c.buffer.capacity} can never hold learner.groups_per_update='
             f'{learner.groups_per_update} groups; raise the capacity'
         )
     yield from _engine_problems(c)
-    if learner.row_tokens < rollout.context_tokens:
-        yield (
-            f'learner.row_tokens={learner.row_tokens} must hold one trajectory of rollout.context_tokens='
-            f'{rollout.context_tokens}; raise it'
-        )
-    if learner.row_loss_tokens < rollout.max_new_tokens:
-        yield (
-            f'learner.row_loss_tokens={learner.row_loss_tokens} must hold one answer of rollout.max_new_tokens='
-            f'{rollout.max_new_tokens}; raise it'
-        )
 
 
 def _engine_problems(c: config_dict.ConfigDict) -> Iterator[str]:

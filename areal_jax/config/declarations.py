@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from areal_jax.config.agent_fields import AGENT_FIELDS, HERMES, PROGRAM
+from areal_jax.config.cluster import ONE_DEVICE
 from areal_jax.config.critic_fields import CRITIC_FIELDS
 from areal_jax.config.fields import (
     Choice,
@@ -30,18 +31,17 @@ from areal_jax.config.fields import (
     Text,
     Texts,
     Value,
+    declare_section,
 )
 from areal_jax.config.friction_fields import FRICTION_FIELDS
 from areal_jax.config.kinds import CHANNELS, SERVERS, describe_addresses, describe_channels
 from areal_jax.config.loss_fields import LOSS_FIELDS
 from areal_jax.config.model_fields import MODEL_FIELDS
 from areal_jax.config.ranges import (
-    BYTES,
     COUNT,
     COUNT_OR_OFF,
-    DECAY,
+    DTYPES,
     LEASE,
-    LOSS_SCALE,
     MEBIBYTES,
     NOT_NEGATIVE,
     POSITIVE,
@@ -50,12 +50,11 @@ from areal_jax.config.ranges import (
     SHARE,
     SHARE_ABOVE_ZERO,
     THREADS,
-    VERSIONS,
 )
 from areal_jax.config.sandbox_fields import AUTO, LEVELS, PACKAGES
 from areal_jax.config.simulation_fields import SIMULATION_FIELDS
+from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
-DTYPES = ('float32', 'bfloat16', 'float16')
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 SECTIONS: Mapping[str, Section] = {
@@ -176,43 +175,12 @@ SECTIONS: Mapping[str, Section] = {
         top_p=Real(1.0, SHARE_ABOVE_ZERO, '1 = off; training with a cut needs loss.truncated_sampling'),
     ),
     'agent': Section('Programs that talk to the policy over several turns, see docs/agents.md', **AGENT_FIELDS),
-    'staleness': Section(
-        'How old the trained data may be',
-        eta=Real(4.0, VERSIONS, 'bound of Eq. 3 of arXiv 2505.24298, in versions; 0 = synchronous, inf = unbounded'),
-        schedule=Path(
-            'natural', "'natural', or for studies in lock-step 'fixed(k)', 'every(L)', 'uniform(0,k)', 'trace(file)'"
-        ),
-        max_token_age=Integer(None, COUNT_OR_OFF, 'exact bound on every trained token, in versions; None = off'),
-        over_age=Choice('off', ('off', 'drop', 'mask'), "beyond that bound: 'drop' the group or 'mask' the tokens"),
-    ),
+    'staleness': declare_section(StalenessSection),
     'buffer': Section(
         'Finished groups that wait for the learner',
         capacity=Integer(64, COUNT, 'groups; a full buffer closes admission and never drops'),
     ),
-    'learner': Section(
-        'How an update is computed',
-        groups_per_update=Integer(8, COUNT, 'B of Eq. 3; sft: demonstrations; dpo, reward_model: pairs'),
-        n_minibatches=Integer(1, COUNT, 'parts of a batch, each an optimizer step'),
-        epochs=Integer(1, COUNT, 'passes over the batch'),
-        packing=Choice('shared_prompt', ('shared_prompt', 'ordinary'), "'shared_prompt': a prompt once per row"),
-        fill=Choice('first_fit', ('first_fit', 'algorithm_1', 'padded'), 'algorithm_1: the paper; padded: one a row'),
-        row_tokens=Integer(256, COUNT, 'static length of a row; must hold one trajectory'),
-        row_loss_tokens=Integer(128, COUNT, 'static number of loss tokens of a row'),
-        rows_per_microbatch=Integer(1, COUNT, 'over all data shards'),
-        tail_buckets=Integer(0, COUNT_OR_OFF, 'smaller rows for the last micro-batch: 1 = half, 2 = also a quarter'),
-        row_buckets=Lengths((), 'tokens of smaller rows, each compiled: rows are filled so that their sum is least'),
-        accumulate=Choice('dispatch', ('dispatch', 'scan'), "one program per micro-batch, 'scan': one per minibatch"),
-        filter_equal_rewards=Flag(True, 'do not train groups whose rewards are all equal; they still count as used'),
-        dtype=Choice('float32', DTYPES, 'of forward and backward passes; master weights stay float32'),
-        loss_scale=Real(1.0, LOSS_SCALE, 'float16: multiplies the loss; gradients are divided by it in float32'),
-        layers=Choice('list', ('list', 'stacked'), "'list' is best on CPU, 'stacked' (a scan) compiles fast at depth"),
-        remat=Choice(
-            'dots', ('none', 'dots', 'attention', 'full'), 'kept for the gradient: none = all, full = nothing'
-        ),
-        attention=Choice('auto', ('auto', 'dense', 'blocked', 'pallas', 'splash', 'cudnn'), "'auto': by platform"),
-        routes=Choice('live', ('live', 'replay'), 'with experts: replay = those that rollout.record_routes recorded'),
-        router_aux_loss=Real(0.0, NOT_NEGATIVE, 'with experts: weight of a loss that evens their load'),
-    ),
+    'learner': declare_section(LearnerSection),
     'lora': Section(
         'Low-rank adapters',
         rank=Integer(0, COUNT_OR_OFF, 'of the adapters; 0 = train all weights'),
@@ -221,37 +189,12 @@ SECTIONS: Mapping[str, Section] = {
     ),
     'loss': Section('What an update optimizes', **LOSS_FIELDS),
     'friction': Section('What goes wrong on purpose, see docs/frictions.md', **FRICTION_FIELDS),
-    'optimizer': Section(
-        'How gradients become weights',
-        name=Choice('adamw', ('adamw', 'adamw8bit', 'adafactor', 'lion', 'sgd'), 'see learning/optimizer/optimizer.py'),
-        learning_rate=Real(2e-5, NOT_NEGATIVE, 'after warm-up'),
-        schedule=Choice('constant', ('constant', 'cosine', 'linear'), 'after warm-up, down to the last step'),
-        final_ratio=Real(0.0, SHARE, 'cosine, linear: last learning rate / learning_rate'),
-        moment_dtype=Choice('float32', ('float32', 'bfloat16'), 'adamw: of both moments'),
-        b1=Real(0.9, DECAY, 'adamw, adamw8bit, lion: decay of the first moment'),
-        b2=Real(0.95, DECAY, 'adamw, adamw8bit: decay of the second moment; lion: of the momentum'),
-        eps=Real(1e-8, POSITIVE, 'adamw, adamw8bit: added to the root of the second moment'),
-        weight_decay=Real(0.0, NOT_NEGATIVE, 'decoupled; 0 = off'),
-        decay=Choice('all', ('all', 'matrices'), "leaves that decay; 'matrices': not norms, biases and the embedding"),
-        clip_norm=Real(1.0, NOT_NEGATIVE, 'global norm of the gradient; 0 = off'),
-        warmup_steps=Integer(0, COUNT_OR_OFF, 'optimizer steps of linear warm-up'),
-        brake=Choice(
-            'none',
-            ('none', 'ess', 'lag', 'projection'),
-            'shortens steps on old data, see docs/staleness_methods.md',
-        ),
-        brake_base=Real(1.0, SHARE_ABOVE_ZERO, 'ess: effective sample size of answers from which on steps are whole'),
-        brake_lag=Real(8.0, POSITIVE, 'lag: age of the data in optimizer steps up to which steps are whole'),
-        blocks=Integer(1, COUNT, 'an update trains one of so many blocks of leaves, see docs/blockwise.md; 1 = all'),
-        block_order=Choice('cyclic', ('cyclic', 'shuffled'), 'of the blocks of a round; shuffled: by run.seed'),
-        block_updates=Integer(1, COUNT, 'updates before the next block'),
-        block_state=Choice('host', ('host', 'drop'), 'moments of blocks not being trained; drop: begin again at 0'),
-    ),
+    'optimizer': declare_section(OptimizerSection),
     'critic': Section("Values of loss.advantage='gae', or of a reward model, see docs/critic.md", **CRITIC_FIELDS),
     'cluster': Section(
         'Which devices train and which generate',
         learner=Text(
-            'data=1',
+            ONE_DEVICE,
             "sizes of the learner's mesh over data, fsdp, expert, context, tensor: 'data=2,fsdp=2'; over processes: "
             "'hosts=2 x fsdp=8'",
         ),
@@ -345,14 +288,7 @@ SECTIONS: Mapping[str, Section] = {
         hosts=Hosts((), 'by which clients without a key may call it, next to --host, localhost and 127.0.0.1'),
         notation=Text(HERMES, 'of calls in answers to requests with tools: see agent.notation'),
     ),
-    'diagnostics': Section(
-        'What a run measures beside its loss, see docs/diagnostics.md',
-        ratio_sample=Real(
-            0.0, SHARE, 'share of the trained answers whose importance ratio is split; 0 = off, at no cost'
-        ),
-        brakes=Flag(False, 'what each optimizer.brake reads, also where it is not used; keeps a copy of the gradient'),
-        ring_bytes=Integer(2**30, BYTES, 'of the weights of earlier versions that this needs, in host memory'),
-    ),
+    'diagnostics': declare_section(DiagnosticsSection),
     'telemetry': Section(
         'What a run shows',
         progress=Flag(True, 'a line per update on the terminal'),

@@ -1,14 +1,15 @@
-"""The kinds of config fields. A declaration is one value: default, allowed values and meaning.
+"""The kinds of config fields. A declaration is one value: default, allowed values, meaning, and when it is used.
 
-declarations.py declares every field with them; __init__.py builds and validates configs; page.py documents them.
+A section is a dataclass, `ConfigSection`, which the part that uses it gets with the values of a config, or a table in
+declarations.py. __init__.py builds and validates configs; page.py documents the fields.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from ml_collections import config_dict
 
@@ -21,8 +22,26 @@ Value: TypeAlias = bool | int | float | str | tuple[int, ...] | tuple[str, ...] 
 Option: TypeAlias = bool | int | float | str | tuple[bool | int | float | str | None, ...] | None  # of a free section
 
 
-class Field(abc.ABC):
-    """One field of the config: its default, what it may hold, and what it means."""
+_DECLARED = 'declared'  # key of metadata
+Config: TypeAlias = Any  # a ConfigDict, a TrackedConfig, or sections with the fields of one as attributes
+
+
+def always(config: Config) -> bool:
+    """Says that every run uses the field, if it uses the section."""
+    return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """When a field is used, and by which names people know it."""
+
+    # whether a run of this config uses the field; the part that gets the section gets the default where it does not
+    used_if: Callable[[Config], bool] = always
+    other_names: str = ''  # in other RL libraries, with spaces between
+
+
+class Field(Use, abc.ABC):
+    """One field of the config: its default, what it may hold, what it means, and when it is used."""
 
     default: Value | Mapping[str, Option]
     meaning: str  # for the reader of the table and of docs/config.md
@@ -42,7 +61,7 @@ class Field(abc.ABC):
             if isinstance(text, str) and ('\0' in text or not _is_unicode(text)):
                 raise ConfigError(f'{path}={text!r} must be text in UTF-8, without zero bytes')
 
-    def require_allowed(self, path: str, value: Value) -> None:  # noqa: B027
+    def require_allowed(self, path: str, value: Value) -> None:
         """Raises ConfigError for a value of the right type that the field may not hold."""
 
     def rule(self) -> str:
@@ -269,6 +288,49 @@ class Section(Mapping[str, Field]):
 
     def __len__(self) -> int:
         return len(self._fields)
+
+
+def declare(field: Field, **changes: Any) -> Any:
+    """A field of a `ConfigSection`, with the default of its declaration; `changes`: see `dataclasses.field`."""
+    return dataclasses.field(**({'default': field.default, 'metadata': {_DECLARED: field}} | changes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigSection:
+    """A section of the config as the part that uses it gets it: each field is made by `declare`.
+
+    Raises ConfigError for a value that its field may not hold.
+    """
+
+    section: ClassVar[str]  # its name in the config
+    title: ClassVar[str]  # in docs/config.md
+
+    def __post_init__(self) -> None:
+        for name, field in list_fields(type(self)).items():
+            field.require_allowed(f'{self.section}.{name}', getattr(self, name))
+
+
+def declare_section(kind: type[ConfigSection]) -> Section:
+    """The table of a section that is a dataclass."""
+    return Section(kind.title, **list_fields(kind))
+
+
+SectionKind = TypeVar('SectionKind', bound=ConfigSection)
+
+
+def list_fields(kind: type[ConfigSection]) -> Mapping[str, Field]:
+    """The declarations of a section, by name."""
+    return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(kind)}
+
+
+def read_section(kind: type[SectionKind], config: Config) -> SectionKind:
+    """The section of a config; a field that the config does not use has its default."""
+    values, used = getattr(config, kind.section), {}
+    for name, field in list_fields(kind).items():
+        if field.used_if(config):
+            value = getattr(values, name)
+            used[name] = tuple(value) if isinstance(value, list) else value  # of a config that was written as JSON
+    return kind(**used)
 
 
 def require_local(path: str, value: object) -> None:

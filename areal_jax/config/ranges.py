@@ -38,6 +38,7 @@ class Range:
 _LEAST, _BELOW_ONE, _MOST = 2.0**-126, 1 - 2.0**-24, (2 - 2.0**-23) * 2.0**127
 
 _INT32 = 2**31 - 1
+DTYPES = ('float32', 'bfloat16', 'float16')
 SEED = Range(0, _INT32, 'lie in [0, 2^31 - 1]')
 COUNT = Range(1, _INT32, 'be at least 1 and below 2^31')
 COUNT_OR_OFF = Range(0, _INT32, 'not be negative, and be below 2^31')

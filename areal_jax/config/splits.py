@@ -20,13 +20,13 @@ from areal_jax.config.cluster import (
     DeviceSplit,
     EnginesLayout,
     LearnerLayout,
-    find_device_problems,
     parse_engines,
     parse_learner,
 )
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server
 from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import find_device_problems, list_unmoved
 
 FIELD = 'cluster.reallocate'
 OFF, AUTO = 'off', 'auto'
@@ -173,12 +173,8 @@ def _fixed_problems(c: config_dict.ConfigDict) -> Iterator[str]:
         ),
         ('staleness.schedule', c.staleness.schedule, c.staleness.schedule == 'natural', 'in lock-step nothing is idle'),
         ('evaluation.every', c.evaluation.every, not c.evaluation.every, 'its weights are kept by engines that stay'),
-        ('optimizer.blocks', c.optimizer.blocks, c.optimizer.blocks == 1, 'moments of other blocks are not moved'),
         ('loss.teacher', c.loss.teacher, not c.loss.teacher, 'the weights of a teacher are not moved'),
-        (
-            *('diagnostics.ratio_sample', c.diagnostics.ratio_sample, not c.diagnostics.ratio_sample),
-            'its ring of weights is not moved',
-        ),
+        *list_unmoved(c),
     ):
         if not fits:
             yield f'{FIELD}={c.cluster.reallocate!r} with {path}={value!r}: {why}; use {FIELD}={OFF!r}'

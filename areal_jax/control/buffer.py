@@ -138,6 +138,8 @@ class GroupFilter:
         self._kept, self._dropped, self._in_a_row = state['kept'], state['dropped'], state['in_a_row']
 
 
+OVER_AGE = 'over_age'  # reason of groups that `drop_over_age` removes
+
 _SLACK = 64  # entries of groups that left, beyond which they are cleared away
 
 
@@ -180,7 +182,7 @@ class TrajectoryBuffer:
             oldest, draw = heapq.heappop(self._ages)
             if self._groups.pop(draw, None) is not None:
                 ages[draw] = version - oldest
-        return [Dropped(draw, 'over_age', f'age {ages[draw]} > {max_token_age}') for draw in sorted(ages)]
+        return [Dropped(draw, OVER_AGE, f'age {ages[draw]} > {max_token_age}') for draw in sorted(ages)]
 
     def groups(self) -> list[TrajectoryGroup]:
         """The content, lowest draw first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from areal_jax import lanes
 from areal_jax.control.buffer import BoundedQueue, GroupFilter, TrajectoryBuffer, count_positions, stamp_consumed
@@ -125,8 +125,7 @@ class LoopSettings:
     steps: int
     group_size: int
     groups_per_update: int
-    max_token_age: int | None
-    over_age: Literal['drop', 'mask', 'off']
+    oldest_kept: int | None  # versions: a group with an older token is dropped; None = no group is
     checkpoint_every: int
     max_failed_groups: int
     slots: int  # of one engine
@@ -322,8 +321,8 @@ class Controller:
         while True:
             if self.stop_requested.is_set():
                 return None
-            if self._settings.over_age == 'drop' and self._settings.max_token_age is not None:
-                for drop in self._buffer.drop_over_age(self._trained_version, self._settings.max_token_age):
+            if self._settings.oldest_kept is not None:
+                for drop in self._buffer.drop_over_age(self._trained_version, self._settings.oldest_kept):
                     self._gate.drop_buffered()
                     self._note_drop(drop)
                     self._admission.note_change()

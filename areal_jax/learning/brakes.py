@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from areal_jax.config.declarations import require_allowed
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.objective.ratios import namespace, sequence_sums
 from areal_jax.types import Tree
 
@@ -25,24 +25,22 @@ COSINE_LOW, COSINE_HIGH = 0.05, 0.3  # of 'projection'
 _LARGEST = 1e30  # of a log-weight: the difference of two infinities is no number
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BrakeSettings:
-    """Raises ConfigError, naming the config fields, for values that they may not hold."""
+@dataclasses.dataclass(frozen=True)
+class Brake:
+    """The brake that the settings of the optimizer choose."""
 
-    kind: str  # 'none' | 'ess' | 'lag' | 'projection'
-    base: float  # effective sample size from which on 'ess' does not brake
-    lag: float  # optimizer steps up to which 'lag' does not
+    settings: OptimizerSection
     shown: bool  # diagnostics.brakes: what the others read is measured too
 
-    def __post_init__(self) -> None:
-        require_allowed(
-            {
-                'optimizer.brake': self.kind,
-                'optimizer.brake_base': self.base,
-                'optimizer.brake_lag': self.lag,
-                'diagnostics.brakes': self.shown,
-            }
-        )
+    @property
+    def kind(self) -> str:
+        """'none' | 'ess' | 'lag' | 'projection'."""
+        return self.settings.brake
+
+    @property
+    def lag(self) -> float:
+        """The age in optimizer steps up to which 'lag' does not brake."""
+        return self.settings.brake_lag
 
     def lag_factor(self, lag: float) -> float:
         """Of the learning rate of a step on data of this mean lag: min(1, S₀ / S), 1 with another brake.
@@ -54,7 +52,7 @@ class BrakeSettings:
     def ess_factor(self, size: Array) -> Array:
         """√min(1, ESS / base), as VCPO scales the rate of AdamW (arXiv 2602.17616); 0 where ESS is no number."""
         xp = namespace(size)
-        return xp.where(xp.isnan(size), 0.0, xp.sqrt(xp.minimum(1.0, size / self.base)))
+        return xp.where(xp.isnan(size), 0.0, xp.sqrt(xp.minimum(1.0, size / self.settings.brake_base)))
 
 
 def sequence_effective_sample_size(policy: Array, behavior: Array, loss_mask: Array, sequence_starts: Array) -> Array:

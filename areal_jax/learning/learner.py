@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.diagnostics.compared_tokens import read_tokens
 from areal_jax.learning.diagnostics.measurement import Metrics, measure
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
@@ -80,7 +79,7 @@ class SpmdLearner:
         needs `teacher`, its decoder and weights in list form. One that trains values needs `critic`: a value head, and
         with `settings.critic.own_model` weights of the policy's shapes, in list form.
 
-        If the decoder has adapters (lora), only they are trained; all other weights are kept in `settings.dtype`.
+        If the decoder has adapters (lora), only they are trained; all other weights are kept in `learner.dtype`.
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
         from `begin_compiling` on.
 
@@ -91,7 +90,8 @@ class SpmdLearner:
         self._layout = RowLayout(decoder.config, mesh, settings)
         self.attention, self.passed_over = self._layout.attention, self._layout.passed_over
         self.packing = self._layout.packing
-        self._price = UpdatePrice(self.packing, settings.epochs, settings.filters, settings.objective.masks_truncated)
+        masks_truncated = settings.objective.masks_truncated
+        self._price = UpdatePrice(self.packing, settings.learner.epochs, settings.filters, masks_truncated)
         params = params if critic is None else {**params, trees.CRITIC: critic}
         if decoder.layers == 'stacked':
             params, reference = stack_layers(params), reference and stack_layers(reference)
@@ -103,9 +103,9 @@ class SpmdLearner:
         first = self.parts[0]
         self.programs, self._passes = first.programs, first.passes
         self._ratio: RatioSampler | None = None
-        if settings.ratio_split is not None:
-            working = describe_cast(first.described.params, settings.dtype)
-            self._ratio = RatioSampler(settings.ratio_split, self._passes, self._layout, self.programs, working)
+        if settings.diagnostics.splits_ratio:
+            working = describe_cast(first.described.params, settings.learner.dtype)
+            self._ratio = RatioSampler(settings, self._passes, self._layout, self.programs, working)
         self._closing, self._is_traced, self._may_compile = False, threading.Event(), threading.Event()
         self._ahead: threading.Thread | None = None
         if compile_ahead:
@@ -185,16 +185,17 @@ class SpmdLearner:
         read, scale = self._price.read(kept), 1.0
         if settings.denominator == 'all':
             scale = denominator_scale(self._price.read(groups), read, objective.aggregation)
-        oldest = None if settings.oldest_age is None else version - settings.oldest_age
+        oldest_age = settings.staleness.oldest_trained
+        oldest = None if oldest_age is None else version - oldest_age
         are_kept = {id(group) for group in kept}  # an own estimator sees all groups of the update
         estimated = zip(groups, require_advantages(objective, groups), strict=True)
         batches, report = self._layout.pack(
             kept,
             [advantages for group, advantages in estimated if id(group) in are_kept],
-            n_minibatches=settings.n_minibatches,
+            n_minibatches=settings.learner.n_minibatches,
             oldest_version=oldest,
             newest_version=version,
-            round_microbatches=settings.accumulate == 'scan',
+            round_microbatches=settings.learner.accumulate == 'scan',
             masks_truncated=objective.masks_truncated,
             keeps_groups=objective.keeps_groups,
         )
@@ -361,12 +362,8 @@ class MovingLearner(SpmdLearner):
     """`protocols.Learner` that moves. For one process, an objective without a teacher, and no split of the ratio."""
 
     def __init__(self, *args: Any, **options: Any):
-        """See SpmdLearner; raises ConfigError for what keeps its mesh."""
+        """See SpmdLearner; config/splits.py refuses what keeps its mesh."""
         super().__init__(*args, **options)
-        if self._teacher is not None or self._ratio is not None:
-            raise ConfigError(
-                "a learner with loss.teacher or diagnostics.ratio_sample keeps its mesh: use cluster.reallocate='off'"
-            )
         # with the mesh in use: its programs are kept for the way back
         self._prepared = {self._mesh: PreparedMesh(self._mesh, self._layout, self.parts[0])}
 

@@ -144,7 +144,7 @@ class Passes:
 
     def working(self, state: LearnerState) -> Tree:
         """The trained weights in the dtype that passes compute with."""
-        return state.params if self._settings.dtype == 'float32' else self.programs.run('cast', state.params)
+        return state.params if self._settings.learner.dtype == 'float32' else self.programs.run('cast', state.params)
 
     def step(
         self,
@@ -160,10 +160,10 @@ class Passes:
         `first` says that no step of this update came before it.
         """
         scalars = self._scalars(denominator, version, first)
-        if self._settings.router_aux_loss:  # the load of the whole minibatch weighs the scores of each micro-batch
+        if self._settings.learner.evens_experts:  # the load of the minibatch weighs the scores of each micro-batch
             loads = self._loads(state, rows, scalars)
             scalars = {**scalars, **self._place_loads(loads)}
-        run = self._scan if self._settings.accumulate == 'scan' else self._dispatch
+        run = self._scan if self._settings.learner.accumulate == 'scan' else self._dispatch
         return run(state, rows, scalars, factor)
 
     def logprobs(
@@ -247,25 +247,25 @@ class Passes:
         """(name, arguments) of every program that updates and publications run; `state` may be described only."""
         settings = self._settings
         working = state.params
-        if settings.dtype != 'float32':
-            working = describe_cast(state.params, settings.dtype)
+        if settings.learner.dtype != 'float32':
+            working = describe_cast(state.params, settings.learner.dtype)
             yield 'cast', (state.params,)
         yield 'export', (state.params, state.frozen)
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, settings.objective)
             scalars = training = self._scalars(denominator, version=0, first=True)
             one = self._layout.place({name: array[0] for name, array in rows.items()})
-            if settings.router_aux_loss:
+            if settings.learner.evens_experts:
                 training = {**scalars, **self._place_loads(np.zeros(self._layout.expert_shape, np.float32))}
                 yield 'loads', (policy_leaves(working), policy_leaves(state.frozen), one, scalars)
-            if settings.accumulate == 'scan':
+            if settings.learner.accumulate == 'scan':
                 whole = self._layout.place(rows)
                 yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, self._rate())
-            if settings.accumulate == 'dispatch':
+            if settings.learner.accumulate == 'dispatch':
                 yield 'accumulate', (state.params, working, state.frozen, one, training)  # gradients are as params
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
-            scores = settings.scores or settings.ratio_split is not None or measured
+            scores = settings.scores or settings.diagnostics.splits_ratio or measured
             policy = policy_leaves(working), policy_leaves(state.frozen)
             recomputes = settings.recomputes and VALUES not in objective.reads  # values come with log-probs
             if recomputes or state.reference is not None or scores or POLICY in objective.reads:
@@ -274,7 +274,7 @@ class Passes:
                 yield 'collisions', (*policy, one, scalars)
             if settings.critic is not None:
                 yield 'values', (working, state.frozen, one, scalars)
-        if settings.accumulate == 'dispatch':
+        if settings.learner.accumulate == 'dispatch':
             yield 'zeros', (state.params,)
             yield 'apply', (state.params, state.optimizer, state.params, self._rate())
 
@@ -348,7 +348,7 @@ class Passes:
     def _scalars(self, denominator: float, version: int, first: bool, follows: bool | None = None) -> Scalars:
         settings = self._settings
         scalars = training_scalars(
-            follows_routes=(settings.routes == 'replay' if follows is None else follows)
+            follows_routes=(settings.learner.routes == 'replay' if follows is None else follows)
             if settings.records_routes
             else None,
             denominator=denominator,
@@ -376,7 +376,7 @@ class Teacher:
     """
 
     passes: Passes
-    weights: Tree  # on the learner's mesh, in `settings.dtype`
+    weights: Tree  # on the learner's mesh, in `learner.dtype`
     form: TeacherForm
     gives_logprobs: bool
 
@@ -434,7 +434,7 @@ def train(
     scale: float,
     teacher: Teacher | None = None,
 ) -> Trained:
-    """Trains on every minibatch, `settings.epochs` times.
+    """Trains on every minibatch, `learner.epochs` times.
 
     Args:
       groups: those that were packed.
@@ -445,7 +445,7 @@ def train(
     batches, known = _replace_advantages(passes, state, settings.objective, batches, groups, known, version)
     prompts = number_prompts(groups)
     results: list[StepResult] = []
-    for number in range(settings.epochs * len(batches)):
+    for number in range(settings.learner.epochs * len(batches)):
         index, first = number % len(batches), number == 0
         prepared = _prepare(passes, state, settings, batches[index], version)
         rows, denominator = training_rows(batches[index], settings.objective, known[index], prepared, prompts)

@@ -68,7 +68,7 @@ class _Scored(NamedTuple):
 class Programs:
     """The functions of one learner that are compiled; every public method returns one of them, jitted.
 
-    `params` are the trained weights, float32; `frozen` are all others, in `settings.dtype`; `working` is `params` cast
+    `params` are the trained weights, float32; `frozen` are all others, in `learner.dtype`; `working` is `params` cast
     to that dtype, or `params` itself if that is float32. A function donates the weights, optimizer state or gradients
     for which it returns new values. The loss of a micro-batch is its part of the minibatch's loss, so loss and gradient
     of a minibatch are sums over its micro-batches. Shapes: see learning/__init__.py.
@@ -104,7 +104,7 @@ class Programs:
 
     def cast(self) -> jax.stages.Wrapped:
         """params -> working."""
-        return jax.jit(lambda params: trees.cast(params, self.settings.dtype), out_shardings=self.params)
+        return jax.jit(lambda params: trees.cast(params, self.settings.learner.dtype), out_shardings=self.params)
 
     def export(self) -> jax.stages.Wrapped:
         """(params, frozen) -> the interchange form, in buffers of its own; or its leaves as `shares` spreads them."""
@@ -181,7 +181,7 @@ class Programs:
         def scan(
             params: Tree, state: Tree, frozen: Tree, rows: Rows, scalars: Scalars, learning_rate: jax.Array
         ) -> tuple[Tree, Tree, _Metrics, _Metrics, jax.Array]:
-            working = trees.cast(params, self.settings.dtype)  # once, outside the loop
+            working = trees.cast(params, self.settings.learner.dtype)  # once, outside the loop
 
             def body(gradients: Tree, microbatch: Rows) -> tuple[Tree, tuple[_Metrics, jax.Array]]:
                 added, metrics, logprobs = self._gradients(working, frozen, microbatch, scalars)
@@ -208,7 +208,7 @@ class Programs:
 
     def _add(self, gradients: Tree, added: Tree) -> Tree:
         """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""
-        unscale = 1.0 / self.settings.loss_scale
+        unscale = 1.0 / self.settings.learner.loss_scale
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
 
     def _forward(
@@ -267,7 +267,7 @@ class Programs:
     def _gradients(self, working: Tree, frozen: Tree, rows: Rows, scalars: Scalars) -> tuple[Tree, _Metrics, jax.Array]:
         def scaled(working: Tree) -> tuple[jax.Array, tuple[_Metrics, jax.Array]]:
             loss, rest = self._loss(working, frozen, rows, scalars)
-            return loss * self.settings.loss_scale, rest
+            return loss * self.settings.learner.loss_scale, rest
 
         (_, (metrics, logprobs)), gradients = jax.value_and_grad(scaled, has_aux=True)(working)
         return gradients, metrics, logprobs
@@ -283,9 +283,9 @@ class Programs:
         metrics: _Metrics = dict(of_loss)
         if (seen := scored.routes) is not None:
             metrics[SEEN_ROUTES] = seen
-        if (experts := self.decoder.config.experts) and seen is not None and self.settings.router_aux_loss:
+        if (experts := self.decoder.config.experts) and seen is not None and self.settings.learner.evens_experts:
             balance = measure_balance(seen.scores, scalars[EXPERT_LOADS], experts.per_token)
-            loss += self.settings.router_aux_loss * balance
+            loss += self.settings.learner.router_aux_loss * balance
             metrics['router_balance_sum'] = balance
         metrics |= {'loss_sum': loss, 'entropy_sum': masked_sum(scored.entropy, rows['loss_mask'])}
         return loss, (jax.lax.stop_gradient(metrics), scored.logprobs)
@@ -415,9 +415,9 @@ class LearnerState:
     """
 
     params: Tree  # trained weights, float32
-    frozen: Tree  # all other weights, in settings.dtype; empty without adapters
+    frozen: Tree  # all other weights, in learner.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
-    reference: Tree = None  # trained weights of the reference, in settings.dtype; None where no objective reads it
+    reference: Tree = None  # trained weights of the reference, in learner.dtype; None where no objective reads it
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
@@ -441,7 +441,7 @@ def place_state(
     params = _copy(trees.cast(trained, 'float32'), programs)
     return LearnerState(
         params=params,
-        frozen=place(trees.cast(frozen, settings.dtype), shardings.frozen),
+        frozen=place(trees.cast(frozen, settings.learner.dtype), shardings.frozen),
         optimizer=programs.run('initial_state', params),
         reference=_place_reference(params, reference, settings, programs),
     )
@@ -452,9 +452,9 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
     params = _describe(trained, programs.params, 'float32')
     return LearnerState(
         params=params,
-        frozen=_describe(frozen, programs.frozen, settings.dtype),
+        frozen=_describe(frozen, programs.frozen, settings.learner.dtype),
         optimizer=_describe(jax.eval_shape(programs.optimizer.init, params), programs.state),
-        reference=describe_cast(trees.policy_leaves(params), settings.dtype)
+        reference=describe_cast(trees.policy_leaves(params), settings.learner.dtype)
         if REFERENCE in settings.objective.reads
         else None,
     )
@@ -471,8 +471,8 @@ def _place_reference(
     if REFERENCE not in settings.objective.reads:
         return None
     if reference is None:
-        return trees.policy_leaves(programs.run('copy' if settings.dtype == 'float32' else 'cast', params))
-    return place(trees.cast(reference, settings.dtype), trees.policy_leaves(programs.definitions.params))
+        return trees.policy_leaves(programs.run('copy' if settings.learner.dtype == 'float32' else 'cast', params))
+    return place(trees.cast(reference, settings.learner.dtype), trees.policy_leaves(programs.definitions.params))
 
 
 def _describe(tree: Tree, shardings: Tree, dtype: str | None = None) -> Tree:

@@ -40,27 +40,27 @@ class RowLayout:
 
     def __init__(self, config: ModelConfig, mesh: Mesh, settings: LearnerSettings):
         self._config, self._mesh, self._settings = config, mesh, settings
-        halves = tail_buckets(settings.row_tokens, settings.row_loss_tokens, 1 + settings.tail_buckets)
-        self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.row_buckets)}))
+        halves = tail_buckets(*settings.learner.row_room, 1 + settings.learner.tail_buckets)
+        self._buckets = tuple(sorted({*halves, *smaller_rows(halves[-1], settings.learner.row_buckets)}))
         _require_model(config, mesh)
         for field, value, off in (
             ('rollout.record_routes', settings.records_routes, False),
-            ('learner.router_aux_loss', settings.router_aux_loss, 0),
+            ('learner.router_aux_loss', settings.learner.router_aux_loss, 0),
         ):
             if value and config.experts is None:
                 raise ConfigError(f'{field}={value} needs a model with experts; set it to {off}')
         self.expert_shape = (config.n_expert_layers, config.experts.count if config.experts else 0)
-        _require_rows(self._buckets, settings.rows_per_microbatch, mesh)
+        _require_rows(self._buckets, settings.learner.rows_per_microbatch, mesh)
         self.attention, self.passed_over = choose_checked(
-            settings.attention,
-            tokens=settings.row_tokens,
-            dtype=settings.dtype,
+            settings.learner.attention,
+            tokens=settings.learner.row_tokens,
+            dtype=settings.learner.dtype,
             head_dim=config.head_dim,
             window=config.sliding_window,
             slices=mesh.shape['context'] > 1,
         )
         # not every backend can show one prompt to several answers
-        self.packing = settings.packing if shares_prompts(self.attention) else 'ordinary'
+        self.packing = settings.learner.packing if shares_prompts(self.attention) else 'ordinary'
         most = BACKENDS[self.attention].max_segments
         self._row_trajectories = most and most - 1  # the padding is a segment too
         self._cost = decoder_cost(config)
@@ -85,10 +85,10 @@ class RowLayout:
             groups,
             advantages,
             mode=self.packing,
-            fill=settings.fill,
-            row_tokens=settings.row_tokens,
-            row_loss_tokens=settings.row_loss_tokens,
-            rows_per_microbatch=settings.rows_per_microbatch,
+            fill=settings.learner.fill,
+            row_tokens=settings.learner.row_tokens,
+            row_loss_tokens=settings.learner.row_loss_tokens,
+            rows_per_microbatch=settings.learner.rows_per_microbatch,
             data_shards=data_shards(self._mesh),
             cost=self._cost,
             buckets=self._buckets,
@@ -113,7 +113,8 @@ class RowLayout:
     def join_logprobs(self, logprobs: Sequence[jax.Array]) -> np.ndarray:
         """float32 [M, R, N] from one array per micro-batch with the N of its bucket; 0 where it was trimmed."""
         settings = self._settings
-        whole = np.zeros((len(logprobs), settings.rows_per_microbatch, settings.row_loss_tokens), np.float32)
+        shape = (len(logprobs), settings.learner.rows_per_microbatch, settings.learner.row_loss_tokens)
+        whole = np.zeros(shape, np.float32)
         for row, part in zip(whole, jax.device_get(list(logprobs)), strict=True):
             row[:, : part.shape[1]] = part
         return whole
@@ -126,11 +127,11 @@ class RowLayout:
         """A batch of padding for every shape that an update may bring."""
         settings = self._settings
         sizes = [1]  # micro-batches
-        if settings.accumulate == 'scan':
+        if settings.learner.accumulate == 'scan':
             sizes += [2 << i for i in range(max(settings.max_microbatches - 1, 0).bit_length())]
         for size in sizes:
             for bucket in self._buckets:
-                yield empty_batch(size, settings.rows_per_microbatch, *bucket, self._columns, self.inputs)
+                yield empty_batch(size, settings.learner.rows_per_microbatch, *bucket, self._columns, self.inputs)
 
 
 def _require_model(config: ModelConfig, mesh: Mesh) -> None:

@@ -151,7 +151,9 @@ def place_teacher(
             "distributions cannot be compared; name another teacher, or use loss.divergence='sampled'"
         )
     settings = dataclasses.replace(
-        settings, records_routes=False, routes='live', router_aux_loss=0.0
+        settings,
+        records_routes=False,
+        learner=dataclasses.replace(settings.learner, routes='live', router_aux_loss=0.0),
     )  # of the trained model
     layout = RowLayout(decoder.config, mesh, settings)
     teacher = _place(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
@@ -172,7 +174,7 @@ def _place(make: PartMaker, params: Params, packing: str) -> Teacher:
     part = make.make(whole, lambda path: True)
     return Teacher(
         part.passes,
-        place(trees.cast(whole, make.settings.dtype), part.programs.definitions.params),
+        place(trees.cast(whole, make.settings.learner.dtype), part.programs.definitions.params),
         TeacherForm(make.decoder, make.layout.attention),
         gives_logprobs=TEACHER in make.settings.objective.reads,
     )

@@ -183,7 +183,7 @@ def ratios_by_age(metrics: Metrics) -> list[contents.AgeRow]:
 
 
 def ratio_split(metrics: Metrics) -> contents.RatioSplit | None:
-    """None where `diagnostics.ratio_sample` was 0."""
+    """None where the run did not split the ratio."""
     if not any(names.RATIO_TOKENS in line for line in metrics):
         return None
     seconds = aggregates.total(metrics, names.RATIO_SECONDS)

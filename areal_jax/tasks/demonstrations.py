@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from areal_jax.config.training import ROW_ROOM
 from areal_jax.files import JsonObject
 from areal_jax.tasks.task import ListedTask, OverLength, ShuffledStream, Split, Task, TaskError, hash_fraction
 from areal_jax.tasks.user_lines import (
@@ -191,15 +192,16 @@ class Demonstrations:
         stream = DemonstrationStream(side, seed)
         return [stream.draw() for _ in range(min(n, len(side)))]  # the first epoch repeats nothing
 
-    def fitting(self, row_tokens: int, row_loss_tokens: int, over_length: OverLength) -> Demonstrations:
+    def fitting(self, room: tuple[int, int], over_length: OverLength) -> Demonstrations:
         """Those that fit a row of this shape.
 
         Args:
+          room: most tokens, and most loss tokens, of a row.
           over_length: what to do about others: 'refuse' | 'drop', which counts them.
 
         Raises TaskError for the first one that does not fit and is not to be dropped.
         """
-        capacity = {'learner.row_tokens': row_tokens, 'learner.row_loss_tokens': row_loss_tokens}
+        capacity = dict(zip(ROW_ROOM, room, strict=True))
         everything = self.train + self.held_out
         train, held_out = (tuple(d for d in side if _fits(d, capacity)) for side in (self.train, self.held_out))
         dropped = len(everything) - len(train) - len(held_out)
@@ -214,7 +216,7 @@ class Demonstrations:
             raise TaskError(
                 f'there is no {self.noun} on the side {split!r}{left_out}; change task.held_out_fraction'
                 f'{", set evaluation.problems=0" if split == "held_out" else ""}'
-                f'{" or raise learner.row_tokens and learner.row_loss_tokens" if self.dropped else ""}'
+                f'{f" or raise {ROW_ROOM[0]} and {ROW_ROOM[1]}" if self.dropped else ""}'
             )
         return side
 

@@ -125,7 +125,7 @@ class Training:
             'parameters': parameters,
             'optimizer': self.case.optimizer,
             'remat': self.remat,
-            'dtype': self.settings.dtype,
+            'dtype': self.settings.learner.dtype,
             'layers': 'stacked',
             'attention': self.learner.attention,
             'passed_over': list(self.learner.passed_over),

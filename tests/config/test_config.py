@@ -278,24 +278,32 @@ def test_what_no_field_may_hold_is_refused(path):
 
 def test_an_override_that_is_never_read_is_an_error():
     config = default_config()
-    config.optimizer.b2 = 0.99
+    config.virtual.save_s = 0.99
     config.rollout.slots = 3
-    tracked = TrackedConfig(config, ['optimizer.b2', 'rollout.slots'])
+    tracked = TrackedConfig(config, ['virtual.save_s', 'rollout.slots'])
     assert tracked.rollout.slots == 3
-    with pytest.raises(ConfigError, match=r'set but never read: optimizer\.b2=0\.99\. This run.*remove the setting'):
+    with pytest.raises(ConfigError, match=r'set but never read: virtual\.save_s=0\.99\. This run.*remove the setting'):
         tracked.require_all_read()
-    assert tracked.optimizer.b2 == 0.99
+    assert tracked.virtual.save_s == 0.99
     tracked.require_all_read()
 
 
 def test_a_field_that_the_config_file_sets_may_be_idle_and_is_listed():
     config = default_config()
-    config.optimizer.b2 = 0.99
+    config.virtual.save_s = 0.99
     config.rollout.slots = 3
     tracked = TrackedConfig(config, ['rollout.slots'])
     assert tracked.rollout.slots == 3
     tracked.require_all_read()
-    assert tracked.idle_fields() == ['optimizer.b2=0.99']
+    assert tracked.idle_fields() == ['virtual.save_s=0.99']
+
+
+@pytest.mark.parametrize('trains', [True, False])
+def test_sections_of_training_are_used_by_runs_that_train(trains):
+    config = default_config()
+    config.optimizer.b2, config.learner.epochs = 0.99, 2
+    unread = TrackedConfig(config, trains=trains).unread()
+    assert unread == ([] if trains else [('learner.epochs', 2), ('optimizer.b2', 0.99)])
 
 
 def test_a_field_at_its_default_needs_no_reader():

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer_settings
+from areal_jax.app.parts.part_settings import build_learner_settings
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.objective.objectives import PolicyObjective
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.optimizer.optimizer import make_optimizer as make
@@ -98,21 +99,27 @@ def tiny_decoder(n_layers: int) -> Decoder:
     )
 
 
+def take_fields(kind: type, changes: dict[str, object]) -> dict[str, object]:
+    """The changes that are fields of a dataclass, which it takes out."""
+    return {field.name: changes.pop(field.name) for field in dataclasses.fields(kind) if field.name in changes}
+
+
 def learner_settings(**changes: object) -> LearnerSettings:
     """The settings of the default config, but for `changes`; 'scan' is compiled for one micro-batch.
 
-    Changes may also be choices of its policy objective.
+    Changes may also be choices of its policy objective, and fields of its sections.
     """
     settings = build_learner_settings(TrackedConfig(default_config()))
-    names = {field.name for field in dataclasses.fields(PolicyChoices)}
-    choices = {name: value for name, value in changes.items() if name in names}
+    choices = take_fields(PolicyChoices, changes)
+    for section in ('learner', 'staleness', 'diagnostics'):
+        values = getattr(settings, section)
+        changes[section] = dataclasses.replace(values, **take_fields(type(values), changes))
     if choices:
         changes['objective'] = PolicyObjective(dataclasses.replace(settings.objective.choices, **choices))
-    others = {name: value for name, value in changes.items() if name not in names}
-    return dataclasses.replace(settings, **{'max_microbatches': 1, **others})
+    return dataclasses.replace(settings, **{'max_microbatches': 1, **changes})
 
 
 def make_optimizer(name: str, **changes: object) -> Optimizer:
     """The optimizer of the default config, but for its name and `changes`."""
-    settings = build_optimizer_settings(TrackedConfig(default_config()))
-    return make(dataclasses.replace(settings, name=name, **changes))
+    others = {key: changes.pop(key) for key in ('compares', 'total_steps') if key in changes}
+    return make(OptimizerSection(name=name, **changes), **{'total_steps': 20, **others})

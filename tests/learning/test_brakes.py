@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.brakes import (
     COSINE_HIGH,
     COSINE_LOW,
-    BrakeSettings,
+    Brake,
     compare_gradients,
     sequence_effective_sample_size,
     take_along,
@@ -24,11 +25,11 @@ _DECODER = tiny_decoder(n_layers=1)
 _PARAMS = _DECODER.init(seed=2, scale=2.0)
 _GROUPS = random_groups(5, 5)  # policy versions 0..2
 _SGD = make_optimizer('sgd', clip_norm=0)
-_PROJECTS = make_optimizer('sgd', clip_norm=0, compares=True, projects=True)
+_PROJECTS = make_optimizer('sgd', clip_norm=0, brake='projection')
 
 
-def brake(kind: str, **changes: object) -> BrakeSettings:
-    return BrakeSettings(**{'kind': kind, 'base': 1.0, 'lag': 8.0, 'shown': False} | changes)
+def brake(kind: str, *, shown: bool = False, **changes: float) -> Brake:
+    return Brake(OptimizerSection(brake=kind, **{f'brake_{name}': value for name, value in changes.items()}), shown)
 
 
 def size_of(log_weights, mask=None, starts=None, kind=np.asarray):

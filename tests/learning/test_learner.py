@@ -471,7 +471,6 @@ def test_update_tokens_prices_what_the_filter_leaves():
         ({'proximal': 'ema'}, r"loss.proximal='ema' is not known"),
         ({'aggregation': 'sum'}, r"loss.aggregation='sum' is not known"),
         ({'over_age': 'keep'}, r"staleness.over_age='keep' is not known"),
-        ({'over_age': 'mask'}, r"staleness.over_age='mask' needs staleness.max_token_age"),
     ],
 )
 def test_settings_that_cannot_work_are_named(settings, message):

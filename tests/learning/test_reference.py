@@ -74,6 +74,7 @@ def _sequence(params, tokens, temperature):
 def _flatten(settings):
     """The settings and the choices of their objective under one roof."""
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    fields |= dataclasses.asdict(settings.learner) | dataclasses.asdict(settings.staleness)
     choices = getattr(settings.objective, 'choices', settings.objective)
     return _Flat(fields | dataclasses.asdict(choices) | {'is_likelihood': choices is settings.objective})
 
@@ -223,7 +224,7 @@ def test_an_update_is_what_the_equations_say(settings, adam):
     with jax.enable_x64(True):
         expected, loss = _plain_update(_GROUPS, _flatten(settings), adam)
     np.testing.assert_allclose(metrics['loss/value'], loss, rtol=1e-5)
-    if settings.n_minibatches * settings.epochs > 1:
+    if settings.learner.n_minibatches * settings.learner.epochs > 1:
         assert metrics['loss/clip_fraction'] > 0
     for (path, weight), before, after in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(_PARAMS), jax.tree.leaves(expected), strict=True

@@ -14,7 +14,6 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.diagnostics.measurement import count_differing_prompts
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.packing.packing import next_token_form, pack
-from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, measure_balance
 from areal_jax.models.shape import Experts
@@ -163,7 +162,7 @@ def measured():
     """Metrics of an update with foreign routes, followed and not."""
     found = []
     for routes in ('replay', 'live'):
-        learner = make_learner(routes=routes, ratio_split=RatioSettings(sample=1.0, ring_bytes=10**8, seed=0))
+        learner = make_learner(routes=routes, ratio_sample=1.0, ring_bytes=10**8)
         learner.publish(2)  # no other version is known
         found.append(learner.update(FOREIGN, 2))
     return found

@@ -160,24 +160,24 @@ def sized(*sizes):
 
 def test_the_last_token_needs_no_place():
     # 5 + 4 tokens: 8 are read, 4 are in the loss
-    assert sized((5, 4)).fitting(8, 4, 'refuse').dropped == 0
-    assert sized((5, 4)).fitting(7, 4, 'drop').dropped == 1
-    assert sized((5, 4)).fitting(8, 3, 'drop').dropped == 1
+    assert sized((5, 4)).fitting((8, 4), 'refuse').dropped == 0
+    assert sized((5, 4)).fitting((7, 4), 'drop').dropped == 1
+    assert sized((5, 4)).fitting((8, 3), 'drop').dropped == 1
 
 
 def test_what_fits_no_row_is_refused_by_name_with_the_fix_or_dropped():
     found = sized((5, 4), (9, 4), (2, 8))
     with pytest.raises(TaskError) as error:
-        found.fitting(8, 6, 'refuse')
+        found.fitting((8, 6), 'refuse')
     assert str(error.value) == (
         'f:1 takes 12 places of a row, 4 of them in the loss, and no row has as many; 2 of 3 demonstrations are too '
         'long: raise learner.row_tokens to 12 (it is 8) and learner.row_loss_tokens to 8 (it is 6), or leave them out '
         'with task.over_length=drop'
     )
-    kept = found.fitting(8, 6, 'drop')
+    kept = found.fitting((8, 6), 'drop')
     assert ([d.source for d in kept.train], kept.dropped) == (['f:0'], 2)
     with pytest.raises(TaskError, match=r"on the side 'train' \(3 fit no row.*raise learner\.row_tokens"):
-        found.fitting(2, 2, 'drop').stream(0)
+        found.fitting((2, 2), 'drop').stream(0)
 
 
 GOOD = {'question': 'q', 'answer': 'a'}

@@ -74,8 +74,8 @@ def test_a_bad_line_is_named_with_the_fault(tmp_path, row, message):
 def test_a_pair_that_fits_no_row_is_named_with_the_sizes_it_needs(tmp_path):
     found = read(tmp_path, GOOD, GOOD | {'prompt': 'longer?'})
     with pytest.raises(TaskError, match=r'pairs\.jsonl:2 takes 19 .*1 of 2 pairs are too long: raise learner\.row_tok'):
-        found.fitting(18, 7, 'refuse')
-    kept = found.fitting(18, 7, 'drop')
+        found.fitting((18, 7), 'refuse')
+    kept = found.fitting((18, 7), 'drop')
     assert (len(kept.train), kept.dropped, kept.noun) == (1, 1, 'pair')
 
 

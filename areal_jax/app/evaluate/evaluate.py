@@ -102,7 +102,7 @@ class _Evaluation:
         overrides: Collection[str],
         interrupts: StopRequests | None,
     ):
-        self.config, self._source, self._interrupts = TrackedConfig(config, overrides), source, interrupts
+        self.config, self._source, self._interrupts = TrackedConfig(config, overrides, trains=False), source, interrupts
         self.workdir = EvaluationWorkdir(workdir, self.config.as_dict(), resume=resume)
         self.workdir.require_usable()
         self._parts = contextlib.ExitStack()

@@ -19,6 +19,7 @@ from areal_jax.config.kinds import find_server
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.sandbox_fields import find_sandbox_warnings
+from areal_jax.config.training import find_schedule_warnings
 from areal_jax.learning.programs import AHEAD
 from areal_jax.protocols import Learner
 from areal_jax.types import TrajectoryGroup, Weights
@@ -114,12 +115,7 @@ def find_warnings(c: config_dict.ConfigDict) -> Iterator[str]:
     """A sentence each."""
     yield from find_objective_warnings(c)
     yield from find_sandbox_warnings(c)
-    steps = c.run.steps * c.learner.n_minibatches * c.learner.epochs
-    if c.optimizer.warmup_steps > steps:
-        yield (
-            f'optimizer.warmup_steps={c.optimizer.warmup_steps} is more than the {steps} optimizer steps of the run '
-            '(run.steps * learner.n_minibatches * learner.epochs): the learning rate never reaches its value'
-        )
+    yield from find_schedule_warnings(c)
 
 
 def find_device_warnings(c: config_dict.ConfigDict, platform: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 from areal_jax.app.model.model import Model, read_given_model, require_same_shape
 from areal_jax.app.model.text_model import describe_source
@@ -53,7 +54,7 @@ def build_learner(
             optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
             reference=reference, teacher=teacher, critic=build_critic(config, model, settings),
         )  # fmt: skip
-    form = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
+    form: dict[str, Any] = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
     if config.distributed.clients == 1:
         return BlockLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead)
     client = ClientSettings(config.distributed.overlap, config.run.steps)
@@ -67,7 +68,7 @@ def build_reference(config: TrackedConfig, model: Model, settings: LearnerSettin
         return None
     given = read_given_model(config, 'loss.reference', model)
     require_same_shape(given, 'loss.reference', model.decoder.config)
-    return given.load(config, settings.dtype)
+    return given.load(config, settings.learner.dtype)
 
 
 def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings) -> tuple[Decoder, Params] | None:
@@ -75,7 +76,7 @@ def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings
     if not settings.objective.reads & FROM_TEACHER or not config.loss.teacher:
         return None
     given = read_given_model(config, 'loss.teacher', model)
-    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.dtype)
+    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.learner.dtype)
 
 
 def build_critic(config: TrackedConfig, model: Model, settings: LearnerSettings) -> Params | None:

@@ -19,12 +19,13 @@ from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.ranges import ConfigError
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
+from areal_jax.config.training import count_steps
 from areal_jax.control.buffer import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.lock_step import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
-from areal_jax.learning.blockwise.blocks import BlockSettings
+from areal_jax.learning.blockwise.blocks import BlockOrder
 from areal_jax.plugins import is_own
 from areal_jax.rollout import pool
 from areal_jax.rollout.pool import Requirement
@@ -35,10 +36,9 @@ from areal_jax.types import SamplingParams
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from areal_jax.learning.brakes import BrakeSettings
     from areal_jax.learning.objective.objective import Objective
     from areal_jax.learning.optimizer.optimizer import Optimizer
-    from areal_jax.learning.settings import CriticSettings, LearnerSettings, OptimizerSettings, RatioSettings
+    from areal_jax.learning.settings import CriticSettings, LearnerSettings
     from areal_jax.models.weights import Lora
     from areal_jax.sharding.rules import Allocation
 
@@ -102,30 +102,7 @@ def build_lora(config: TrackedConfig) -> Lora | None:
 def build_optimizer(config: TrackedConfig) -> Optimizer:
     from areal_jax.learning.optimizer.optimizer import make_optimizer
 
-    return make_optimizer(build_optimizer_settings(config))
-
-
-def build_optimizer_settings(config: TrackedConfig) -> OptimizerSettings:
-    """Reads the fields that the chosen optimizer and schedule use; the others keep their declared defaults."""
-    from areal_jax.learning.optimizer.directions import DIRECTIONS
-    from areal_jax.learning.settings import OptimizerSettings
-
-    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
-    reads = DIRECTIONS[ours.name].reads
-    own = {field: getattr(ours if field in reads else idle, field) for field in ('b1', 'b2', 'eps', 'moment_dtype')}
-    return OptimizerSettings(
-        name=ours.name,
-        **own,
-        weight_decay=ours.weight_decay,
-        decay=(ours if ours.weight_decay else idle).decay,
-        clip_norm=ours.clip_norm,
-        warmup_steps=ours.warmup_steps,
-        schedule=ours.schedule,
-        final_ratio=(idle if ours.schedule == 'constant' else ours).final_ratio,
-        total_steps=config.run.steps * config.learner.n_minibatches * config.learner.epochs,
-        compares=config.diagnostics.brakes or ours.brake == 'projection',
-        projects=ours.brake == 'projection',
-    )
+    return make_optimizer(config.optimizer, count_steps(config), compares=config.diagnostics.brakes)
 
 
 def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
@@ -141,75 +118,42 @@ def build_critic_settings(config: TrackedConfig, objective: Objective) -> Critic
     return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
 
 
-def _build_brake(config: TrackedConfig) -> BrakeSettings:
-    from areal_jax.learning.brakes import BrakeSettings
-
-    ours, idle = config.optimizer, TrackedConfig(default_config()).optimizer
-    return BrakeSettings(
-        kind=ours.brake,
-        base=(ours if ours.brake == 'ess' else idle).brake_base,
-        lag=(ours if ours.brake == 'lag' else idle).brake_lag,
-        shown=config.diagnostics.brakes,
-    )
-
-
-def build_blocks(config: TrackedConfig) -> BlockSettings | None:
+def build_blocks(config: TrackedConfig) -> BlockOrder | None:
     """None where an update trains all leaves."""
-    ours = config.optimizer
-    if ours.blocks == 1:
-        return None
-    return BlockSettings(
-        blocks=ours.blocks,
-        block_order=ours.block_order,
-        block_updates=ours.block_updates,
-        block_state=ours.block_state,
-        seed=config.run.seed,
-    )
+    return None if config.optimizer.blocks == 1 else BlockOrder(config.optimizer, config.run.seed)
 
 
 def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
     """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
+    from areal_jax.learning.brakes import Brake
     from areal_jax.learning.settings import LearnerSettings
 
     learner, objective = config.learner, build_objective(config)
     idle = TrackedConfig(default_config())
     supervised = not objective.learns_from_answers
+    if supervised:
+        learner = dataclasses.replace(learner, packing='ordinary')
     policy = idle if supervised else config  # fields that only asynchronous RL uses
-    filtered = policy.learner.filter_equal_rewards
+    filtered = learner.filter_equal_rewards
     most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
     return LearnerSettings(
-        row_tokens=learner.row_tokens,
-        row_loss_tokens=learner.row_loss_tokens,
-        rows_per_microbatch=learner.rows_per_microbatch,
-        n_minibatches=learner.n_minibatches,
-        epochs=learner.epochs,
-        packing='ordinary' if supervised else learner.packing,
-        fill=learner.fill,
-        tail_buckets=learner.tail_buckets,
-        row_buckets=learner.row_buckets,
-        accumulate=learner.accumulate,
+        learner=learner,
+        staleness=config.staleness,
+        diagnostics=config.diagnostics,
         max_microbatches=-(-most_rows // learner.rows_per_microbatch),
-        filter_equal_rewards=filtered,
         strategy=config.cluster.strategy,
-        dtype=learner.dtype,
         publish_dtype=policy.publication.dtype,
         publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
-        loss_scale=learner.loss_scale,
         objective=objective,
         temperature=policy.rollout.temperature,
         denominator=(policy if filtered else idle).loss.denominator,
         truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
-        max_token_age=policy.staleness.max_token_age,
-        over_age=policy.staleness.over_age,
-        attention=learner.attention,
         scores=not supervised and uses_servers(config),
-        ratio_split=_build_ratio_settings(policy),
+        seed=config.run.seed,
         quantized=policy.rollout.weights == 'int8',
-        brake=_build_brake(config),
+        brake=Brake(config.optimizer, config.diagnostics.brakes),
         critic=build_critic_settings(config, objective),
         records_routes=policy.rollout.record_routes,
-        routes=(policy if policy.rollout.record_routes else idle).learner.routes,
-        router_aux_loss=learner.router_aux_loss,
     )
 
 
@@ -257,16 +201,6 @@ def build_choices(config: TrackedConfig) -> PolicyChoices:
         truncated_answers=loss.truncated_answers,
     )
     return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
-
-
-def _build_ratio_settings(config: TrackedConfig) -> RatioSettings | None:
-    """None where the importance ratio is not split."""
-    from areal_jax.learning.settings import RatioSettings
-
-    diagnostics = config.diagnostics
-    if not diagnostics.ratio_sample:
-        return None
-    return RatioSettings(sample=diagnostics.ratio_sample, ring_bytes=diagnostics.ring_bytes, seed=config.run.seed)
 
 
 def cuts_softmax(config: TrackedConfig) -> bool:
@@ -380,8 +314,7 @@ def build_settings(config: TrackedConfig) -> LoopSettings:
         steps=config.run.steps,
         group_size=config.rollout.group_size,
         groups_per_update=config.learner.groups_per_update,
-        max_token_age=config.staleness.max_token_age,
-        over_age=config.staleness.over_age,
+        oldest_kept=config.staleness.oldest_kept,
         checkpoint_every=config.checkpoint.every,
         max_failed_groups=config.task.max_failed_groups,
         slots=config.rollout.slots,

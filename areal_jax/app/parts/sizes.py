@@ -163,7 +163,7 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
         host['versions for deltas'] = (1 + len(readers)) * version
     if config.optimizer.blocks > 1:  # moments of other blocks, or at most as much
         host['moments of other blocks'] = 2 * learner['weights']
-    if config.diagnostics.ratio_sample:
+    if config.diagnostics.splits_ratio:
         kept = (config.run.steps + 1) * learner.get('working copy', learner['gradients'])
         host['earlier versions'] = min(config.diagnostics.ring_bytes, kept)
     by_devices = _sizes_of_engines(config, shape, allocation)

@@ -82,7 +82,7 @@ def build_demonstrations(config: TrackedConfig, tokenizer: Tokenizer) -> Demonst
         found = read(task.path, tokenizer, task.system_prompt, task.held_out_fraction)
     else:
         found = (contrast_task if pairs else solve_task)(build_whole_task(config, tokenizer), tokenizer)
-    return found.fitting(config.learner.row_tokens, config.learner.row_loss_tokens, config.task.over_length)
+    return found.fitting(config.learner.row_room, config.task.over_length)
 
 
 def build_whole_task(config: TrackedConfig, tokenizer: Tokenizer) -> Task:

@@ -212,7 +212,7 @@ def serve_model(
     require_notation(adapted.server.notation, _NOTATION)
     version = None if heartbeat is None or model is None else read_published(model)
     with contextlib.ExitStack() as parts:
-        tracked = TrackedConfig(adapted, () if heartbeat else overrides)
+        tracked = TrackedConfig(adapted, () if heartbeat else overrides, trains=False)
         described = TrackedConfig(config) if version is not None else None
         open_receiver = number_readers(tracked, None if heartbeat is None else heartbeat.workdir)
         source = _Source(version, described)

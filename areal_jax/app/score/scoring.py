@@ -153,7 +153,7 @@ class Scoring:
         adapted = _adapt(config, workers, overrides)
         self.answers, self.out, self.tally = answers, out, ScoreTally()
         self.scored_before, self.seconds = 0, 0.0
-        self._config, self._interrupts = TrackedConfig(adapted, overrides), interrupts
+        self._config, self._interrupts = TrackedConfig(adapted, overrides, trains=False), interrupts
         self._is_stopping = threading.Event()
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:

@@ -109,7 +109,7 @@ _AS_SERVERS: Mapping[str, object] = {
 }  # fmt: skip
 _AS_ENGINES: Mapping[str, object] = {'publication.channel': DEVICE.name}
 _NOT_SIMULATED = (
-    'agent', 'model', 'task', 'learner', 'lora', 'loss', 'optimizer', 'cluster', 'publication', 'diagnostics',
+    'agent', 'model', 'task', 'lora', 'loss', 'cluster', 'publication',
 )  # fmt: skip
 
 
@@ -280,8 +280,7 @@ def read_update(config: TrackedConfig) -> tuple[UpdatePrice, UpdateShape]:
     learner, staleness = config.learner, config.staleness
     masks_truncated = config.loss.truncated_answers == 'masked'
     price = UpdatePrice(learner.packing, learner.epochs, learner.filter_equal_rewards, masks_truncated)
-    masks = staleness.over_age == 'mask' and staleness.max_token_age is not None
-    return price, UpdateShape(learner.n_minibatches * learner.epochs, staleness.max_token_age if masks else None)
+    return price, UpdateShape(learner.n_minibatches * learner.epochs, staleness.oldest_trained)
 
 
 # The devices of a simulated run, as they move between its learner and its engines. See control/reallocation.py.

@@ -12,11 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.blockwise.blocks import BlockSettings, cut_blocks
+from areal_jax.learning.blockwise.blocks import BlockOrder, cut_blocks
 from areal_jax.learning.diagnostics.measurement import Metrics
 from areal_jax.learning.learner import SpmdLearner
-from areal_jax.learning.objective.objective import REFERENCE
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.learning.passes import Declared
 from areal_jax.learning.settings import LearnerSettings
@@ -41,7 +39,9 @@ class BlockLearner(SpmdLearner):
     `publish` returns leaves that have not changed since the last publication as the same arrays: a channel carries the
     others only.
 
-    Raises ConfigError for settings that cannot train blocks, and for more blocks than the model has layers.
+    config/training.py refuses what cannot be trained in blocks.
+
+    Raises ConfigError for more blocks than the model has layers.
     """
 
     def __init__(
@@ -50,13 +50,12 @@ class BlockLearner(SpmdLearner):
         params: Params,
         mesh: Mesh,
         *,
-        blocks: BlockSettings,
+        blocks: BlockOrder,
         optimizer: Optimizer,
         learning_rate: float,
         settings: LearnerSettings,
         compile_ahead: bool = False,
     ):
-        _require_fit(decoder, settings)
         self.blocks = blocks
         self._block = 0  # the one that is trained on the mesh
         self._moments: dict[int, Tree] = {}  # of other blocks that have been trained, on the host
@@ -201,17 +200,3 @@ def _by_path(tree: Tree) -> dict[str, Tree]:
 
 def _describe_leaf(leaf: Tree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _require_fit(decoder: Decoder, settings: LearnerSettings) -> None:
-    """Raises ConfigError for what cannot be trained in blocks; config/constraints.py has the reasons."""
-    split = settings.ratio_split
-    for path, value, fits in (
-        ('learner.layers', decoder.layers, decoder.layers == 'list'),
-        ('lora.rank', decoder.lora and decoder.lora.rank, not decoder.lora),
-        ('learner.dtype', settings.dtype, settings.dtype == 'float32'),
-        ('loss.kl_coefficient', 'above 0', REFERENCE not in settings.objective.reads),
-        ('diagnostics.ratio_sample', split and split.sample, split is None),
-    ):
-        if not fits:
-            raise ConfigError(f'{path}={value!r} cannot be trained in blocks: use optimizer.blocks=1')

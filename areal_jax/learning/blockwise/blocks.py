@@ -13,33 +13,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from areal_jax.config.declarations import require_allowed
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection
 
 _LAYER = re.compile(r'layers/(\d+)/')
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Of training in blocks, with their number above 1.
+@dataclasses.dataclass(frozen=True)
+class BlockOrder:
+    """Which block an update trains; with a number of blocks above 1."""
 
-    Raises ConfigError, naming the config fields, for a value that they may not have.
-    """
-
-    blocks: int
-    block_order: str
-    block_updates: int
-    block_state: str
+    settings: OptimizerSection
     seed: int  # of the run: of the shuffled order
 
-    def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(self) if field.name != 'seed']
-        require_allowed({f'optimizer.{name}': getattr(self, name) for name in names})
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return self.settings.blocks
 
     @property
     def keeps_moments(self) -> bool:
         """Whether the moments of a block outlive the updates of other blocks."""
-        return self.block_state == 'host'
+        return self.settings.block_state == 'host'
 
     def block_of(self, version: int) -> int:
         """The block that the update from `version` to `version` + 1 trains."""
@@ -47,15 +42,15 @@ class BlockSettings:
 
     def turn_of(self, version: int) -> int:
         """The turn, from 0, of that update: consecutive updates of one block. A round has a turn for each block."""
-        return version // self.block_updates
+        return version // self.settings.block_updates
 
     def block_of_turn(self, turn: int) -> int:
         number, place = divmod(turn, self.blocks)
-        return ORDERS[self.block_order](self.blocks, self.seed, number)[place]
+        return ORDERS[self.settings.block_order](self.blocks, self.seed, number)[place]
 
     def ends_turn(self, version: int) -> bool:
         """Whether the update to `version` was the last one of its turn."""
-        return version % self.block_updates == 0
+        return version % self.settings.block_updates == 0
 
 
 def cyclic(blocks: int, seed: int, number: int) -> list[int]:

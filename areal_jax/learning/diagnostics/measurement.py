@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from areal_jax.columns import ROUTED_EXPERTS
-from areal_jax.learning.brakes import BrakeSettings, sequence_effective_sample_size
+from areal_jax.learning.brakes import Brake, sequence_effective_sample_size
 from areal_jax.learning.diagnostics.compared_tokens import metrics_by_age
 from areal_jax.learning.diagnostics.flops import work_metrics
 from areal_jax.learning.diagnostics.ratio_split import RatioSampler
@@ -65,7 +65,7 @@ def measure(
             'fates': fate_metrics(update.groups, kept, batches, applied, version),
             'useful': useful_metrics(batches, applied),
         }
-    work = work_metrics(decoder.config, decoder.lora, update.read, update.packing, settings.epochs)
+    work = work_metrics(decoder.config, decoder.lora, update.read, update.packing, settings.learner.epochs)
     ratio = {} if split is None else split.measure_update(update, state)
     return merge(**producers, work=work, ratio=ratio)
 
@@ -357,7 +357,7 @@ def loss_metrics(results: Sequence[StepResult], settings: LearnerSettings) -> di
     merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
     metrics = {'loss/value': merged['loss_sum'] / len(results)} if results else {}
     metrics |= settings.objective.metrics(merged)
-    if results and settings.router_aux_loss:
+    if results and settings.learner.evens_experts:
         metrics['loss/router_balance'] = merged['router_balance_sum'] / len(results)
     return metrics
 
@@ -369,9 +369,7 @@ def batches_before(trained: Trained) -> tuple[Sequence[PackedBatch], list[np.nda
     return trained.batches[: len(before)], before
 
 
-def staleness_metrics(
-    brake: BrakeSettings, results: Sequence[StepResult], batches: Sequence[PackedBatch]
-) -> dict[str, float]:
+def staleness_metrics(brake: Brake, results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> dict[str, float]:
     """What brakes of the learning rate read, the mean over the steps."""
     if not results:
         return {}

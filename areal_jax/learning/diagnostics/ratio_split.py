@@ -29,7 +29,7 @@ from areal_jax.learning.packing.rows import PADDING
 from areal_jax.learning.passes import Passes, Trained, Update
 from areal_jax.learning.programs import CompiledPrograms, LearnerState
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.learning.settings import RatioSettings
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.sharding.placement import gather, place
 from areal_jax.telemetry import names
 from areal_jax.telemetry.names import age_ranges, range_label
@@ -301,10 +301,10 @@ class RatioSampler:
     """
 
     def __init__(
-        self, settings: RatioSettings, passes: Passes, layout: RowLayout, programs: CompiledPrograms, weights: Tree
+        self, settings: LearnerSettings, passes: Passes, layout: RowLayout, programs: CompiledPrograms, weights: Tree
     ):
         self._settings, self._passes, self._layout, self._programs = settings, passes, layout, programs
-        self._ring = WeightRing(settings.ring_bytes, weights)
+        self._ring = WeightRing(settings.diagnostics.ring_bytes, weights)
         self._keep_s = 0.0  # wall seconds since the last update
 
     def keep(self, version: int, state: LearnerState) -> None:
@@ -350,7 +350,7 @@ class RatioSampler:
 
     def _is_chosen(self, trajectory: Trajectory) -> bool:
         settings = self._settings
-        return is_sampled(settings.seed, trajectory.prompt.draw, trajectory.sample, settings.sample)
+        return is_sampled(settings.seed, trajectory.prompt.draw, trajectory.sample, settings.diagnostics.ratio_sample)
 
     def _score(
         self,

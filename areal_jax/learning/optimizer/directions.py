@@ -1,12 +1,10 @@
 """The directions that optimizers step in, before clipping, schedule and learning rate.
 
-A direction is an optax transformation of gradients. Each entry of DIRECTIONS says which settings it reads, so that a
-config field that nothing reads can be refused.
+A direction is an optax transformation of gradients; `used_if` of a field of OptimizerSection says which read it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -15,41 +13,33 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.optimizer.quantized_moments import scale_by_adam
-from areal_jax.learning.settings import OptimizerSettings
 from areal_jax.models.weights import is_stacked
 from areal_jax.sharding.rules import path_name
 
 
-@dataclasses.dataclass(frozen=True)
-class Direction:
-    """How one optimizer.name turns gradients into a direction."""
-
-    make: Callable[[OptimizerSettings], optax.GradientTransformation]
-    reads: tuple[str, ...]  # fields of OptimizerSettings that `make` uses
-
-
 @functools.cache  # so that optimizers of equal settings are equal
-def make_direction(settings: OptimizerSettings) -> optax.GradientTransformation:
+def make_direction(settings: OptimizerSection) -> optax.GradientTransformation:
     """The direction of `settings.name`, with decoupled weight decay (arXiv 1711.05101) added to it."""
-    direction = DIRECTIONS[settings.name].make(settings)
+    direction = DIRECTIONS[settings.name](settings)
     if not settings.weight_decay:
         return optax.chain(direction)
     add_decay = optax.add_decayed_weights if settings.decay == 'all' else decay_matrices
     return optax.chain(direction, add_decay(settings.weight_decay))
 
 
-def adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
+def adamw(settings: OptimizerSection) -> optax.GradientTransformation:
     """arXiv 1412.6980. 8 bytes of state per parameter, 4 with moment_dtype='bfloat16'."""
     return scale_by_adam(settings.b1, settings.b2, settings.eps, settings.moment_dtype)
 
 
-def adamw8bit(settings: OptimizerSettings) -> optax.GradientTransformation:
+def adamw8bit(settings: OptimizerSection) -> optax.GradientTransformation:
     """AdamW with both moments in int8 and a scale per block (quantized_moments.py): about 2 bytes per parameter."""
     return scale_by_adam(settings.b1, settings.b2, settings.eps, 'int8')
 
 
-def adafactor(settings: OptimizerSettings) -> optax.GradientTransformation:
+def adafactor(settings: OptimizerSection) -> optax.GradientTransformation:
     """arXiv 1804.04235: nearly no state.
 
     The second moment is stored as row and column means where two axes have at least 128 entries. Its decay is
@@ -59,23 +49,23 @@ def adafactor(settings: OptimizerSettings) -> optax.GradientTransformation:
     return optax.chain(optax.scale_by_factored_rms(), clip_by_layer_rms(1.0))
 
 
-def lion(settings: OptimizerSettings) -> optax.GradientTransformation:
+def lion(settings: OptimizerSection) -> optax.GradientTransformation:
     """arXiv 2302.06675: the sign of a momentum, so use a rate 3 to 10 times below AdamW's. 4 bytes per parameter."""
     return optax.scale_by_lion(b1=settings.b1, b2=settings.b2)
 
 
-def sgd(settings: OptimizerSettings) -> optax.GradientTransformation:
+def sgd(settings: OptimizerSection) -> optax.GradientTransformation:
     """The gradient itself; no state."""
     return optax.identity()
 
 
-DIRECTIONS: Mapping[str, Direction] = {
-    'adamw': Direction(adamw, ('b1', 'b2', 'eps', 'moment_dtype')),
-    'adamw8bit': Direction(adamw8bit, ('b1', 'b2', 'eps')),
-    'adafactor': Direction(adafactor, ()),
-    'lion': Direction(lion, ('b1', 'b2')),
-    'sgd': Direction(sgd, ()),
-}
+DIRECTIONS: Mapping[str, Callable[[OptimizerSection], optax.GradientTransformation]] = {
+    'adamw': adamw,
+    'adamw8bit': adamw8bit,
+    'adafactor': adafactor,
+    'lion': lion,
+    'sgd': sgd,
+}  # by optimizer.name
 
 
 def decay_matrices(weight_decay: float) -> optax.GradientTransformation:

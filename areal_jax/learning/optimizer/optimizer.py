@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.brakes import compare_gradients, take_along
 from areal_jax.learning.optimizer.directions import make_direction
-from areal_jax.learning.settings import OptimizerSettings
 from areal_jax.types import Tree
 
 BRAKES = ('brake', 'gradient_cosine')  # metrics of a step that are there with some settings only
@@ -145,11 +145,17 @@ class Optimizer:
         return new_params, new_state, metrics
 
 
-def make_optimizer(settings: OptimizerSettings) -> Optimizer:
-    """The optimizer of `settings`; directions.py says what each name is and how much state it needs."""
-    schedule = Schedule(settings.schedule, settings.warmup_steps, settings.total_steps, settings.final_ratio)
+def make_optimizer(settings: OptimizerSection, total_steps: int, *, compares: bool = False) -> Optimizer:
+    """The optimizer of `settings`; directions.py says what each name is and how much state it needs.
+
+    Args:
+      total_steps: optimizer steps of the run; the schedule 'constant' does not read it.
+      compares: the cosine of consecutive gradients is measured, also where no brake reads it.
+    """
+    schedule = Schedule(settings.schedule, settings.warmup_steps, total_steps, settings.final_ratio)
+    projects = settings.brake == 'projection'
     return Optimizer(
-        make_direction(settings), settings.clip_norm, schedule, compares=settings.compares, projects=settings.projects
+        make_direction(settings), settings.clip_norm, schedule, compares=compares or projects, projects=projects
     )
 
 

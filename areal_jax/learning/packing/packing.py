@@ -15,6 +15,7 @@ import numpy as np
 from areal_jax.columns import Column
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import ROW_ROOM
 from areal_jax.learning.packing.rows import (
     EMPTY,
     PADDING,
@@ -347,8 +348,7 @@ def _require_sound(trajectory: Trajectory, advantage: float, vocab_size: int | N
 
 
 def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[int, int]) -> None:
-    fields = ('learner.row_tokens', 'learner.row_loss_tokens')
-    for field, needed, available in zip(fields, (len(form.inputs), len(form.targets)), capacity, strict=True):
+    for field, needed, available in zip(ROW_ROOM, (len(form.inputs), len(form.targets)), capacity, strict=True):
         if needed > available:
             raise BatchError(
                 f'draw {trajectory.prompt.draw}, sample {trajectory.sample}: {len(trajectory.tokens)} tokens of '
@@ -543,13 +543,13 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], ke
         return [_whole_group(examples, mode, capacity)]
     if mode == 'ordinary':
         return [Unit((e,)) for e in examples]
-    row_tokens, row_loss_tokens = capacity
+    tokens, loss_tokens = capacity
     sharing: dict[bytes, list[Example]] = {}  # of the rows of a group that begin with one prompt
     for example in examples:
         sharing.setdefault(example.prompt_key, []).append(example)
     units = []
     for members in sharing.values():
-        bins = pack_first_fit([e.size for e in members], (row_tokens - members[0].prompt_tokens, row_loss_tokens))
+        bins = pack_first_fit([e.size for e in members], (tokens - members[0].prompt_tokens, loss_tokens))
         units += [Unit(tuple(members[i] for i in sorted(b))) for b in bins]
     return units
 
@@ -558,7 +558,7 @@ def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, in
     """All answers of a group; raises BatchError where no row has room for them."""
     shares = mode == 'shared_prompt' and len({example.prompt_key for example in examples}) == 1
     unit = Unit(tuple(examples), shares_prompt=shares)
-    for field, needed, room in zip(('learner.row_tokens', 'learner.row_loss_tokens'), unit.size, capacity, strict=True):
+    for field, needed, room in zip(ROW_ROOM, unit.size, capacity, strict=True):
         if needed > room:
             raise BatchError(
                 f'the {len(examples)} answers of a group must lie in one row and need {needed} places of it, but '

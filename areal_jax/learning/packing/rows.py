@@ -157,18 +157,16 @@ class RowShape(NamedTuple):
     loss_tokens: int
 
 
-def tail_buckets(row_tokens: int, row_loss_tokens: int, n: int) -> tuple[RowShape, ...]:
+def tail_buckets(tokens: int, loss_tokens: int, n: int) -> tuple[RowShape, ...]:
     """The shapes to which a micro-batch may be trimmed, ascending: up to n - 1 smaller ones, each half of the next, and
     the full one.
     """
-    buckets = [RowShape(row_tokens, row_loss_tokens)]
+    buckets = [RowShape(tokens, loss_tokens)]
     for halvings in range(1, n):
-        tokens, loss_tokens = (
-            min(full, -(-full // (_MULTIPLE << halvings)) * _MULTIPLE) for full in (row_tokens, row_loss_tokens)
-        )
-        if tokens < _LEAST_TOKENS or tokens == buckets[-1].tokens:
+        bucket = RowShape(*(min(size, -(-size // (_MULTIPLE << halvings)) * _MULTIPLE) for size in buckets[0]))
+        if bucket.tokens < _LEAST_TOKENS or bucket.tokens == buckets[-1].tokens:
             break
-        buckets.append(RowShape(tokens, loss_tokens))
+        buckets.append(bucket)
     return tuple(reversed(buckets))
 
 

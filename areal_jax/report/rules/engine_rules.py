@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from areal_jax.control.buffer import BY_REWARD
+from areal_jax.control.buffer import BY_REWARD, OVER_AGE
 from areal_jax.control.frictions import REWARD, UNREWARDED
 from areal_jax.events.schema import (
     ConsumeEvent,
@@ -262,7 +262,6 @@ def _check_prefill(event: PrefillEvent | EvaluationPrefillEvent) -> Iterator[str
 
 
 BATCH_KINDS = frozenset(('finish', 'reward', 'buffer', 'drop', 'consume', 'friction'))
-_OVER_AGE = 'over_age'
 _OF_RUNNING = ('verifier_failed', 'cancelled', 'engine_lost', *BY_REWARD)  # reasons of groups that are not buffered
 
 
@@ -319,7 +318,7 @@ class BatchRules:
     def _drop(self, event: DropEvent) -> Iterator[str]:
         draw, reason, detail = event['draw'], event['reason'], event['detail']
         is_buffered = draw in self._buffered
-        if reason == _OVER_AGE:
+        if reason == OVER_AGE:
             due = f'age {self._age(draw)} > {self._max_token_age}'
             if not is_buffered:
                 yield f'draw {draw} is dropped ({reason}), and is not in the buffer'

@@ -10,7 +10,7 @@ import collections
 import json
 from collections.abc import Generator, Iterator
 
-from areal_jax.control.buffer import BY_REWARD, describe_drop
+from areal_jax.control.buffer import BY_REWARD, OVER_AGE, describe_drop
 from areal_jax.events.schema import (
     ArriveEvent,
     BufferEvent,
@@ -312,7 +312,7 @@ class RewardRules:
             yield from self._note_of_verdict(event['kind'], event['draw'], event['sample'])
         elif event['kind'] == 'buffer':
             yield from self._buffer(event)
-        elif event['kind'] == 'drop' and event['reason'] != 'over_age':
+        elif event['kind'] == 'drop' and event['reason'] != OVER_AGE:
             yield from self._drop(event)
 
     def _ask(self, event: RunStartEvent) -> None:

@@ -14,7 +14,7 @@ from areal_jax.app.model.model import describe_model
 from areal_jax.app.parts.part_settings import build_choices, build_learner_settings, build_optimizer, build_schedule
 from areal_jax.config import TrackedConfig
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.learning.brakes import BrakeSettings
+from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.policy_loss import KINDS
 from areal_jax.learning.optimizer.optimizer import Optimizer
 from areal_jax.models.decoder import Decoder
@@ -63,7 +63,7 @@ class Setting:
     recomputes: bool  # whether an arm needs the log-probs of the weights before the update in its later steps
     rewards_entropy: bool  # whether an arm does
     choices: PolicyChoices  # without the numbers, which each arm has of its own
-    brake: BrakeSettings
+    brake: Brake
     holds_version: bool  # whether an arm generates with an earlier version, see Constants.period
     weighs_gradients: bool  # whether an arm has the advantage that needs the norms of gradients
 
@@ -104,8 +104,8 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
         groups=config.learner.groups_per_update,
         group_size=config.rollout.group_size,
         answer_tokens=config.rollout.max_new_tokens,
-        minibatches=min(settings.n_minibatches, config.learner.groups_per_update),
-        epochs=settings.epochs,
+        minibatches=min(settings.learner.n_minibatches, config.learner.groups_per_update),
+        epochs=settings.learner.epochs,
         longest_delay=int(constants.delay.max()),
         shortest_delay=int(constants.delay.min()),
         recomputes=settings.steps > 1 and choices.uses_proximal and bool(recomputed.any()),

@@ -7,8 +7,9 @@ import dataclasses
 import jax
 import numpy as np
 
+from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.blockwise.block_learner import BlockLearner
-from areal_jax.learning.blockwise.blocks import BlockSettings
+from areal_jax.learning.blockwise.blocks import BlockOrder
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.sharding.rules import make_mesh, path_name
 from areal_jax.types import TrajectoryGroup
@@ -33,9 +34,9 @@ _SHAPE = {'row_tokens': 40, 'row_loss_tokens': 24}
 _BLOCKS = ('blocks', 'block_order', 'block_updates', 'block_state', 'seed')
 
 
-def make_blocks(**changes: object) -> BlockSettings:
-    given = {'blocks': 3, 'block_order': 'cyclic', 'block_updates': 1, 'block_state': 'host', 'seed': 0}
-    return BlockSettings(**(given | changes))
+def make_blocks(**changes: object) -> BlockOrder:
+    seed = changes.pop('seed', 0)
+    return BlockOrder(OptimizerSection(**({'blocks': 3} | changes)), seed)
 
 
 def make_block_learner(

@@ -6,12 +6,13 @@ import pytest
 
 from areal_jax.config.declarations import choices
 from areal_jax.config.ranges import ConfigError
-from areal_jax.learning.blockwise.blocks import ORDERS, BlockSettings, cut_blocks, cyclic, shuffled
+from areal_jax.config.training import OptimizerSection
+from areal_jax.learning.blockwise.blocks import ORDERS, BlockOrder, cut_blocks, cyclic, shuffled
 
 
 def make_settings(**changes):
-    given = {'blocks': 3, 'block_order': 'cyclic', 'block_updates': 2, 'block_state': 'host', 'seed': 0}
-    return BlockSettings(**(given | changes))
+    seed = changes.pop('seed', 0)
+    return BlockOrder(OptimizerSection(**({'blocks': 3, 'block_updates': 2} | changes)), seed)
 
 
 def make_sizes(layers, outside=(('embedding', 10), ('final_norm', 1))):

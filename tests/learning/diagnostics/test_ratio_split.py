@@ -13,7 +13,6 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.diagnostics.ratio_split import Tokens, is_sampled, split_ratio
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.row_layout import RowLayout
-from areal_jax.learning.settings import RatioSettings
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh
 from areal_jax.types import Segment, TrajectoryGroup
@@ -22,7 +21,7 @@ from tests.learning.examples import learner_settings, make_optimizer, random_gro
 _CONFIG = tiny_decoder(n_layers=2).config
 _PARAMS = tiny_decoder(n_layers=2).init(seed=2, scale=2.0)
 _BYTES = sum(leaf.size * 4 for leaf in jax.tree.leaves(_PARAMS))
-_ALL = RatioSettings(sample=1.0, ring_bytes=8 * _BYTES, seed=0)
+_ALL = {'ratio_sample': 1.0, 'ring_bytes': 8 * _BYTES}
 
 
 def make_learner(ratio=_ALL, *, layers='list', fsdp=1, learning_rate=0.1, **settings):
@@ -33,7 +32,7 @@ def make_learner(ratio=_ALL, *, layers='list', fsdp=1, learning_rate=0.1, **sett
         make_mesh(fsdp=fsdp),
         optimizer=make_optimizer('sgd', clip_norm=0),
         learning_rate=learning_rate,
-        settings=learner_settings(**shapes | settings, ratio_split=ratio),
+        settings=learner_settings(**shapes | settings | (ratio or {})),
     )
 
 
@@ -217,7 +216,7 @@ def test_answers_are_scored_for_the_parts_alone(ratio):
 
 
 def test_tokens_whose_version_left_the_ring_are_counted():
-    learner = make_learner(dataclasses.replace(_ALL, ring_bytes=2 * _BYTES + 5))
+    learner = make_learner(_ALL | {'ring_bytes': 2 * _BYTES + 5})
     learner.publish(0)
     metrics = train_to_version_2(learner)
     ages = metrics['staleness/token_age_histogram']
@@ -227,7 +226,7 @@ def test_tokens_whose_version_left_the_ring_are_counted():
 
 def test_a_ring_that_holds_no_version_is_refused():
     with pytest.raises(ConfigError, match=rf'^diagnostics\.ring_bytes={_BYTES - 1} does not hold the weights of one'):
-        make_learner(dataclasses.replace(_ALL, ring_bytes=_BYTES - 1))
+        make_learner(_ALL | {'ring_bytes': _BYTES - 1})
 
 
 @pytest.mark.slow

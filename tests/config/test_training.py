@@ -1,12 +1,12 @@
-"""What training in blocks, and clients that average them, refuse: field, value, reason and fix."""
+"""What the optimizer, its blocks, and clients that average them refuse, and which of its fields are used."""
 
 from __future__ import annotations
 
 import pytest
 
-from areal_jax.config import default_config, validate
-from areal_jax.config.block_constraints import find_client_problems
+from areal_jax.config import TrackedConfig, default_config, validate
 from areal_jax.config.ranges import ConfigError
+from areal_jax.config.training import OptimizerSection, StalenessSection, find_client_problems
 
 CLIENTS = {
     'optimizer.blocks': 3,
@@ -90,3 +90,67 @@ def test_clients_in_roles_are_refused():
         "distributed.clients=2 with cluster.learner='hosts=1 x data=1': each client is one process; use "
         "cluster.learner='data=1'"
     ]
+
+
+def test_a_schedule_that_falls_over_no_step_is_refused():
+    fields = {'optimizer.schedule': 'cosine', 'optimizer.warmup_steps': 5, 'run.steps': 5}
+    with pytest.raises(ConfigError, match=r"schedule='cosine' falls over 5 optimizer steps .*warmup_steps=5"):
+        validate(make_config(fields))
+    validate(make_config(fields | {'run.steps': 6}))
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'used'),
+    [
+        ('moment_dtype', 'bfloat16', {'name': 'adamw'}),
+        ('b1', 0.5, {'name': 'lion'}),
+        ('b2', 0.5, {'name': 'adamw8bit'}),
+        ('eps', 0.5, {'name': 'adamw8bit'}),
+        ('decay', 'matrices', {'weight_decay': 0.1}),
+        ('final_ratio', 0.5, {'schedule': 'linear'}),
+        ('brake_base', 0.5, {'brake': 'ess'}),
+        ('brake_lag', 0.5, {'brake': 'lag'}),
+        ('block_order', 'shuffled', {'blocks': 2}),
+        ('block_updates', 2, {'blocks': 2}),
+        ('block_state', 'drop', {'blocks': 2}),
+    ],
+)
+def test_a_field_is_used_or_has_its_default_and_is_named(field, value, used):
+    path = f'optimizer.{field}'
+    unused = make_config({'optimizer.name': 'sgd', path: value})
+    tracked = TrackedConfig(unused, [path])
+    assert tracked.optimizer == OptimizerSection(name='sgd')
+    with pytest.raises(ConfigError, match=f'set but never read: {path}='):
+        tracked.require_all_read()
+    tracked = TrackedConfig(make_config({path: value} | {f'optimizer.{name}': other for name, other in used.items()}))
+    assert getattr(tracked.optimizer, field) == value
+    assert tracked.unread() == []
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'learner.fill': 'padded'}, r"learner.fill='padded' .* set learner.packing='ordinary'"),
+        (
+            {'learner.row_buckets': (64, 256)},
+            r'learner\.row_buckets=\(64, 256\) must lie below learner\.row_tokens=256',
+        ),
+        (
+            {'learner.tail_buckets': 1, 'learner.accumulate': 'scan'},
+            r"learner\.tail_buckets=1 needs .*'dispatch', or learner\.tail_buckets=0",
+        ),
+        (
+            {'learner.row_buckets': (64,), 'learner.accumulate': 'scan'},
+            r'learner\.row_buckets=\(64,\) needs .* or learner\.row_buckets=\(\)',
+        ),
+    ],
+)
+def test_forms_of_rows_that_do_not_go_together_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(fields))
+
+
+def test_a_bound_on_age_drops_groups_or_masks_tokens():
+    for over_age, kept, trained in (('drop', 2, None), ('mask', None, 2)):
+        section = StalenessSection(max_token_age=2, over_age=over_age)
+        assert (section.oldest_kept, section.oldest_trained) == (kept, trained)
