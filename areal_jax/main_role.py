@@ -29,7 +29,7 @@ def main(argv: Sequence[str], interrupts: Interrupts) -> int:
     from areal_jax.app.command_line import parse_train_command
     from areal_jax.app.process.setup import set_up_process, silence_libraries
     from areal_jax.app.roles.roles import require_role
-    from areal_jax.registry.entries import require_usable
+    from areal_jax.registry import require_usable
 
     silence_libraries()
     values = _define_flags()

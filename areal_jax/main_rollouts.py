@@ -27,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from areal_jax.telemetry.rollouts import views
+    from areal_jax.telemetry import rollout_views
 
     workdir = pathlib.Path(options.workdir)
     records = _read(workdir)
-    groups = views.select_groups(records, options.step, options.draw)
+    groups = rollout_views.select_groups(records, options.step, options.draw)
     if options.json:
         print(json.dumps(groups, indent=1))
         return ExitCode.FINISHED
@@ -39,14 +39,14 @@ def _show(options: argparse.Namespace) -> int:
     if options.sample is not None:
         print(_show_answer(groups, options, width))
     elif options.diff:
-        print(views.render_contrast(*views.choose_contrast(groups), width))
+        print(rollout_views.render_contrast(*rollout_views.choose_contrast(groups), width))
     elif options.group or options.draw is not None:
         chosen = groups[-options.limit :] if options.limit else groups
-        print('\n\n'.join(views.render_group(group, group['answers'], width) for group in chosen))
+        print('\n\n'.join(rollout_views.render_group(group, group['answers'], width) for group in chosen))
     else:
-        answers = views.sort_answers(groups, options.sort)
+        answers = rollout_views.sort_answers(groups, options.sort)
         shown = answers[: options.limit] if options.limit else answers
-        print(views.render_table(shown, width))
+        print(rollout_views.render_table(shown, width))
         print(f'\n{_describe(workdir, records)}\n{_describe_rest(len(answers) - len(shown))}')
     return ExitCode.FINISHED
 
@@ -55,7 +55,7 @@ def _read(workdir: pathlib.Path) -> list[dict]:
     """Raises UserError where nothing can be shown."""
     from areal_jax.config import CONFIG
     from areal_jax.errors import UserError
-    from areal_jax.telemetry.rollouts.views import EVALUATED, read_rollouts
+    from areal_jax.telemetry.rollout_views import EVALUATED, read_rollouts
 
     if not workdir.is_dir():
         raise UserError(f'there is no directory {workdir}')
@@ -71,18 +71,18 @@ def _read(workdir: pathlib.Path) -> list[dict]:
 
 def _show_answer(groups: list[dict], options: argparse.Namespace, width: int) -> str:
     from areal_jax.errors import UserError
-    from areal_jax.telemetry.rollouts import views
+    from areal_jax.telemetry import rollout_views
 
     if options.draw is None:
         raise UserError(f'--sample={options.sample} needs --draw=N, the group that it is of')
     (group,) = groups
-    found = [one for one in group['answers'] if options.sample in (str(one['sample']), views.name_of(one))]
+    found = [one for one in group['answers'] if options.sample in (str(one['sample']), rollout_views.name_of(one))]
     if not found:
-        names = ', '.join(views.name_of(one) for one in group['answers'])
+        names = ', '.join(rollout_views.name_of(one) for one in group['answers'])
         raise UserError(f'--sample={options.sample}: draw {options.draw} has the answers {names}')
     if options.diff:
-        return '\n\n'.join(views.render_versions(group, one, width) for one in found)
-    return views.render_group(group, found, width)
+        return '\n\n'.join(rollout_views.render_versions(group, one, width) for one in found)
+    return rollout_views.render_group(group, found, width)
 
 
 def _describe(workdir: pathlib.Path, records: list[dict]) -> str:

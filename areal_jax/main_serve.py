@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from absl import flags
 
-    from areal_jax.registry.entries import Heartbeat
+    from areal_jax.registry import Heartbeat
 
 # Slow imports come after the signal handlers are set and the command line is parsed.
 
@@ -79,7 +79,7 @@ def _register(workdir: pathlib.Path, name: str | None, listener: socket.socket) 
     from areal_jax.app.roles.roles import end_fenced
     from areal_jax.config.kinds import OWN_CLIENT
     from areal_jax.installation import read_code_version
-    from areal_jax.registry.entries import Heartbeat
+    from areal_jax.registry import Heartbeat
     from areal_jax.rollout.http.server.server_names import name_server
     from areal_jax.rollout.http.server.thread import describe_url
     from areal_jax.rollout.servers.server_entries import describe_server

@@ -94,7 +94,7 @@ def _run_study(command: CommandLine, values: flags.FlagValues, workdir: pathlib.
 
 def _run_programs(command: CommandLine, values: flags.FlagValues, workdir: pathlib.Path, interrupts: Interrupts) -> int:
     """Checks all arms, trains what has not finished, writes the scores; returns the exit code."""
-    from areal_jax.studies.program_sweep import ProgramSweep
+    from areal_jax.studies.stages import ProgramSweep
 
     if values.only:
         raise ConfigError(f'--only={values.only}: arms of a program are trained together; leave it out')

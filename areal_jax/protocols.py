@@ -245,7 +245,7 @@ class Episode(Protocol):
 
 
 class Workflow(Protocol):
-    """How a prompt becomes an answer: one turn, several turns, tools (rollout/workflow.py)."""
+    """How a prompt becomes an answer: one turn, several turns, tools (rollout/scoring.py)."""
 
     async def run(self, prompt: Prompt, episode: Episode) -> None:
         """Appends segments to the episode and sets its engine and finish reason; an episode with segments continues.

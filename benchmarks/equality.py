@@ -24,9 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 ROOT = pathlib.Path(__file__).parents[1]
 AGENT = """
 async def agent(chat):
-    first = await chat([{'role': 'user', 'content': '1 2 3'}])
+    first = await chat([{'role': 'user', 'content': 'ab='}])
     if first.finish_reason != 'length':
-        await chat([{'role': 'user', 'content': '1 2 3'}, first.message, {'role': 'user', 'content': '4'}])
+        await chat([{'role': 'user', 'content': 'ab='}, first.message, {'role': 'user', 'content': 'ba='}])
 """
 _AGENT_FIELDS = ('rollout.workflow=AGENT:agent', 'rollout.max_new_tokens=11', 'agent.max_turn_tokens=6')
 RUNS: Mapping[str, tuple[str, ...]] = {  # a config, then fields that differ
@@ -46,7 +46,13 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     'in_process': ('tiny_cpu.py', 'run.clock=real', 'run.steps=8', 'cluster.engines=2 x shared'),
     'agents': ('tiny_cpu.py', 'run.clock=real', *_AGENT_FIELDS),
 }
-_ALWAYS = ('run.steps=3', 'telemetry.plots=False', 'telemetry.tensorboard=False', 'run.export=False')
+_ALWAYS = ('run.steps=3', 'run.export=False')
+_ONLINE = (
+    'run.clock=virtual',
+    'telemetry.plots=False',
+    'telemetry.tensorboard=False',
+)  # supervised training reads none
+_SUPERVISED = ('sft', 'dpo')
 
 
 def run(tree: pathlib.Path, command: Sequence[str], where: str) -> None:
@@ -61,7 +67,9 @@ def train(tree: pathlib.Path, workdir: pathlib.Path, settings: Sequence[str], *m
     config, *fields = settings
     agent = workdir.with_name('agent.py')
     agent.write_text(AGENT)
-    values = dict(field.split('=', 1) for field in (*_ALWAYS, *fields))
+    values = dict(
+        field.split('=', 1) for field in (*_ALWAYS, *(() if workdir.name in _SUPERVISED else _ONLINE), *fields)
+    )
     flags = [f'--config.{name}={value.replace("AGENT", str(agent))}' for name, value in values.items()]
     run(
         tree,

@@ -27,8 +27,8 @@ from areal_jax.models.shape import ModelConfig
 from areal_jax.publication.delta import ChangeFinder, add_sums, encode_changes
 from areal_jax.publication.manifest import LeafDigest, host_manifest, leaves_by_path, manifest_hash
 from areal_jax.publication.record import Held, Record, RecordHeader, leaf_bytes
+from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import ChainFull, PublicationError
-from areal_jax.publication.weights_reader import WeightsReader
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend
 from areal_jax.types import Tree
 from benchmarks.carriers import CARRIERS, open_channel

@@ -24,8 +24,8 @@ from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REGISTRY
-from areal_jax.registry.entries import REGISTRY as DIRECTORY
-from areal_jax.registry.entries import Registration
+from areal_jax.registry import REGISTRY as DIRECTORY
+from areal_jax.registry import Registration
 from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, describe_server, read_registry
 from areal_jax.rollout.servers.server_pool import ServerPool

@@ -7,7 +7,7 @@ import pathlib
 import time
 from collections.abc import Collection
 
-from areal_jax.registry.entries import read_entries
+from areal_jax.registry import read_entries
 
 PATIENCE_S = 60.0  # a process compiles without its heartbeat stopping for so long
 REGISTER_S = 120.0  # a process imports little before it registers

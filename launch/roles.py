@@ -25,7 +25,7 @@ from areal_jax.config.cluster import list_roles
 from areal_jax.config.kinds import SERVER, find_server, resolve
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
-from areal_jax.registry.entries import require_usable
+from areal_jax.registry import require_usable
 
 from .gpus import VISIBLE, find_gpus, share_gpus
 from .heartbeats import Heartbeats, Signs

@@ -845,7 +845,7 @@ MUTATIONS = [
     ),
     Mutation(
         'score an episode without its reward as 0',
-        'areal_jax.agents.environments.episode_record:_read_ending',
+        'areal_jax.agents.episode_record:_read_ending',
         'if unscored or not rewards:',
         'if not rewards:',
         'tests/agents/environments',
@@ -859,7 +859,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count environment tokens among the sampled ones',
-        'areal_jax.rollout.workflow:generate_turn',
+        'areal_jax.rollout.scoring:generate_turn',
         'for segment in before if segment.policy_version != NOT_GENERATED',
         'for segment in before',
         'tests/rollout/test_workflow_turns.py',
@@ -1531,7 +1531,7 @@ MUTATIONS = [
     ),
     Mutation(
         'role: take the first holder of a name',
-        'areal_jax.registry.entries:read_entries',
+        'areal_jax.registry:read_entries',
         'newest = {name: max(orders)',
         'newest = {name: min(orders)',
         'tests/registry/test_entries.py',
@@ -1566,28 +1566,28 @@ MUTATIONS = [
     ),
     Mutation(
         'role: leave the files of those before',
-        'areal_jax.registry.entries:Registration.remove_earlier',
+        'areal_jax.registry:Registration.remove_earlier',
         'if order < self.entry.order:',
         'if False:',
         'tests/registry/test_entries.py',
     ),
     Mutation(
         'role: of two that count alike both hold the name',
-        'areal_jax.registry.entries:Registration._require_newest',
+        'areal_jax.registry:Registration._require_newest',
         'if newest <= self.entry.order:',
         'if newest[0] <= self.entry.order[0]:',
         'tests/registry/test_entries.py',
     ),
     Mutation(
         'role: take the rest of a dead process for a living one',
-        'areal_jax.registry.entries:Presence.look',
+        'areal_jax.registry:Presence.look',
         'if before is not None and before[0] == entry.order and before[1] != entry.heartbeat:',
         'if True:',
         'tests/registry/test_presence.py',
     ),
     Mutation(
         'role: take a lock that two have',
-        'areal_jax.registry.entries:_try_files',
+        'areal_jax.registry:_try_files',
         'fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)',
         'raise BlockingIOError',
         'tests/registry/test_self_test.py',
@@ -1727,7 +1727,7 @@ MUTATIONS = [
     ),
     Mutation(
         'verify a cancelled answer',
-        'areal_jax.rollout.workflow:SingleTurn.run',
+        'areal_jax.rollout.scoring:SingleTurn.run',
         "if generation.finish_reason != 'cancelled':",
         'if True:',
         'tests/control/test_controller.py -k cancelled',
@@ -2330,14 +2330,14 @@ MUTATIONS = [
     ),
     Mutation(
         'log rules: a worker that dies while it starts is no attempt',
-        'areal_jax.report.rules.reward_rules:RewardRules._note_reply',
+        'areal_jax.report.rules.request_rules:RewardRules._note_reply',
         "if 'failure' in event or ('reply' in event and not starts):",
         'if not starts:',
         'tests/report/rules/test_log_rules.py -k disturbed',
     ),
     Mutation(
         'log rules: a sandbox that fails is an error of the scorer',
-        'areal_jax.report.rules.reward_rules:_read_reply',
+        'areal_jax.report.rules.request_rules:_read_reply',
         "if 'fault' in reply:",
         'if False:',
         'tests/report/rules/test_log_rules.py -k disturbed',
@@ -2365,7 +2365,7 @@ MUTATIONS = [
     ),
     Mutation(
         'log rules: a verdict takes no attempt',
-        'areal_jax.report.rules.reward_rules:RewardRules._take_attempts',
+        'areal_jax.report.rules.request_rules:RewardRules._take_attempts',
         'if attempts < 1 or',
         'if',
         'tests/report/rules/test_log_rules.py -k part',
@@ -2386,7 +2386,7 @@ MUTATIONS = [
     ),
     Mutation(
         'log rules: no group has an age',
-        'areal_jax.report.rules.batch_rules:BatchRules._age',
+        'areal_jax.report.rules.engine_rules:BatchRules._age',
         'return self._updates - min(oldest, default=self._updates)',
         'return 0',
         'tests/report/rules/test_log_rules.py -k disturbed',
@@ -2666,7 +2666,7 @@ MUTATIONS = [
     ),
     Mutation(
         'let a message of an environment raise what reading it raises',
-        'areal_jax.agents.environments.episode_record',
+        'areal_jax.agents.episode_record',
         'ArithmeticError, RecursionError)',
         'RecursionError)',
         'tests/agents/environments/test_episode_record.py',
@@ -2708,14 +2708,14 @@ MUTATIONS = [
     ),
     Mutation(
         'keep the answers that a resumed run makes again',
-        'areal_jax.telemetry.rollouts.writer:RolloutWriter.start',
+        'areal_jax.telemetry.rollout_writer:RolloutWriter.start',
         "if int(record['update']) <= update",
         'if record',
         'tests/telemetry/rollouts/test_writer.py',
     ),
     Mutation(
         'let kept answers grow without bound',
-        'areal_jax.telemetry.rollouts.writer:RolloutWriter._write_line',
+        'areal_jax.telemetry.rollout_writer:RolloutWriter._write_line',
         'while sum(self._sizes.values()) + size > self._most_bytes and len(self._sizes) > 2',
         'while False',
         'tests/telemetry/rollouts/test_writer.py',
@@ -2729,7 +2729,7 @@ MUTATIONS = [
     ),
     Mutation(
         'place log-probs of an answer without a look at what a tool said',
-        'areal_jax.telemetry.rollouts.writer:_align',
+        'areal_jax.telemetry.rollout_writer:_align',
         'next(each) if is_generated else blank',
         'next(each, blank)',
         'tests/telemetry/rollouts/test_writer.py',

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
+    {'columns', 'errors', 'installation', 'lanes', 'types'},
     {'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},
@@ -28,7 +28,6 @@ NEVER_TOGETHER = [{'rollout', 'learning'}, {'tasks', 'control'}, {'tasks', 'tele
 JAX_FREE = [
     'errors',
     'events',
-    'labels',
     'lanes',
     'files',
     'installation',
@@ -130,7 +129,6 @@ def test_host_code_is_free_of_jax(package):
         'scheduler',
         'spare_engines',
         'pool',
-        'workflow',
         'backend',
         'servers.server_pool',
         'servers.keeper',

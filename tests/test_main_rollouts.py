@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from areal_jax import main_rollouts
-from areal_jax.telemetry.rollouts.views import ORDERS
+from areal_jax.telemetry.rollout_views import ORDERS
 from tests.telemetry.rollouts.test_writer import write
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from areal_jax.agents.dialogue import Dialogue, EpisodeEnd, Label, Message, ProgramsError, ToolFailedError, Turn
 from areal_jax.control.episode import Call, Episode
-from areal_jax.control.failures import RequestLostError
+from areal_jax.control.groups import RequestLostError
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.protocols import Clock

@@ -14,12 +14,11 @@ from typing import Any, TypedDict
 
 from areal_jax import lanes
 from areal_jax.control.buffer import BoundedQueue, GroupFilter, TrajectoryBuffer, count_positions, stamp_consumed
-from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import CANCELLED, RunningGroup
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.failures import FailureCount
+from areal_jax.control.frictions import Disturbances
 from areal_jax.control.gate import Admission, HeldState, SlotDemand, StalenessGate
-from areal_jax.control.groups import RunningGroups
+from areal_jax.control.groups import FailureCount, RunningGroups
 from areal_jax.control.lock_step import LockStep, VersionRing
 from areal_jax.control.reallocation import Reallocation, ReallocationState
 from areal_jax.control.supervisor import Supervisor

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from areal_jax import files
 from areal_jax.config.addresses import find_free_port, join_address
 from areal_jax.errors import LostPeerError
-from areal_jax.registry.entries import REGISTRY, Entry, Presence, await_living
+from areal_jax.registry import REGISTRY, Entry, Presence, await_living
 
 FILE = 'learner.json'  # in the registry
 LOOK_S, REPORT_S = 0.25, 10.0  # between two looks at the registry, between two sentences of one that waits

@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from areal_jax.control.episode import LOST, Episode
-from areal_jax.control.episode_description import describe_episode
+from areal_jax.control.episode import LOST, Episode, describe_episode
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.failures import FailureCount, RequestLostError
+from areal_jax.control.groups import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.results import Answer
 from areal_jax.protocols import Clock, Event, Generation, Generator, Pool, Verifier, Workflow
-from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.rollout.scoring import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores, most_frequent_share
 from areal_jax.types import UNSCORED, GenerationRequest, Prompt, PublishedWeights, SamplingParams, Verdict, concatenate
 

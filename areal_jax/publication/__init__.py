@@ -4,7 +4,7 @@ learner's copy -> Channel.transfer (files_channel.py in this process, files_chan
 record_channel.py as records) -> PublishedWeights -> Channel.receive -> an engine swaps between two dispatches.
 
 A record (record.py) is a whole version, or what changed since the last one (delta.py). record_channel.py makes it on
-the learner's side, a carrier (carriers/) moves it, and weights_reader.py applies it to one of its weight_buffers.py
+the learner's side, a carrier (carriers/) moves it, and record_channel.py applies it to one of its weight_buffers.py
 beside the weights in use; weight_buffers.py makes a directory of it, for servers that load no records.
 
 manifest.py checks that both ends have the same weights; export.py writes directories atomically; export.py

@@ -23,8 +23,7 @@ from areal_jax.report import report_keys as contents
 from areal_jax.report.agents import summarize_agents
 from areal_jax.report.aggregates import Metrics, ledger, server_rows
 from areal_jax.report.caveats import find_caveats
-from areal_jax.report.code_verdicts import summarize_code
-from areal_jax.report.engine_work import ratio_split, ratios_by_age, summarize_experts
+from areal_jax.report.engine_work import ratio_split, ratios_by_age, summarize_code, summarize_experts
 from areal_jax.report.engines.classes import summarize_classes
 from areal_jax.report.event_log import Window, load_events, outside_evaluation, publication_rows, window
 from areal_jax.report.limit import (

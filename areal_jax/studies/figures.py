@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_jax.app.sweep.sweep_results import DIRECTORY
-from areal_jax.report.pages.colors import BLUE, PALETTE, order_shades
 from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure
+from areal_jax.report.pages.web_page import BLUE, PALETTE, order_shades
 from areal_jax.studies import page
-from areal_jax.studies.arm_records import Record, Records
 from areal_jax.studies.page import eta_records, lag_records
 from areal_jax.studies.plan import Plan
+from areal_jax.studies.stages import Record, Records
 
 if TYPE_CHECKING:  # drawing is imported where it is needed: it takes a second
     from matplotlib.axes import Axes

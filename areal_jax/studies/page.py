@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from areal_jax.app.sweep.endpoints import Bounds, PairedDifference, Pairing, holm, paired_difference, pairing_gain
 from areal_jax.app.sweep.sweep_results import render_table
-from areal_jax.studies.arm_records import Record, Records, by_seed, select
 from areal_jax.studies.plan import Margins, Plan
 from areal_jax.studies.stages import (
     CONTROLS,
@@ -24,6 +23,10 @@ from areal_jax.studies.stages import (
     SAME_B,
     SHUFFLED,
     ZERO_RATE,
+    Record,
+    Records,
+    by_seed,
+    select,
 )
 
 WORSE, BETTER, EQUAL, UNDECIDED = 'worse', 'better', 'equal', 'not decided'

@@ -1,6 +1,6 @@
 """The process that scores the final weights of single runs: python -m areal_jax.studies.score_runs LIST.
 
-LIST is the file that arm_programs.py writes. Each run gets score.json; those that have one keep it.
+LIST is the file that stages.py writes. Each run gets score.json; those that have one keep it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from areal_jax.app.process.ending import ProcessEnd, end_command
 from areal_jax.app.process.setup import silence_libraries
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import ExitCode
-from areal_jax.studies.arm_programs import SCORE, read_list
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.score import make_scorer
+from areal_jax.studies.stages import SCORE, read_list
 from areal_jax.types import Tree
 
 

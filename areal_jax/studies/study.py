@@ -23,11 +23,20 @@ from areal_jax.config import flatten
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
-from areal_jax.studies.arm_programs import Program
-from areal_jax.studies.arm_records import Record, Records, read_records
 from areal_jax.studies.page import FAILED, FILE, check_controls, find_rates, render_page
 from areal_jax.studies.plan import Plan
-from areal_jax.studies.stages import CONTROLS, KNEE, STAGES, Rates, Stage, StageMaker
+from areal_jax.studies.stages import (
+    CONTROLS,
+    KNEE,
+    STAGES,
+    Program,
+    Rates,
+    Record,
+    Records,
+    Stage,
+    StageMaker,
+    read_records,
+)
 
 RECORD, TABLE = 'study.json', 'arms.csv'
 FORMS = ('full', 'quick')

@@ -1,6 +1,6 @@
 """The process of a program of arms: python -m areal_jax.studies.train_program LIST.
 
-LIST is the file that arm_programs.py writes. Each arm gets what a run leaves: config.json, metrics.jsonl and, last,
+LIST is the file that stages.py writes. Each arm gets what a run leaves: config.json, metrics.jsonl and, last,
 report.json. What an earlier process left of these arms is removed first.
 """
 
@@ -18,10 +18,10 @@ from areal_jax.config import TrackedConfig
 from areal_jax.errors import ExitCode
 from areal_jax.publication.manifest import weights_sha256
 from areal_jax.report.report import FILE as REPORT
-from areal_jax.studies.arm_programs import read_list
 from areal_jax.studies.arms.arm import Arm
 from areal_jax.studies.arms.arm_training import ArmResult, train_arms
 from areal_jax.studies.score import make_scorer
+from areal_jax.studies.stages import read_list
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE as METRICS
 from areal_jax.telemetry.metrics import Line, number

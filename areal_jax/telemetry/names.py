@@ -235,7 +235,7 @@ RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a 
 RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
 RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
 
-# with telemetry.energy='auto', since the last update: telemetry/energy/; evaluations beside training are in
+# with telemetry.energy='auto', since the last update: telemetry/energy_meters.py; evaluations beside training are in
 ENERGY = Metric(
     'energy/joules', 'J', 'of all below that are joules, modelled ones in the middle; absent where devices are left out'
 )

@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 from areal_jax.files import JsonObject, decode_json
 from areal_jax.installation import build_python_path
 from areal_jax.workers.descendants import MARK, Process, end_processes, list_descendants, list_marked
-from areal_jax.workers.sandbox.levels import wrap_command
+from areal_jax.workers.sandbox.confinement import wrap_command
 
 ENDED, SCORER_DIED, USAGE, LEFT_BEHIND = range(4)  # LEFT_BEHIND: some process could not be killed
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from areal_jax.telemetry.energy.meters import MeterError, open_nvml
+from areal_jax.telemetry.energy_meters import MeterError, open_nvml
 from benchmarks.gpu_parts.cells import Cells, run_part
 
 _BUSY_S, _IDLE_S, _EVERY_S = 4.0, 2.0, 0.01

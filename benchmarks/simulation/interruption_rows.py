@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.simulation.closed_forms.throughput import useful_share_of_interrupted, useful_share_of_waiting
+from areal_jax.simulation.closed_forms import useful_share_of_interrupted, useful_share_of_waiting
 from areal_jax.simulation.drawn_answers import rests
 from benchmarks.simulation import published_rows as rows
 from benchmarks.simulation.comparison import Comparison, Result, lanes
@@ -39,7 +39,7 @@ def setting_of(model: str, groups: int, kv_policy: str) -> Setting:
 
 @dataclasses.dataclass(frozen=True)
 class ClosedForm:
-    """Of an engine that is always full: closed_forms/throughput.py, and the same with steps that get faster."""
+    """Of an engine that is always full: closed_forms.py, and the same with steps that get faster."""
 
     answer_s: float  # g, the mean time of an answer
     batch_s: float  # an update's tokens at the full speed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from areal_jax.simulation.closed_forms.throughput import stale_share, staleness
+from areal_jax.simulation.closed_forms import stale_share, staleness
 from areal_jax.studies.page import smallest_difference
 from areal_jax.studies.plan import Margins
 from benchmarks.simulation import published_rows as rows

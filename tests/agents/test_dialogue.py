@@ -11,8 +11,7 @@ from areal_jax.agents.agent_workflow import AgentWorkflow
 from areal_jax.agents.dialogue import Budgets, Dialogue, EpisodeEnd, ToolFailedError
 from areal_jax.checkpoint.store import _decode_episode, _encode_episode
 from areal_jax.control.clocks.virtual import VirtualClock
-from areal_jax.control.episode import Episode
-from areal_jax.control.episode_description import describe_episode
+from areal_jax.control.episode import Episode, describe_episode
 from areal_jax.control.event_writer import EventLog
 from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams
 from tests.agents.toy_format import CLOSE, ToyFormat, ToyPool, ids_of, result, user

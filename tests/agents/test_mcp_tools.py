@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from areal_jax.config.addresses import find_free_port
-from areal_jax.control.episode_description import describe_episode
+from areal_jax.control.episode import describe_episode
 from tests.agents.programs.loop_thread import wait_for
 from tests.agents.test_dialogue import Run, saved
 from tests.agents.toy_format import ids_of, result, user

@@ -16,8 +16,7 @@ from areal_jax.agents.dialogue import ToolFailedError
 from areal_jax.agents.python_tool import PythonTool
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.workers.descendants import list_descendants
-from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, CONFINING, LANDLOCK, SandboxError, find_abi
-from areal_jax.workers.sandbox.levels import wrap_command
+from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, CONFINING, LANDLOCK, SandboxError, find_abi, wrap_command
 from tests.tasks.process_table import all_end, is_alive
 from tests.workers.sandbox.try_attempts import find_open_interpreter
 

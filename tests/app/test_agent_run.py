@@ -11,7 +11,7 @@ import pytest
 from areal_jax import main_check_log
 from areal_jax.plugins import load_module
 from areal_jax.report.event_log import load_events
-from areal_jax.telemetry.rollouts.views import read_rollouts
+from areal_jax.telemetry.rollout_views import read_rollouts
 from areal_jax.types import NOT_GENERATED
 from tests.app.small import SmallRun, equal
 from tests.app.test_rollouts import require_equal

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.telemetry.rollouts.views import read_rollouts
+from areal_jax.telemetry.rollout_views import read_rollouts
 from tests.app.small import SmallRun, train_until_killed
 from tests.app.test_session import fresh_logprobs
 

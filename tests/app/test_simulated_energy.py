@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.report.event_log import lane_intervals, load_events
-from areal_jax.telemetry.energy.meters import POWER
+from areal_jax.telemetry.energy_meters import POWER
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import small_config
 

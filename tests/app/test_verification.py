@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.app.parts import task_builder
-from areal_jax.control.failures import UnverifiedError
+from areal_jax.control.groups import UnverifiedError
 from areal_jax.tasks import token_reversal
 from areal_jax.tasks.answers import mathematics
 from areal_jax.tasks.scoring.score_call import UNPARSED, score_answer

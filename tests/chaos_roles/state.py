@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from areal_jax.events.schema import FILE
-from areal_jax.registry.entries import REGISTRY, Order, file_of, list_orders, read_entry
+from areal_jax.registry import REGISTRY, Order, file_of, list_orders, read_entry
 from tests.chaos import logs
 
 Event = Mapping[str, Any]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from areal_jax.registry.entries import Entry, Registration
+from areal_jax.registry import Entry, Registration
 from tests.chaos_roles.state import EventTail, View
 
 

@@ -19,7 +19,7 @@ from areal_jax.config.sandbox_fields import (
     runs_model_code,
     runs_tools,
 )
-from areal_jax.workers.sandbox import levels
+from areal_jax.workers.sandbox import confinement
 from areal_jax.workers.sandbox.confinement import CONFINING
 
 
@@ -32,7 +32,7 @@ def make(tools=(), **fields):
 
 def test_the_levels_that_confine_are_those_that_the_sandbox_has():
     assert set(LEVELS) == {'auto', NONE, *CONFINING}
-    assert tuple(levels.LEVELS) == CONFINING
+    assert tuple(confinement.LEVELS) == CONFINING
 
 
 @pytest.mark.parametrize(

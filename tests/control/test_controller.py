@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_jax.config.ranges import ConfigError
 from areal_jax.control.buffer import NoSignalError
 from areal_jax.control.clocks.loop import DeadlockError
-from areal_jax.control.failures import UnverifiedError
+from areal_jax.control.groups import UnverifiedError
 from areal_jax.types import NOT_GENERATED, Trajectory, TrajectoryGroup
 from tests.toys import PRICES, STOP, ToyLearner, ToyRun, length, logprob, token, toy_prompt
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.episode import Episode, Row
 from areal_jax.control.event_writer import EventLog, check_types
-from areal_jax.control.frictions import ENGINE, Frictions
+from areal_jax.control.frictions import ENGINE, Disturbances, Frictions
 from areal_jax.types import Segment
 from tests.control.test_frictions import group
 

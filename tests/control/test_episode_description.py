@@ -7,8 +7,7 @@ import json
 import numpy as np
 
 from areal_jax.checkpoint.store import decode_running, encode_running
-from areal_jax.control.episode import Call, Episode, Row, RunningGroup
-from areal_jax.control.episode_description import describe_episode
+from areal_jax.control.episode import Call, Episode, Row, RunningGroup, describe_episode
 from areal_jax.types import NOT_GENERATED, Prompt, Segment
 
 ASKED, AGAIN = {'role': 'user', 'content': 'q'}, {'role': 'user', 'content': 'again'}

@@ -12,15 +12,15 @@ import pytest
 from areal_jax.distributed import attempt as attempts
 from areal_jax.distributed.attempt import FILE, join_attempt, lead_attempt, learner_name, read_attempt
 from areal_jax.errors import LostPeerError, UserError
-from areal_jax.registry.entries import Entry, Heartbeat, Registration
+from areal_jax.registry import Entry, Heartbeat, Registration
 
 HOST = '127.0.0.1'
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr('areal_jax.registry.entries.PERIOD_S', 0.02)
-    monkeypatch.setattr('areal_jax.registry.entries.LOOK_S', 0.01)
+    monkeypatch.setattr('areal_jax.registry.PERIOD_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.LOOK_S', 0.01)
     monkeypatch.setattr(attempts, 'LOOK_S', 0.01)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from areal_jax.control.failures import UnverifiedError
+from areal_jax.control.groups import UnverifiedError
 from areal_jax.evaluation.evaluator import PoolAtVersion
 from areal_jax.types import GenerationRequest, SamplingParams
 from tests.toys import PRICES, STOP, ToyRun, length, token, toy_prompt

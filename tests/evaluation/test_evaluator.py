@@ -5,7 +5,7 @@ import pytest
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.failures import UnverifiedError
+from areal_jax.control.groups import UnverifiedError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import Evaluator
 from areal_jax.rollout.local_engine import LocalEngine

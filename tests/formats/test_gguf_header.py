@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from areal_jax.formats.gguf import GgufError, load_gguf, read_gguf_shape
-from areal_jax.formats.gguf_header import read_gguf_header
+from areal_jax.formats.gguf import GgufError, load_gguf, read_gguf_header, read_gguf_shape
 from tests.formats.test_gguf import file_tensors, write
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from areal_jax.registry.entries import Entry, Registration
+from areal_jax.registry import Entry, Registration
 from tests.launch.stand_in import StandIn
 
 flags = dict(word.removeprefix('--').split('=', 1) for word in sys.argv[1:] if '=' in word)

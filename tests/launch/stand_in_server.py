@@ -3,7 +3,7 @@
 import os
 import sys
 
-from areal_jax.registry.entries import Registration
+from areal_jax.registry import Registration
 from areal_jax.rollout.servers.server_entries import describe_server
 from tests.launch.stand_in import StandIn
 

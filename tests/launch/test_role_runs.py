@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_jax.registry.entries import read_entries
+from areal_jax.registry import read_entries
 from tests.launch.test_local import is_alive
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from areal_jax.app.roles.server_program import find_directory
-from areal_jax.registry.entries import read_entries
+from areal_jax.registry import read_entries
 from areal_jax.report.aggregates import conservation
 from tests.launch.test_local import is_alive
 from tests.launch.test_role_runs import ROOT, Launched

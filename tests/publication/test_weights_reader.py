@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from areal_jax.publication.record import Record
+from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import PublicationError
-from areal_jax.publication.weights_reader import WeightsReader
 from tests.publication.bits16 import Carrier, held_of, make_versions, next_version, over
 from tests.publication.tiny import assert_bit_equal
 

@@ -11,14 +11,7 @@ import pytest
 
 from areal_jax import files
 from areal_jax.errors import UserError
-from areal_jax.registry.entries import (
-    REGISTRY,
-    Entry,
-    FencedError,
-    Registration,
-    list_orders,
-    read_entries,
-)
+from areal_jax.registry import REGISTRY, Entry, FencedError, Registration, list_orders, read_entries
 
 ENTRY = Entry('engine-3', 0, '', 'http://host:1', 'own', 'engine', 3)
 
@@ -87,7 +80,7 @@ def test_unknown_fields_are_ignored_and_what_is_not_whole_is_read_again(tmp_path
             holder.path.write_text(whole)
         return list_orders(directory)
 
-    monkeypatch.setattr('areal_jax.registry.entries.list_orders', list_and_complete)
+    monkeypatch.setattr('areal_jax.registry.list_orders', list_and_complete)
     assert read_entries(tmp_path)[0].name == 'engine-3'
 
 

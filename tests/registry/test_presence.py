@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from areal_jax import registry
 from areal_jax.errors import LostPeerError
-from areal_jax.registry import entries
-from areal_jax.registry.entries import PATIENCE_S, Entry, FencedError, Heartbeat, Presence, Registration, await_living
+from areal_jax.registry import PATIENCE_S, Entry, FencedError, Heartbeat, Presence, Registration, await_living
 
 
 def register(workdir, name):
@@ -39,8 +39,8 @@ def test_a_process_lives_while_its_heartbeat_changes(tmp_path):
 
 
 def test_a_wait_says_for_whom_and_ends_with_their_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(entries, 'REPORT_S', 0.05)
-    monkeypatch.setattr(entries, 'LOOK_S', 0.02)
+    monkeypatch.setattr(registry, 'REPORT_S', 0.05)
+    monkeypatch.setattr(registry, 'LOOK_S', 0.02)
     said = []
     with pytest.raises(
         LostPeerError, match=r'^waited 0 s for learners of attempt 2 in .*, and learner-0, learner-1 has not come: star'
@@ -52,7 +52,7 @@ def test_a_wait_says_for_whom_and_ends_with_their_names(tmp_path, monkeypatch):
 
 
 def test_those_who_come_are_found_and_the_heart_beats_on_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr('areal_jax.registry.entries.PERIOD_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.PERIOD_S', 0.02)
     told = threading.Event()
     with Heartbeat(tmp_path, Entry('learner-0', 0, '', 'host:1'), lambda error: told.set()) as beating:
         found = await_living(tmp_path, ['learner-0'], 10.0, what='learners', fix='')

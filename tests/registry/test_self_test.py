@@ -10,7 +10,7 @@ import pathlib
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.registry.entries import require_usable
+from areal_jax.registry import require_usable
 
 
 def test_an_ordinary_directory_passes_and_nothing_is_left_in_it(tmp_path):

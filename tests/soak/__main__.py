@@ -34,7 +34,7 @@ from typing import Any
 from areal_jax import files
 from areal_jax.app.workdir.environment import git_commit, hardware, package_versions
 from areal_jax.publication.carriers.shm_segment import DIRECTORY
-from areal_jax.registry.entries import Registration
+from areal_jax.registry import Registration
 from areal_jax.rollout.servers.server_entries import describe_server
 from tests.soak import abuse
 from tests.soak.checks import (

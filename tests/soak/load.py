@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.failures import RequestLostError
+from areal_jax.control.groups import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import REGISTRY, control_lane, engine_lane, publish_lane, server_lanes
 from areal_jax.rollout.http.clients.connection import Connection

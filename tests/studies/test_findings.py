@@ -8,7 +8,6 @@ from scipy import stats
 
 from areal_jax.app.sweep.arms import ArmState
 from areal_jax.studies import page
-from areal_jax.studies.arm_records import Record
 from areal_jax.studies.page import check_controls, decide_statements
 from areal_jax.studies.stages import (
     CONTROLS,
@@ -21,6 +20,7 @@ from areal_jax.studies.stages import (
     SAME_B,
     ZERO_RATE,
     Factors,
+    Record,
 )
 from tests.studies.toy_study import change, read_study
 

@@ -5,10 +5,8 @@ import json
 import pytest
 
 from areal_jax.app.model.model import EarlierRun
-from areal_jax.studies.arm_programs import LIST, SCORE
-from areal_jax.studies.arm_records import read_records
 from areal_jax.studies.score_runs import score_runs
-from areal_jax.studies.stages import CONTROLS, Factors
+from areal_jax.studies.stages import CONTROLS, LIST, SCORE, Factors, read_records
 from areal_jax.studies.train_program import train
 from tests.studies.toy_study import read_study
 

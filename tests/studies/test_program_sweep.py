@@ -7,7 +7,7 @@ import runpy
 import pytest
 
 from areal_jax.app.command_line import CommandLine, CommandLineError, load_config
-from areal_jax.studies.program_sweep import ProgramSweep, render_scores
+from areal_jax.studies.stages import ProgramSweep, render_scores
 
 FILE = 'configs/sweeps/frictions.py'
 FRICTIONS = runpy.run_path(FILE)

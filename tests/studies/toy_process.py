@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 
-from areal_jax.studies.arm_programs import SCORE, read_list
+from areal_jax.studies.stages import SCORE, read_list
 
 RATE = 0.003  # the best one
 

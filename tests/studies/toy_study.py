@@ -9,8 +9,7 @@ from areal_jax import main_sweep
 from areal_jax.app.command_line import call_in_file, parse_command
 from areal_jax.app.process.ending import end_command
 from areal_jax.app.sweep import arms as arms_of
-from areal_jax.studies.arm_programs import Program, Scoring
-from areal_jax.studies.stages import StageMaker
+from areal_jax.studies.stages import Program, Scoring, StageMaker
 from tests.app.sweep.toy_sweep import ROOT, TOY, NoSignals
 from tests.studies.toy_process import starts
 

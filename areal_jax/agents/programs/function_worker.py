@@ -50,7 +50,7 @@ class FunctionWorker:
         self._function, self._spec, self._send = function, spec, send
         self._names = list_parameters(function)
         # imported only for a function that has a use for it
-        module = 'areal_jax.agents.programs.shared_clients'
+        module = 'areal_jax.agents.programs.program_function'
         self._clients = importlib.import_module(module).SharedClients() if CLIENT in self._names else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 

@@ -33,8 +33,8 @@ from areal_jax.rollout.pool import Pool
 from areal_jax.rollout.servers.evaluation import EvaluatedPool
 from areal_jax.rollout.servers.keeper import MismatchWatch
 from areal_jax.rollout.servers.server_pool import ServerPool
-from areal_jax.telemetry.energy.accounting import EnergyAccount
-from areal_jax.telemetry.energy.meters import POWERCAP, DeviceSet, Meter, MeterError, RaplMeter, open_nvml
+from areal_jax.telemetry.energy_accounting import EnergyAccount
+from areal_jax.telemetry.energy_meters import POWERCAP, DeviceSet, Meter, MeterError, RaplMeter, open_nvml
 from areal_jax.telemetry.metrics import Line
 from areal_jax.telemetry.trackers import FIELD, TRACKERS, TrackedRun, Tracker, TrackerFeed, read_token
 

@@ -31,7 +31,7 @@ from areal_jax.plugins import is_environment, is_own, load_function, raising_use
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
-from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.rollout.scoring import SingleTurn
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.chat_template import describe_untold
@@ -148,7 +148,7 @@ def _build_format(config: TrackedConfig, tokenizer: Tokenizer) -> TokenizerForma
 def _build_host(config: TrackedConfig) -> ProgramHost:
     settings, task = config.agent, config.task
     if is_environment(task.name):
-        from areal_jax.agents.environments.environment_host import EnvironmentHost  # needs pyzmq, as above
+        from areal_jax.agents.environment_host import EnvironmentHost  # needs pyzmq, as above
 
         setup = verifiers_task.describe_environment(
             task.name, task.path, dict(task.options), max_turns=settings.max_turns, workers=settings.workers

@@ -41,7 +41,7 @@ from areal_jax.distributed.peers import Peers
 from areal_jax.distributed.remote_learner import RemoteChannel, RemoteLearner
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.protocols import Learner
-from areal_jax.registry.entries import Entry, await_living
+from areal_jax.registry import Entry, await_living
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.tasks.registry import require_known
 from areal_jax.telemetry.devices import DeviceRates, peak_flops

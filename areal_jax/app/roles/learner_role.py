@@ -21,7 +21,7 @@ from areal_jax.distributed.handshake import Hello, Listener, digest_config, key_
 from areal_jax.distributed.rendezvous import accept_invitation
 from areal_jax.native.compiled_library import keep_blocks
 from areal_jax.publication.export import PartWriter
-from areal_jax.registry.entries import Entry
+from areal_jax.registry import Entry
 
 
 def join_processes(config: config_dict.ConfigDict, process_id: int | None) -> bool:

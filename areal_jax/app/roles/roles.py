@@ -17,7 +17,7 @@ from areal_jax.config.objectives import find_objective
 from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import read_code_version
-from areal_jax.registry.entries import Entry, FencedError, Heartbeat, await_living
+from areal_jax.registry import Entry, FencedError, Heartbeat, await_living
 
 CONTROLLER = 'controller-0'  # in the registry
 _ENVIRONMENT = 'env:'

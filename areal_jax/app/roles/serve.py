@@ -46,9 +46,9 @@ from areal_jax.publication.carriers.files_carrier import FilesReceiver, read_del
 from areal_jax.publication.carriers.stream_receiver import parse_version_name
 from areal_jax.publication.files_channel import find_version, load_version
 from areal_jax.publication.record import Held, RecordReceiver
+from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import parse_delta, parse_version
-from areal_jax.publication.weights_reader import WeightsReader
-from areal_jax.registry.entries import FencedError, Heartbeat
+from areal_jax.registry import FencedError, Heartbeat
 from areal_jax.rollout.decode.decode_weights import PreparedWeights
 from areal_jax.rollout.decode.jax_backend import JaxDecodeBackend, JaxScoring
 from areal_jax.rollout.http.server.bridge import Texts

@@ -31,7 +31,7 @@ from areal_jax.config.kinds import ClientKind
 from areal_jax.errors import UserError
 from areal_jax.installation import read_code_version
 from areal_jax.publication.versions import keep_while_read, list_versions
-from areal_jax.registry.entries import Registration
+from areal_jax.registry import Registration
 from areal_jax.rollout.servers.keeper import ServerFacts
 from areal_jax.rollout.servers.server_entries import describe_server
 from areal_jax.workers.descendants import Interpreter

@@ -39,8 +39,8 @@ from areal_jax.config.sandbox_fields import find_sandbox_warnings
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.controller import Controller, HostState
-from areal_jax.control.disturbances import Disturbances
 from areal_jax.control.event_writer import EventLog, truncate_events
+from areal_jax.control.frictions import Disturbances
 from areal_jax.control.lock_step import VersionRing
 from areal_jax.control.reallocation import DeviceSite, Reallocation
 from areal_jax.control.supervisor import Supervisor
@@ -58,7 +58,7 @@ from areal_jax.tasks.task import Task
 from areal_jax.telemetry.facts import RunFacts
 from areal_jax.telemetry.metrics import Line, MetricsWriter
 from areal_jax.telemetry.progress import Progress
-from areal_jax.telemetry.rollouts.writer import RolloutWriter
+from areal_jax.telemetry.rollout_writer import RolloutWriter
 from areal_jax.telemetry.token_ledger import LedgerError, TokenLedger
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import NOT_GENERATED, PublishedWeights, SamplingParams, Segment, Tree

@@ -59,7 +59,7 @@ from areal_jax.telemetry.hook import MetricsHook
 from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, read_metrics
 from areal_jax.telemetry.names import STEP
 from areal_jax.telemetry.progress import StartProgress
-from areal_jax.telemetry.rollouts.writer import Decode, RolloutWriter
+from areal_jax.telemetry.rollout_writer import Decode, RolloutWriter
 from areal_jax.telemetry.trackers import TrackerFeed
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import PublishedWeights, TokenArrays, TrajectoryGroup, Tree, Weights

@@ -52,7 +52,7 @@ from areal_jax.simulation.planner.neighbours import (
 )
 from areal_jax.simulation.planner.question import describe_lengths, describe_log, require_batch
 from areal_jax.telemetry import names
-from areal_jax.telemetry.energy.meters import Energy
+from areal_jax.telemetry.energy_meters import Energy
 
 if TYPE_CHECKING:
     from areal_jax.events.schema import Event

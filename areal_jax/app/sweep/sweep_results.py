@@ -34,8 +34,8 @@ from areal_jax.app.sweep.endpoints import (
 )
 from areal_jax.errors import UserError
 from areal_jax.installation import find_command
-from areal_jax.report.pages.colors import Look, choose_looks
 from areal_jax.report.pages.run_plots import label_axes, make_figure, moving_mean, save_figure, smoothing_window
+from areal_jax.report.pages.web_page import Look, choose_looks
 from areal_jax.report.report import FILE as REPORT
 from areal_jax.report.statistics import Interval, cluster_interval
 from areal_jax.telemetry.metrics import FILE as METRICS

@@ -25,7 +25,7 @@ from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.report import report
 from areal_jax.telemetry import metrics
 from areal_jax.telemetry.facts import EVALUATIONS
-from areal_jax.telemetry.rollouts.writer import DIRECTORY
+from areal_jax.telemetry.rollout_writer import DIRECTORY
 
 Values = Mapping[str, Any]  # a config as a plain dict, nested by section or flat by 'section.field'
 Report = Mapping[str, Any]  # report.json

@@ -156,7 +156,7 @@ def _proximal(
     return np.reshape(recomputed, policy.shape).astype(np.float64)
 
 
-# What an update knew of single tokens, for the answers that a run keeps (telemetry/rollouts/): made for the
+# What an update knew of single tokens, for the answers that a run keeps (telemetry/rollout_writer.py): made for the
 # rows with these answers only.
 
 

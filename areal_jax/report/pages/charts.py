@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.limit import evaluation_points
-from areal_jax.report.pages.colors import (
+from areal_jax.report.pages.report_texts import Table, format_interval
+from areal_jax.report.pages.run_plots import Curve, curve_points, moving_mean, smoothing_window
+from areal_jax.report.pages.web_page import (
     BLUE,
     DROPS,
     FATES,
@@ -23,11 +25,10 @@ from areal_jax.report.pages.colors import (
     PALETTE,
     TEXT,
     VERMILION,
+    Chart,
+    Key,
     Look,
 )
-from areal_jax.report.pages.report_texts import Table, format_interval
-from areal_jax.report.pages.run_plots import Curve, curve_points, moving_mean, smoothing_window
-from areal_jax.report.pages.web_page import Chart, Key
 from areal_jax.report.report_keys import Interval, RatioRow, Report, Time, TokenFates
 from areal_jax.telemetry.progress import format_number, format_percent
 from areal_jax.telemetry.token_ledger import DROPPED

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from areal_jax.errors import UserError
 from areal_jax.report.pages import charts as figures
-from areal_jax.report.pages.colors import Look, choose_looks
 from areal_jax.report.pages.markdown_page import render_part, tell_headline
 from areal_jax.report.pages.report_texts import Items, Parts, Table, Text, tell_parts
 from areal_jax.report.pages.run_plots import CURVES, SPLIT, Curve, curve_points
-from areal_jax.report.pages.web_page import Absent, Block, Grid, Section, render_web_page
+from areal_jax.report.pages.web_page import Absent, Block, Grid, Look, Section, choose_looks, render_web_page
 from areal_jax.report.run_record import Run, read_fields
 from areal_jax.telemetry.progress import format_number
 

@@ -11,8 +11,8 @@ from typing import TypedDict
 
 from areal_jax.report.aggregates import Metrics, total, weighted_mean
 from areal_jax.telemetry import names
-from areal_jax.telemetry.energy.accounting import METERS
-from areal_jax.telemetry.energy.meters import DECODE, IDLE, MODELLED, NVML, STATES, EnergyFacts
+from areal_jax.telemetry.energy_accounting import METERS
+from areal_jax.telemetry.energy_meters import DECODE, IDLE, MODELLED, NVML, STATES, EnergyFacts
 from areal_jax.telemetry.metrics import Line, number
 from areal_jax.telemetry.progress import format_number, format_percent
 

@@ -34,10 +34,9 @@ from areal_jax.report.pages.slot_figure import (
 from areal_jax.report.pages.web_page import Absent, Block, Chart, Folded, Grid, Section, Tiles, render_web_page
 from areal_jax.report.run_record import Run, read_fields
 from areal_jax.report.token_fates import describe_censoring
-from areal_jax.telemetry import names
+from areal_jax.telemetry import names, rollout_views
 from areal_jax.telemetry.progress import format_number
-from areal_jax.telemetry.rollouts import views
-from areal_jax.telemetry.rollouts.views import GivenAnswer, read_rollouts
+from areal_jax.telemetry.rollout_views import GivenAnswer, read_rollouts
 
 _HEAD = ('Update, draw, answer', 'End of the prompt', 'Answer', 'Reward', 'Verdict', 'Advantage', 'Age', 'Tokens')
 _PROMPT, _ANSWER = 160, 400  # characters of each that are shown
@@ -68,7 +67,7 @@ def choose_samples(records: Sequence[JsonObject]) -> list[GivenAnswer]:
     chosen = dict.fromkeys((updates[0], updates[len(updates) // 2], updates[-1]))
     found = []
     for update in chosen:
-        answers = views.sort_answers(views.select_groups(records, update, None), 'reward')
+        answers = rollout_views.sort_answers(rollout_views.select_groups(records, update, None), 'reward')
         found += [answers[0], *answers[1:][-1:]]
     return found
 
@@ -77,19 +76,19 @@ def _make_row(one: GivenAnswer) -> tuple[str, ...]:
     group, answer = one
     prompt = group['prompt']['text']
     return (
-        f'{group["update"]}, {group["draw"]}, {views.name_of(answer)}',
+        f'{group["update"]}, {group["draw"]}, {rollout_views.name_of(answer)}',
         ('...' if len(prompt) > _PROMPT else '') + _on_one_line(prompt[-_PROMPT:]),
-        views.cut_text(_on_one_line(answer['text'][: _ANSWER + 1]), _ANSWER),
-        views.show_number(answer['reward']),
-        views.verdict_of(answer),
-        views.show_number(one.advantage),
+        rollout_views.cut_text(_on_one_line(answer['text'][: _ANSWER + 1]), _ANSWER),
+        rollout_views.show_number(answer['reward']),
+        rollout_views.verdict_of(answer),
+        rollout_views.show_number(one.advantage),
         '-' if one.age is None else str(one.age),
         str(one.length),
     )
 
 
 def _on_one_line(text: str) -> str:
-    return views.escape(text.replace('\n', ' ⏎ '))
+    return rollout_views.escape(text.replace('\n', ' ⏎ '))
 
 
 FILE = 'report.html'

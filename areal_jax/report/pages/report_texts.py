@@ -12,11 +12,11 @@ from areal_jax.report.agents import HEAD as AGENTS_HEAD
 from areal_jax.report.agents import describe_agents
 from areal_jax.report.aggregates import HEAD as SERVERS_HEAD
 from areal_jax.report.aggregates import describe_servers
-from areal_jax.report.code_verdicts import HEAD as CODE_HEAD
-from areal_jax.report.code_verdicts import describe_code
+from areal_jax.report.engine_work import HEAD as CODE_HEAD
 from areal_jax.report.engine_work import (
     age_rows,
     describe_attention,
+    describe_code,
     describe_experts,
     describe_split,
     route_rows,

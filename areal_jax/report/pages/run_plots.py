@@ -15,7 +15,7 @@ from areal_jax.events.schema import Event
 from areal_jax.report.aggregates import Metrics
 from areal_jax.report.event_log import lane_intervals, outside_evaluation
 from areal_jax.report.limit import evaluation_points
-from areal_jax.report.pages.colors import BLUE, GREEN, GREY, VERMILION
+from areal_jax.report.pages.web_page import BLUE, GREEN, GREY, VERMILION
 from areal_jax.report.report_keys import Accuracy, GreedyAccuracy, Report
 from areal_jax.report.timeline import SlotSpan, slot_spans
 from areal_jax.telemetry import names

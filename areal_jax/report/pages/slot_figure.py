@@ -14,8 +14,7 @@ from areal_jax.events.schema import DecodeEvent, Event, PrefillEvent
 from areal_jax.lanes import short_name
 from areal_jax.report.event_log import event_intervals, outside_evaluation
 from areal_jax.report.pages.charts import new_figure, plain_text
-from areal_jax.report.pages.colors import INK, SHADES, VERMILION, channels, shade_at
-from areal_jax.report.pages.web_page import Key
+from areal_jax.report.pages.web_page import INK, SHADES, VERMILION, Key, channels, shade_at
 from areal_jax.report.timeline import slot_spans
 
 if TYPE_CHECKING:

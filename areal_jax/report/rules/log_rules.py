@@ -28,11 +28,9 @@ from areal_jax.events.schema import (
 )
 from areal_jax.lanes import PUBLISH, is_engine_lane, is_publish_lane, short_name
 from areal_jax.report.aggregates import DrawLedger
-from areal_jax.report.rules.batch_rules import BatchRules
-from areal_jax.report.rules.engine_rules import EngineRules
+from areal_jax.report.rules.engine_rules import BatchRules, EngineRules
 from areal_jax.report.rules.generation_rules import GenerationRules
-from areal_jax.report.rules.request_rules import RequestRules
-from areal_jax.report.rules.reward_rules import RewardRules
+from areal_jax.report.rules.request_rules import RequestRules, RewardRules
 from areal_jax.types import NOT_GENERATED
 
 KINDS = frozenset(

@@ -92,7 +92,7 @@ class MismatchWatch:
         self._sums: dict[str, float] = {}
 
     def note_update(self, metrics: Line) -> None:
-        """The metrics of an update (learning/diagnostics/data_metrics.py)."""
+        """The metrics of an update (learning/diagnostics/measurement.py)."""
         for name in metrics:
             if name.startswith(MISMATCH_OF) and name.endswith('/n'):
                 engine = name.removeprefix(MISMATCH_OF).removesuffix('/n')

@@ -1,6 +1,6 @@
 """The servers of a run as its registry has them: which serve where, and what each says of itself.
 
-A server registers with `describe_server` and a Heartbeat (areal_jax/registry/), server_entries.py reads.
+A server registers with `describe_server` and a Heartbeat (areal_jax/registry.py), and the reader here finds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from areal_jax import lanes
 from areal_jax.config.kinds import ClientKind
 from areal_jax.errors import UserError
 from areal_jax.protocols import Clock
-from areal_jax.registry.entries import Entry, Order, read_entries
+from areal_jax.registry import Entry, Order, read_entries
 from areal_jax.rollout.servers.keeper import SAYS_NOTHING, ServerFacts
 from areal_jax.rollout.servers.member import RemoteEngine
 from areal_jax.rollout.servers.server_pool import ServerPool

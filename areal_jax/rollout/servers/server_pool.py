@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from areal_jax.control.event_writer import EventLog
-from areal_jax.control.failures import RequestLostError
+from areal_jax.control.groups import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.protocols import Clock, Event, Generation
 from areal_jax.rollout.pool import EngineError, Requirement, require_capabilities

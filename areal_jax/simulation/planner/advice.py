@@ -12,7 +12,7 @@ from areal_jax.simulation.planner.cluster_load import MEASURED, HostCosts, Layou
 from areal_jax.simulation.planner.neighbours import Costs, Outcome, Plan, Setting, predict, publication_s, worth
 from areal_jax.simulation.planner.question import MOST_SLOTS
 from areal_jax.simulation.prices import Reached
-from areal_jax.telemetry.energy.meters import DECODE, IDLE, POWER, TRAIN, Energy, Phase, decode_activity, joules
+from areal_jax.telemetry.energy_meters import DECODE, IDLE, POWER, TRAIN, Energy, Phase, decode_activity, joules
 
 DRAWS = 200
 DEVIATIONS = 2.0  # of a normal number, beyond which one of twenty lies

@@ -128,7 +128,7 @@ def _step_metrics(sums: _Sums) -> dict[str, Value]:
 
 
 def _friction_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
-    """As control/disturbances.py counts; nothing in a program without frictions."""
+    """As control/frictions.py counts; nothing in a program without frictions."""
     counted = (names.FRICTION_ACTOR, names.FRICTION_REWARD, names.FRICTION_UNREWARDED)
     if 'friction_actor' not in sums:
         return {}

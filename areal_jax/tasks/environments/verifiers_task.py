@@ -1,7 +1,7 @@
 """The task `verifiers:TASKSET`: problems of a taskset of verifiers, scored by its own reward.
 
-Its episodes are run by a server of verifiers (agents/environments/); what that says of one is in the episode. Problems
-are listed by verifiers_program.py in the interpreter of its environment.
+Its episodes are run by a server of verifiers (agents/environment_host.py); what that says of one is in the episode.
+Problems are listed by verifiers_program.py in the interpreter of its environment.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from areal_jax.tasks.task import Scorer
 
 
-DescribeEpisode = Callable[[], JsonObject]  # control/episode_description.py
+DescribeEpisode = Callable[[], JsonObject]  # control/episode.py
 
 
 def takes_episode(score: Callable[..., object]) -> bool:
@@ -46,7 +46,7 @@ def complete_episode(
     """`found`, with a conversation of one question and the answer where no program has made calls.
 
     Args:
-      found: of control/episode_description.py; {} = one turn.
+      found: of control/episode.py; {} = one turn.
       read_prompt: the text of the prompt, asked where the problem has no text `question`.
       text: of the answer.
     """

@@ -23,15 +23,18 @@ from typing import NotRequired, TypedDict
 from areal_jax.installation import FOLDER
 from areal_jax.workers.sandbox.confinement import (
     CONFINING,
+    LEVELS,
+    NAMESPACES,
     Confinement,
     SandboxError,
     choose_confinement,
     confine,
+    has_own_processes,
     require_support,
+    wrap_command,
 )
 from areal_jax.workers.sandbox.control_group import LOOK_S, ControlGroup, make_group
 from areal_jax.workers.sandbox.landlock import find_packages, name_module
-from areal_jax.workers.sandbox.levels import LEVELS, NAMESPACES, has_own_processes, wrap_command
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0

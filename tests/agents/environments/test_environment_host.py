@@ -11,7 +11,7 @@ import sys
 import pytest
 import zmq
 
-from areal_jax.agents.environments.environment_host import EnvironmentHost
+from areal_jax.agents.environment_host import EnvironmentHost
 from areal_jax.agents.programs.program_host import Ending, Job
 from areal_jax.tasks.environments.verifiers_task import PROGRAM_FILE, describe_environment
 from tests.agents.gateway.rig import PROMPT, Run

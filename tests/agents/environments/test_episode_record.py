@@ -12,8 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from areal_jax.agents.environments.environment_host import EnvironmentClient, WireError
-from areal_jax.agents.environments.episode_record import EpisodeRecord, RecordError
+from areal_jax.agents.environment_host import EnvironmentClient, WireError
+from areal_jax.agents.episode_record import EpisodeRecord, RecordError
 from tests.changed_json import changed
 
 NODE = {

@@ -15,7 +15,7 @@ from areal_jax.app.library import build_run
 from areal_jax.app.parts.host import UsedDevices, build_energy, group_devices, headline, list_devices
 from areal_jax.config import TrackedConfig
 from areal_jax.errors import UserError
-from areal_jax.telemetry.energy.meters import DeviceSet
+from areal_jax.telemetry.energy_meters import DeviceSet
 from areal_jax.telemetry.trackers import TRACKERS
 from tests.app.run.test_supervised import sft_config
 from tests.app.small import SmallRun, small_config, train_until_killed

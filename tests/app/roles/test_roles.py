@@ -13,7 +13,7 @@ from areal_jax.config import default_config
 from areal_jax.errors import LostPeerError, UserError
 from areal_jax.installation import read_code_version
 from areal_jax.main_role import main
-from areal_jax.registry.entries import Entry, Registration, read_entries
+from areal_jax.registry import Entry, Registration, read_entries
 
 TINY = '--config=configs/tiny_cpu.py'
 IN_ROLES = [
@@ -82,8 +82,8 @@ def test_an_index_may_come_from_the_environment(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr('areal_jax.registry.entries.PERIOD_S', 0.02)
-    monkeypatch.setattr('areal_jax.registry.entries.LOOK_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.PERIOD_S', 0.02)
+    monkeypatch.setattr('areal_jax.registry.LOOK_S', 0.02)
 
 
 def test_a_role_of_another_config_or_version_is_told_both(tmp_path, quick, monkeypatch):

@@ -21,7 +21,7 @@ from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import check_of
 from areal_jax.errors import ExitCode
-from areal_jax.telemetry.rollouts.views import read_rollouts
+from areal_jax.telemetry.rollout_views import read_rollouts
 from tests.app.small import SmallRun, small_config, train_until_killed
 from tests.toys import LONGEST, ToyRun
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from areal_jax.simulation.closed_forms.throughput import (
+from areal_jax.simulation.closed_forms import (
     age_of_sawtooth,
     group_age,
     idle_shares,

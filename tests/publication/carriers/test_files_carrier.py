@@ -13,8 +13,8 @@ import pytest
 from areal_jax import files
 from areal_jax.publication.carriers.files_carrier import FilesReceiver, FilesSender, read_base, read_delta, write_delta
 from areal_jax.publication.files_channel import FilesChannel, find_version, load_version
+from areal_jax.publication.record_channel import WeightsReader
 from areal_jax.publication.versions import PublicationError, keep_while_read
-from areal_jax.publication.weights_reader import WeightsReader
 from tests.publication.bits16 import Carrier, first_version, held_of, make_versions, next_version, open_channel, over
 from tests.publication.tiny import CONFIG, assert_bit_equal
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from areal_jax.report.pages import charts as figures
-from areal_jax.report.pages.colors import PALETTE
 from areal_jax.report.pages.run_plots import Curve, moving_mean
+from areal_jax.report.pages.web_page import PALETTE
 from areal_jax.report.report_keys import TokenFates
 
 

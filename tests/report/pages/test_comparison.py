@@ -14,7 +14,6 @@ from areal_jax import main_report
 from areal_jax.app.run.reports import read_run
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.events.schema import VERSION
-from areal_jax.report.pages.colors import order_shades
 from areal_jax.report.pages.comparison_page import (
     compare,
     join_tables,
@@ -23,6 +22,7 @@ from areal_jax.report.pages.comparison_page import (
     render_comparison_page,
 )
 from areal_jax.report.pages.report_texts import Table, Text
+from areal_jax.report.pages.web_page import order_shades
 from launch.page_check import SECTIONS
 from tests.app.run.test_supervised import sft_config
 from tests.report.busy_run import write_busy_run

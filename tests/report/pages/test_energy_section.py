@@ -14,7 +14,7 @@ from areal_jax.report.pages.energy_section import (
     format_range,
     summarize_energy,
 )
-from areal_jax.telemetry.energy.meters import STATES, EnergyFacts
+from areal_jax.telemetry.energy_meters import STATES, EnergyFacts
 
 FACTS: EnergyFacts = {
     'sources': [{'meter': 'nvml', 'devices': '2 x NVIDIA H200', 'sentence': 'Measured.'}],

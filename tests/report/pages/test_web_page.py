@@ -8,10 +8,10 @@ import pytest
 
 from areal_jax.installation import describe_install
 from areal_jax.report.pages.charts import new_figure, plain_text
-from areal_jax.report.pages.colors import BLUE, dark_colors
 from areal_jax.report.pages.markdown_page import Tile
 from areal_jax.report.pages.report_texts import Items, Table, Text
 from areal_jax.report.pages.web_page import (
+    BLUE,
     Absent,
     Chart,
     Folded,
@@ -19,6 +19,7 @@ from areal_jax.report.pages.web_page import (
     Key,
     Section,
     Tiles,
+    dark_colors,
     describe_missing_library,
     render_web_page,
 )

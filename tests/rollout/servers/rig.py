@@ -6,7 +6,7 @@ import numpy as np
 
 from areal_jax.control.clocks.virtual import VirtualClock
 from areal_jax.control.event_writer import EventLog, check_types
-from areal_jax.control.failures import RequestLostError
+from areal_jax.control.groups import RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.rollout.servers.member import ProbeSettings, ServerSettings

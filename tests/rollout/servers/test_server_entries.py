@@ -8,7 +8,7 @@ import os
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.registry.entries import Entry, Registration
+from areal_jax.registry import Entry, Registration
 from areal_jax.rollout.pool import needs_spans
 from areal_jax.rollout.servers.keeper import SAYS_NOTHING, ServerFacts, require_fit
 from areal_jax.rollout.servers.server_entries import RegistryWatch, ServerEntry, describe_server, read_registry

@@ -1,11 +1,11 @@
-"""simulation/closed_forms/throughput.py: periods and ages by hand, and the law against its recursion."""
+"""simulation/closed_forms.py: periods and ages by hand, and the law against its recursion."""
 
 import math
 
 import numpy as np
 import pytest
 
-from areal_jax.simulation.closed_forms.throughput import (
+from areal_jax.simulation.closed_forms import (
     group_age,
     mean_floor,
     mean_token_age,

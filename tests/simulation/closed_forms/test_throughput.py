@@ -1,8 +1,8 @@
-"""simulation/closed_forms/throughput.py: the slowest station, splits and the cost of new weights by hand."""
+"""simulation/closed_forms.py: the slowest station, splits and the cost of new weights by hand."""
 
 import pytest
 
-from areal_jax.simulation.closed_forms.throughput import (
+from areal_jax.simulation.closed_forms import (
     age_of_sawtooth,
     best_split,
     best_whole_split,

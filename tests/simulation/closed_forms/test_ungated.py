@@ -1,8 +1,8 @@
-"""simulation/closed_forms/throughput.py: the published table, and the exact age in the queue."""
+"""simulation/closed_forms.py: the published table, and the exact age in the queue."""
 
 import pytest
 
-from areal_jax.simulation.closed_forms.throughput import (
+from areal_jax.simulation.closed_forms import (
     fluid_in_queue_staleness,
     in_queue_staleness,
     pre_queue_staleness,

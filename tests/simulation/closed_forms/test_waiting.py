@@ -1,10 +1,10 @@
-"""simulation/closed_forms/throughput.py: waits and order statistics by hand."""
+"""simulation/closed_forms.py: waits and order statistics by hand."""
 
 import math
 
 import pytest
 
-from areal_jax.simulation.closed_forms.throughput import (
+from areal_jax.simulation.closed_forms import (
     erlang_c,
     longest_exponential,
     longest_lognormal,

@@ -1,10 +1,10 @@
-"""Closed forms of a plan: limits that are known, and that they agree with the laws of closed_forms/."""
+"""Closed forms of a plan: limits that are known, and that they agree with the laws of closed_forms.py."""
 
 import dataclasses
 
 import pytest
 
-from areal_jax.simulation.closed_forms.throughput import period_s
+from areal_jax.simulation.closed_forms import period_s
 from areal_jax.simulation.planner.advice import find_factors, find_interval
 from areal_jax.simulation.planner.neighbours import Costs, Outcome, Plan, choose_start, predict, train_s
 from tests.simulation.planner.rig import make

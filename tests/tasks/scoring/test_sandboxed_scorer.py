@@ -13,8 +13,7 @@ import pytest
 from areal_jax.tasks.scoring.verifier import ProcessVerifier, VerifierError
 from areal_jax.types import Prompt
 from areal_jax.workers.descendants import list_marked
-from areal_jax.workers.sandbox.confinement import SandboxError, find_abi
-from areal_jax.workers.sandbox.levels import wrap_command
+from areal_jax.workers.sandbox.confinement import SandboxError, find_abi, wrap_command
 from areal_jax.workers.worker_process import WorkerDiedError, WorkerProcess
 from tests.tasks.fake_clock import FakeClock
 

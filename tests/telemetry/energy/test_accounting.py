@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from areal_jax.telemetry.energy import accounting
-from areal_jax.telemetry.energy.accounting import EnergyAccount
-from areal_jax.telemetry.energy.meters import POWER, ChipPower, DeviceSet, MeterError, Watts, decode_activity
+from areal_jax.telemetry import energy_accounting
+from areal_jax.telemetry.energy_accounting import EnergyAccount
+from areal_jax.telemetry.energy_meters import POWER, ChipPower, DeviceSet, MeterError, Watts, decode_activity
 from tests.telemetry.logs import two_updates
 
 CHIP = ChipPower(
@@ -52,8 +52,8 @@ def follow(account: EnergyAccount, meters: list[Counter], events: Any = None) ->
 
 @pytest.fixture
 def chip(monkeypatch):
-    monkeypatch.setattr(accounting, 'POWER', {**POWER, 'chip': CHIP})
-    monkeypatch.setattr('areal_jax.telemetry.energy.meters.POWER', {**POWER, 'chip': CHIP})
+    monkeypatch.setattr(energy_accounting, 'POWER', {**POWER, 'chip': CHIP})
+    monkeypatch.setattr('areal_jax.telemetry.energy_meters.POWER', {**POWER, 'chip': CHIP})
 
 
 def test_an_update_is_accounted_from_lanes_that_go_on_across_it(chip):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_jax.telemetry.energy.meters import (
+from areal_jax.telemetry.energy_meters import (
     POWER,
     STATES,
     ChipPower,

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from areal_jax.telemetry.energy.meters import POWER, MeterError, NvmlMeter, RaplMeter, open_nvml
+from areal_jax.telemetry.energy_meters import POWER, MeterError, NvmlMeter, RaplMeter, open_nvml
 from tests.telemetry.energy.drivers import MICRO, FakeNvml, write_zone
 
 

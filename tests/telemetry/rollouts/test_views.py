@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.errors import UserError
-from areal_jax.telemetry.rollouts import views
+from areal_jax.telemetry import rollout_views
 
 LONG = 'one two three four five six seven eight nine ten eleven twelve ' * 4
 
@@ -39,20 +39,20 @@ GROUPS = [
     ],
 )  # fmt: skip
 def test_the_order_of_answers(order, first):
-    answers = views.sort_answers(GROUPS, order)
+    answers = rollout_views.sort_answers(GROUPS, order)
     assert (answers[0].group['draw'], answers[0].answer['sample']) == first
     assert len(answers) == 4
 
 
 @pytest.mark.parametrize('width', [80, 100, 160])
 def test_lines_fit_and_no_answer_acts_on_the_terminal(width):
-    table = views.render_table(views.sort_answers(GROUPS, 'update'), width)
+    table = rollout_views.render_table(rollout_views.sort_answers(GROUPS, 'update'), width)
     shown = [
         table,
-        *(views.render_group(one, one['answers'], width) for one in GROUPS),
-        views.render_contrast(*views.choose_contrast(GROUPS), width),
-        views.render_contrast(GROUPS[1], *GROUPS[1]['answers'], width),
-        views.render_versions(GROUPS[1], GROUPS[1]['answers'][0], width),
+        *(rollout_views.render_group(one, one['answers'], width) for one in GROUPS),
+        rollout_views.render_contrast(*rollout_views.choose_contrast(GROUPS), width),
+        rollout_views.render_contrast(GROUPS[1], *GROUPS[1]['answers'], width),
+        rollout_views.render_versions(GROUPS[1], GROUPS[1]['answers'][0], width),
     ]
     for text in shown:
         assert max(map(len, text.splitlines())) <= width
@@ -63,35 +63,37 @@ def test_lines_fit_and_no_answer_acts_on_the_terminal(width):
 
 
 def test_a_group_in_full_has_prompt_problem_and_whole_texts():
-    text = views.render_group(GROUPS[1], GROUPS[1]['answers'], 100)
+    text = rollout_views.render_group(GROUPS[1], GROUPS[1]['answers'], 100)
     words = ' '.join(line.strip() for line in text.splitlines())
     assert LONG.strip() in words
     assert 'prompt <user> 1 + 1<assistant>  problem question: 1 + 1 answer: 2' in words
 
 
 def test_best_and_worst_stand_beside_each_other():
-    one, best, worst = views.choose_contrast(GROUPS)
+    one, best, worst = rollout_views.choose_contrast(GROUPS)
     assert (one['draw'], best['reward'], worst['reward']) == (5, 1.0, 0.5)
-    lines = views.render_contrast(one, best, worst, 100).splitlines()
+    lines = rollout_views.render_contrast(one, best, worst, 100).splitlines()
     assert lines[-2].split('|') == ['b\\x1b[2J'.ljust(49), ' a']
     assert lines[-1].split('|') == ['c'.ljust(49), '']
     with pytest.raises(UserError, match='--diff needs a group of two answers'):
-        views.choose_contrast([group(1, 1, answer(0, 1.0, 'a'))])
+        rollout_views.choose_contrast([group(1, 1, answer(0, 1.0, 'a'))])
 
 
 def test_an_answer_by_version():
-    text = views.render_versions(GROUPS[0], answer(0, 0.5, 'abcd', policy_logprobs=[-1.0, -1.5, -2.0, -3.0]), 100)
+    text = rollout_views.render_versions(
+        GROUPS[0], answer(0, 0.5, 'abcd', policy_logprobs=[-1.0, -1.5, -2.0, -3.0]), 100
+    )
     assert 'version 3, age 1: 2 tokens; mean log-prob: behavior -1.500, policy -1.250\n  ab' in text
     assert 'version 4, age 0: 2 tokens; mean log-prob: behavior -3.500, policy -2.500\n  cd' in text
 
 
 def test_wide_characters_count_twice():
-    assert views.cut_text('数' * 10, 20) == '数' * 10
-    assert views.cut_text('数' * 10, 19) == '数' * 8 + '...'
+    assert rollout_views.cut_text('数' * 10, 20) == '数' * 10
+    assert rollout_views.cut_text('数' * 10, 19) == '数' * 8 + '...'
 
 
 def test_what_is_not_kept_is_said():
     with pytest.raises(UserError, match='--step=3: no answers of it are kept; of updates 1 to 2 some are'):
-        views.select_groups(GROUPS, 3, None)
+        rollout_views.select_groups(GROUPS, 3, None)
     with pytest.raises(UserError, match='--draw=6 is not kept; of draws 5 to 5 1 are'):
-        views.select_groups(GROUPS, 1, 6)
+        rollout_views.select_groups(GROUPS, 1, 6)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from areal_jax.files import FileError
-from areal_jax.telemetry.rollouts.views import read_rollouts
-from areal_jax.telemetry.rollouts.writer import RolloutWriter, describe_group, write_record
+from areal_jax.telemetry.rollout_views import read_rollouts
+from areal_jax.telemetry.rollout_writer import RolloutWriter, describe_group, write_record
 from areal_jax.types import NOT_GENERATED, TokenArrays, TrajectoryGroup
 from tests.learning.examples import segment, trajectory
 

@@ -22,8 +22,8 @@ from areal_jax.workers.sandbox.confinement import (
     SandboxError,
     find_abi,
     require_support,
+    wrap_command,
 )
-from areal_jax.workers.sandbox.levels import wrap_command
 from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, LEFT_OPEN
 from tests.workers.sandbox.try_attempts import NOBODY, PASSED, Request, Tries, find_open_interpreter
 

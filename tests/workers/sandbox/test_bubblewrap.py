@@ -12,9 +12,15 @@ import tempfile
 
 import pytest
 
-from areal_jax.workers.sandbox import levels, sandbox_trial
-from areal_jax.workers.sandbox.confinement import BUBBLEWRAP, SandboxError, find_abi
-from areal_jax.workers.sandbox.levels import PROGRAM, has_own_processes, wrap_command
+from areal_jax.workers.sandbox import confinement, sandbox_trial
+from areal_jax.workers.sandbox.confinement import (
+    BUBBLEWRAP,
+    PROGRAM,
+    SandboxError,
+    find_abi,
+    has_own_processes,
+    wrap_command,
+)
 from areal_jax.workers.sandbox.sandbox_trial import describe_sandbox, try_sandbox
 from tests.workers.sandbox.run_attempts import ROOT, USER, count_attempts
 from tests.workers.sandbox.try_attempts import NOBODY, PASSED, Request, Tries, find_open_interpreter
@@ -74,7 +80,7 @@ def test_without_bubblewrap_a_command_stays_as_it_is():
     ],
 )
 def test_a_machine_that_cannot_run_it_is_told_why(stub, monkeypatch, text, said):
-    monkeypatch.setattr(levels, 'LONGEST_S', 0.2 if 'sleep' in text else 20.0)
+    monkeypatch.setattr(confinement, 'LONGEST_S', 0.2 if 'sleep' in text else 20.0)
     stub(text.replace('sleep', '/bin/sleep'))
     with pytest.raises(SandboxError, match=f'^{said}$'):
         wrap_command(BUBBLEWRAP, ['true'])

@@ -17,7 +17,7 @@ from areal_jax import files
 from areal_jax.errors import UserError
 from areal_jax.files import JsonObject
 from areal_jax.telemetry.metrics import read_json_lines, require_fields
-from areal_jax.telemetry.rollouts.writer import DIRECTORY, list_files, read_records
+from areal_jax.telemetry.rollout_writer import DIRECTORY, list_files, read_records
 from areal_jax.types import NOT_GENERATED
 
 EVALUATED = 'answers.jsonl'  # evaluation/results.py

@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from areal_jax.events.schema import Event
 from areal_jax.telemetry import names
-from areal_jax.telemetry.energy.meters import (
+from areal_jax.telemetry.energy_meters import (
     DECODE,
     IDLE,
     NVML,

@@ -15,7 +15,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from areal_jax.agents.environments.episode_record import EpisodeRecord, RecordError
+from areal_jax.agents.episode_record import EpisodeRecord, RecordError
 from areal_jax.agents.programs.endings import shorten
 from areal_jax.agents.programs.program_host import CommandHost, Ending, Job
 from areal_jax.files import JsonObject

@@ -1,1 +1,0 @@
-"""Episodes that another framework runs: it is spoken to over its wire, and its programs talk to the gateway."""

@@ -1,1 +1,0 @@
-"""Closed forms that simulated runs are compared with, and from which a search for a plan starts."""
