@@ -40,7 +40,12 @@ RUNS: Mapping[str, tuple[str, ...]] = {  # a config, then fields that differ
     'ppo_critic': ('recipes/ppo_critic.py:tiny',),
     'fixed(4)': ('tiny_cpu.py', 'staleness.schedule=fixed(4)', 'checkpoint.every=1', 'run.steps=6'),
     'agents': ('tiny_cpu.py', *_AGENT_FIELDS),
-    'sharded': ('tiny_cpu.py', 'cluster.learner=fsdp=4', 'cluster.engines=2 x tensor=2'),
+    'sharded': (
+        'tiny_cpu.py',
+        'cluster.learner=fsdp=2',
+        'cluster.engines=2 x tensor=2',
+        'learner.rows_per_microbatch=2',
+    ),
 }
 RECORDED: Mapping[str, tuple[str, ...]] = {
     'in_process': ('tiny_cpu.py', 'run.clock=real', 'run.steps=8', 'cluster.engines=2 x shared'),

@@ -27,7 +27,7 @@ NAMES = {*SERVERS, *CHANNELS, *CLIENTS}
 OTHER_WORDS = {'areal_jax/app/evaluate/evaluate.py': {'files'}, 'areal_jax/sharding/rules.py': {'device'}} | {
     f'areal_jax/{path}.py': {'stream'}
     for path in (
-        *('app/run/supervised', 'checkpoint/state', 'control/controller'),
+        *('app/run/supervised', 'checkpoint/store', 'control/controller'),
         *('rollout/http/wire/sglang', 'rollout/http/wire/vllm', 'rollout/jetstream/record'),
     )
 }
