@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from areal_jax.app.process.ending import Interrupts, ProcessEnd, end_command
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_TRAINING, Command, Example, answer
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
 

@@ -18,7 +18,7 @@ from areal_jax.app.process.setup import require_extras
 from areal_jax.app.roles.roles import require_roles
 from areal_jax.config import flatten
 from areal_jax.config.cluster import ENGINES, LEARNER, USE_EQUAL, Role, RoleCount, has_roles, list_roles
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 
 MODULE = 'areal_jax.main_role'

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from ml_collections import config_dict
 
 from areal_jax.config.cluster import ENGINES, LEARNER, parse_engines, parse_learner
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_server
-from areal_jax.config.ranges import ConfigError
 
 VISIBLE = 'CUDA_VISIBLE_DEVICES'
 _PLATFORMS = {'cuda', 'gpu'}

@@ -23,8 +23,8 @@ from areal_jax.app.roles.own_server import SERVERS
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
 from areal_jax.config import validate
 from areal_jax.config.cluster import has_roles, parse_engines
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import SERVER, Launch, find_server, name_launched, resolve
-from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 
 from .gpus import VISIBLE, find_gpus, share_gpus

@@ -22,8 +22,8 @@ from areal_jax import files
 from areal_jax.app.process.ending import Wakeups
 from areal_jax.app.roles.roles import require_roles
 from areal_jax.config.cluster import list_roles
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import SERVER, find_server, resolve
-from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.registry import require_usable
 

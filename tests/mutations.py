@@ -1174,7 +1174,7 @@ MUTATIONS = [
     ),
     Mutation(
         'run code of a model without a sandbox where none is asked for',
-        'areal_jax.config.sandbox_fields:resolve_sandbox',
+        'areal_jax.config.agent_fields:resolve_sandbox',
         'return LANDLOCK if runs_model_code(task) else NONE',
         'return NONE',
         'tests/config/test_sandbox_fields.py',
@@ -2071,7 +2071,7 @@ MUTATIONS = [
     ),
     Mutation(
         'ends: a run of an earlier version gets others',
-        'areal_jax.config.structure:with_former',
+        'areal_jax.config.near_names:with_former',
         '{name: value} | found[section]',
         'found[section]',
         'tests/app/model/test_text_model.py',
@@ -2694,7 +2694,7 @@ MUTATIONS = [
     ),
     Mutation(
         'read a config that was edited without a look at its types',
-        'areal_jax.config.structure:read_saved',
+        'areal_jax.config.near_names:read_saved',
         'require_saved(values, str(path), fix)',
         'pass',
         'tests/app/workdir/test_edited_states.py',

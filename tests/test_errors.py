@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from areal_jax.app.process.ending import end_command
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import LostPeerError, UserError, describe_disk_trouble
 
 ENDINGS = {

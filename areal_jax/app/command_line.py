@@ -25,9 +25,9 @@ from areal_jax.app.process.setup import require_extras
 from areal_jax.config import require_local_fields, validate
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS
+from areal_jax.config.fields import ConfigError
+from areal_jax.config.near_names import suggest_flag, unknown_field
 from areal_jax.config.options import take_options
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import suggest_flag, unknown_field
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import describe_url, require_local
 from areal_jax.installation import PACKAGE, list_configs, locate_file

@@ -25,8 +25,8 @@ from areal_jax.app.run.supervised import SftTraining
 from areal_jax.app.workdir.run_directory import Report
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import parse_learner
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import require_local
 

@@ -15,9 +15,8 @@ from ml_collections import config_dict
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.constraints import find_evaluation_problems, find_problems, find_task_problems
 from areal_jax.config.declarations import FIELDS, FREE, SECTIONS, require_allowed
-from areal_jax.config.fields import ChoiceOrOwn, ConfigSection, Path, Value, read_section, require_local
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import require_declared
+from areal_jax.config.fields import ChoiceOrOwn, ConfigError, ConfigSection, Path, Value, read_section, require_local
+from areal_jax.config.near_names import require_declared
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
 
 CONFIG = 'config.json'  # in the workdir: the resolved config of the run

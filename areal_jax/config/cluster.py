@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 
 from ml_collections import config_dict
 
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_server
-from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import suggest
 
 LEARNER, ENGINES, STRATEGY = 'cluster.learner', 'cluster.engines', 'cluster.strategy'

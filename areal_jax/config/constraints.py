@@ -11,21 +11,24 @@ from collections.abc import Iterator
 
 from ml_collections import config_dict
 
-from areal_jax.config.agent_fields import find_agent_problems
-from areal_jax.config.cluster import parse_engines, parse_learner
-from areal_jax.config.critic_fields import find_critic_problems
-from areal_jax.config.friction_fields import find_evaluation_problem, find_friction_problems
-from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
-from areal_jax.config.model_fields import find_model_problems
-from areal_jax.config.objective_constraints import (
-    find_group_problems,
-    find_objective_problems,
-    find_reference_problems,
+from areal_jax.config.addresses import split_address
+from areal_jax.config.agent_fields import (
+    find_agent_problems,
+    find_code_problems,
+    find_sandbox_problems,
+    find_training_problems,
 )
+from areal_jax.config.cluster import parse_engines, parse_learner
+from areal_jax.config.declarations import (
+    find_critic_problems,
+    find_evaluation_problem,
+    find_friction_problems,
+    find_model_problems,
+    find_simulation_problems,
+)
+from areal_jax.config.kinds import DEVICE, IN_PROCESS, SERVERS, find_channel, find_server, name_launched
+from areal_jax.config.objective_constraints import find_group_problems, find_objective_problems, find_reference_problems
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.publication_constraints import find_delta_problems, find_record_problems
-from areal_jax.config.sandbox_fields import find_code_problems, find_sandbox_problems, find_training_problems
-from areal_jax.config.simulation_fields import find_simulation_problems
 from areal_jax.config.splits import find_reallocation_problems
 from areal_jax.config.training import (
     find_balance_problems,
@@ -38,6 +41,58 @@ from areal_jax.config.training import (
     find_schedule_problems,
     find_staleness_problems,
 )
+
+
+def find_record_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Who can send versions as records, and who can read them."""
+    setting = f'publication.channel={c.publication.channel!r}'
+    if c.publication.listen and split_address(c.publication.listen) is None:
+        yield (
+            f'publication.listen={c.publication.listen!r} must be a host or host:port, with brackets around a host of '
+            'IPv6: name an interface of this machine'
+        )
+    if not find_channel(c.publication.channel).sends_records:
+        return
+    if not find_server(c.rollout.server).reads_records:
+        yield (
+            f'{setting} with rollout.server={c.rollout.server!r}: these servers load directories of files; use '
+            "publication.channel='files', or rollout.server='own'"
+        )
+    if parse_learner(c.cluster.learner).hosts is not None:
+        yield (
+            f'{setting} with cluster.learner={c.cluster.learner!r}: learners in roles or over several processes write '
+            "files; use publication.channel='files', or a learner in one process"
+        )
+
+
+def find_delta_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Who cannot send or take what changed between two versions."""
+    publication, server = c.publication, c.rollout.server
+    if not publication.delta:
+        return
+    for path, value, fits, why in (
+        (
+            *('publication.channel', publication.channel, find_channel(publication.channel).has_deltas),
+            "it carries whole versions only; use publication.channel='files'",
+        ),
+        (
+            *('publication.dtype', publication.dtype, publication.dtype != 'float32'),
+            '99.8 % of the elements of float32 weights change in each update, so that no delta is smaller; use '
+            "publication.dtype='bfloat16'",
+        ),
+        (
+            *('cluster.learner', c.cluster.learner, parse_learner(c.cluster.learner).hosts is None),
+            'each process writes its own leaves, and a delta needs the version before in one process; use a learner '
+            'in the process of the trainer',
+        ),
+        (
+            *('rollout.server', server, find_server(server).reads_deltas),
+            "these servers load whole directories; use rollout.server='own'",
+        ),
+    ):
+        if not fits:
+            yield f'publication.delta=True with {path}={value!r}: {why}, or publication.delta=False'
+
 
 MOST_PREFILL_BUCKETS = 5  # an engine has 16 programs at most
 

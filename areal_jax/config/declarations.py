@@ -10,14 +10,29 @@ a second default, and a rule that needs another field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+from collections.abc import Iterator, Mapping
 
-from areal_jax.config.agent_fields import AGENT_FIELDS, HERMES, PROGRAM
-from areal_jax.config.cluster import ONE_DEVICE
-from areal_jax.config.critic_fields import CRITIC_FIELDS
+from ml_collections import config_dict
+
+from areal_jax.config.agent_fields import AGENT_FIELDS, AUTO, HERMES, LEVELS, PACKAGES, PROGRAM
+from areal_jax.config.cluster import ONE_DEVICE, parse_engines
 from areal_jax.config.fields import (
+    COUNT,
+    COUNT_OR_OFF,
+    DTYPES,
+    LEASE,
+    MEBIBYTES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    SHARE,
+    SHARE_ABOVE_ZERO,
+    THREADS,
     Choice,
     ChoiceOrOwn,
+    ConfigError,
     Field,
     Flag,
     GroupCount,
@@ -33,27 +48,313 @@ from areal_jax.config.fields import (
     Value,
     declare_section,
 )
-from areal_jax.config.friction_fields import FRICTION_FIELDS
-from areal_jax.config.kinds import CHANNELS, SERVERS, describe_addresses, describe_channels
-from areal_jax.config.loss_fields import LOSS_FIELDS
-from areal_jax.config.model_fields import MODEL_FIELDS
-from areal_jax.config.ranges import (
-    COUNT,
-    COUNT_OR_OFF,
-    DTYPES,
-    LEASE,
-    MEBIBYTES,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SECONDS,
-    SEED,
-    SHARE,
-    SHARE_ABOVE_ZERO,
-    THREADS,
-)
-from areal_jax.config.sandbox_fields import AUTO, LEVELS, PACKAGES
-from areal_jax.config.simulation_fields import SIMULATION_FIELDS
+from areal_jax.config.kinds import CHANNELS, IN_PROCESS, SERVERS, describe_addresses, describe_channels, find_server
+from areal_jax.config.objectives import OBJECTIVES, find_objective, trains_critic
+from areal_jax.config.policy_choices import CHOICE_FIELDS
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, OptimizerSection, StalenessSection
+
+LOSS_FIELDS: Mapping[str, Field] = {
+    'objective': ChoiceOrOwn(
+        'decoupled_ppo', tuple(OBJECTIVES), 'a method, docs/objectives.md; sft, dpo and reward_model have no engines'
+    ),
+    'options': Options('FILE.py:FUNCTION: its parameters by name, any keys'),
+    **CHOICE_FIELDS,
+    'denominator': Choice(
+        'kept', ('kept', 'all'), 'kept: the fewer groups filter_equal_rewards keeps, the more each weighs'
+    ),
+    'truncated_sampling': Choice(
+        'refuse', ('refuse', 'full_softmax'), 'top_k, top_p: biased by the mass kept, a metric'
+    ),
+    'dpo_beta': Real(0.1, POSITIVE, 'dpo: how far a pair pulls the policy away from loss.reference'),
+    'divergence': Choice(
+        'sampled',
+        ('sampled', 'reverse', 'forward'),
+        'distillation: reverse KL on sampled tokens; or reverse or forward KL over the whole vocabulary',
+    ),
+    'teacher': Path('', 'distillation: a Hugging Face directory with the vocabulary of the model'),
+    'reference': Path('', "a Hugging Face directory; '' = the weights at the start"),
+}  # fmt: skip
+
+
+# The fields of the section `critic`, and what they do not go with. docs/critic.md is their page.
+
+
+TRUNK_CRITIC, COPIED_CRITIC = 'trunk', 'copy'  # of critic.model; else a directory
+
+CRITIC_FIELDS: Mapping[str, Field] = {
+    'model': Path(
+        TRUNK_CRITIC,
+        "trunk: a value head on the policy; copy: a model of its own, first the policy's; or a HF directory",
+    ),
+    'learning_rate': Real(
+        1e-4, POSITIVE, 'of its own optimizer, which has the other settings of the section optimizer'
+    ),
+    'trunk_gradient': Real(0.1, SHARE, "trunk: weight of the value loss for the policy's weights; 0 = the head alone"),
+}
+
+
+def find_critic_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule that an objective with a critic breaks."""
+    if trains_critic(c.loss) and c.optimizer.blocks > 1:
+        yield (
+            f'loss.objective={c.loss.objective!r} with optimizer.blocks={c.optimizer.blocks}: a critic is trained in '
+            'every update, and an update of a block trains the leaves of that block; use optimizer.blocks=1'
+        )
+
+
+# The section `model` of the config, and the rules of its fields.
+
+
+EXPERT_FAMILIES = ('qwen3_moe', 'mixtral', 'olmoe')  # of random models
+
+MODEL_FIELDS: dict[str, Field] = {
+    'source': Choice('random', ('random', 'gguf', 'hf', 'run'), 'a GGUF file, Hugging Face files, or another run'),
+    'path': Path('', "gguf: a file or 'package:NAME/FILE'; hf: a directory; run: a workdir or one of its checkpoints"),
+    'chat_template': Path('', "a jinja2 file, or 'package:configs/templates/hermes.jinja'; '' = that of the weights"),
+    'ends': Choice(
+        'all', ('all', 'eos'), 'gguf, hf: of the ids that end an answer, all that the files name, or eos_token alone'
+    ),
+    'template_date': Text(
+        '', "gguf, hf: the day that templates see, '2026-11-30'; 'off' = none; '' = today, and a run keeps its first"
+    ),
+    'characters': Text('', "random: one token each; '' = those of the task token_reversal"),
+    'family': Choice(
+        'llama',
+        ('llama', 'qwen2', 'qwen3', *EXPERT_FAMILIES, 'plain'),
+        'random: qwen2 = biases of q, k, v; qwen3 = norms of q, k; plain = learned positions, ReLU, no final norm; '
+        'with experts: docs/moe.md',
+    ),
+    'outputs': Choice('all', ('all', 'symbols'), 'plain: tokens of an answer; symbols = token_reversal'),
+    'n_layers': Integer(2, COUNT, 'random: layers of the decoder'),
+    'd_model': Integer(64, COUNT, 'random: width of the residual stream'),
+    'd_ff': Integer(128, COUNT, 'random: width of the MLP'),
+    'experts': Integer(0, COUNT_OR_OFF, 'random: experts of a layer in place of the MLP; 0 = none'),
+    'experts_per_token': Integer(2, COUNT, 'random: experts that a token reaches'),
+    'd_expert': Integer(64, COUNT, 'random: width of an expert'),
+    'n_heads': Integer(4, COUNT, 'random: query heads'),
+    'n_kv_heads': Integer(2, COUNT, 'random: key-value heads, a divisor of n_heads'),
+    'head_dim': Integer(16, COUNT, 'random: width of a head, an even number'),
+    'rope_theta': Real(10000.0, POSITIVE, 'random: base of the rotary angles'),
+    'init_scale': Real(1.0, POSITIVE, 'random: multiplies the standard deviation of every matrix'),
+    'embedding_scale': Real(1.0, POSITIVE, 'random: multiplies that of embedding and positions as well'),
+}
+
+
+def find_model_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule that a config breaks."""
+    model = c.model
+    if model.source == 'gguf' and not model.path:
+        yield "model.source='gguf' needs model.path: a file, or package:NAME/FILE inside an installed package"
+    if model.source == 'hf' and not model.path:
+        yield "model.source='hf' needs model.path: a directory with config.json and safetensors"
+    if model.source == 'run' and not model.path:
+        yield "model.source='run' needs model.path: the --workdir of another run"
+    if model.source == 'random' and model.chat_template:
+        yield f"model.chat_template={model.chat_template!r} is of no use with model.source='random': remove it"
+    if model.template_date not in ('', 'off') and not _is_day(model.template_date):
+        yield f"model.template_date={model.template_date!r} must be a day such as '2026-11-30', 'off', or ''"
+    if model.source == 'random' and len(set(model.characters)) != len(model.characters):
+        yield f'model.characters={model.characters!r} must have each character once'
+    if model.source == 'random' and model.n_heads % model.n_kv_heads:
+        yield f'model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}'
+    if model.source == 'random' and model.head_dim % 2:
+        yield f'model.head_dim={model.head_dim} must be even: rotary positions need pairs'
+    if model.source == 'random' and model.outputs == 'symbols':
+        yield from _symbol_problems(c)
+    if model.source == 'random':
+        yield from _expert_problems(c)
+    if model.source == 'random' and model.family == 'plain' and c.lora.rank and 'gate' in c.lora.targets:
+        yield f"lora.targets={tuple(c.lora.targets)} names 'gate', which model.family='plain' does not have: remove it"
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _expert_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    model = c.model
+    if (model.family in EXPERT_FAMILIES) != bool(model.experts):
+        families = ', '.join(EXPERT_FAMILIES)
+        yield (
+            f'model.experts={model.experts} does not fit model.family={model.family!r}: the families with experts are '
+            f'{families}'
+        )
+    elif model.experts and model.experts_per_token > model.experts:
+        yield f'model.experts_per_token={model.experts_per_token} is more than model.experts={model.experts}: lower it'
+
+
+def _symbol_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A head whose rows are the symbols of token_reversal."""
+    for path, value, fix in (
+        ('model.family', c.model.family, 'plain'),
+        ('model.characters', c.model.characters, ''),
+        ('task.name', c.task.name, 'token_reversal'),
+        ('rollout.ignore_eos', c.rollout.ignore_eos, True),
+    ):
+        if value != fix:
+            yield f"model.outputs='symbols' leaves no other token to answer with: use {path}={fix!r}, not {value!r}"
+
+
+# The fields of the section `friction`, and what they do not go with. docs/frictions.md is their page.
+
+
+SHARES = ('actor_share', 'reward_share', 'unrewarded_share')
+
+FRICTION_FIELDS: Mapping[str, Field] = {
+    'actor': Choice(
+        'constant',
+        ('constant', 'logprobs', 'temperature'),
+        'constant: the answer becomes one token, its log-probs 0; logprobs: noise; temperature: drawn at another one',
+    ),
+    'actor_share': Real(0.0, SHARE, 'share of the answers that this happens to; 0 = off'),
+    'actor_token': Integer(0, COUNT_OR_OFF, 'constant: the id of that token'),
+    'actor_nats': Real(1.0, POSITIVE, 'logprobs: standard deviation of Gaussian noise; the sum is at most 0'),
+    'actor_temperature': Real(
+        2.0, POSITIVE, 'temperature: of the tokens; their log-probs are those at rollout.temperature'
+    ),
+    'reward_share': Real(0.0, SHARE, 'share of the answers whose reward is drawn from the range of the batch; 0 = off'),
+    'unrewarded_share': Real(0.0, SHARE, 'share of the prompts whose answers have the reward 0; 0 = off'),
+}
+
+
+def find_friction_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule of a training run that the section breaks."""
+    friction, rollout = c.friction, c.rollout
+    if not friction.actor_share:
+        return
+    setting = f'friction.actor={friction.actor!r} with friction.actor_share={friction.actor_share}'
+    if rollout.top_k > 0 or rollout.top_p < 1:
+        yield (
+            f'{setting} and rollout.top_k={rollout.top_k}, rollout.top_p={rollout.top_p}: frictions of the actor are '
+            'defined on log-probs of the whole softmax; set rollout.top_k=0 and rollout.top_p=1, or '
+            'friction.actor_share=0'
+        )
+    is_small = c.model.source == 'random' and c.model.outputs == 'symbols'
+    if friction.actor == 'constant' and is_small and friction.actor_token >= c.task.symbols:
+        yield (
+            f"{setting} and friction.actor_token={friction.actor_token}: a model with model.outputs='symbols' answers "
+            f'with the first task.symbols={c.task.symbols} tokens only; use a smaller id'
+        )
+    if friction.actor == 'temperature' and not find_server(rollout.server).in_process:
+        yield (
+            f'{setting} and rollout.server={rollout.server!r}: these servers report log-probs at the temperature that '
+            f'they draw at; use rollout.server={IN_PROCESS.name!r}, or another friction.actor'
+        )
+
+
+def find_evaluation_problem(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Of a model that is only evaluated."""
+    for name in SHARES:
+        if share := c.friction[name]:
+            yield (
+                f'friction.{name}={share} is a friction of training, and an evaluation has none: set friction.{name}=0'
+            )
+
+
+# The fields of the section `simulation`, and what a simulation can not do. docs/simulation.md is their page.
+
+
+ROOFLINE, VIRTUAL = 'roofline', 'virtual'  # simulation.prices, besides a file
+TASK = 'task'  # simulation.prompts, besides a distribution
+
+SIMULATION_FIELDS: Mapping[str, Field] = {
+    'prices': Path(
+        '',
+        "'roofline': from chip and model; 'virtual': the section virtual; FILE.json: of areal-simulate --calibrate; "
+        "'' = the config is no simulation",
+    ),
+    'chip': Text('H800', 'roofline: of the learner, and of engines that engine_chips does not name'),
+    'engine_chips': Text(
+        '', "'4 x H800, 4 x A100': of the engines in their order, H800/3 is one of a third of the speed; '' = chip"
+    ),
+    'model': Text('', "roofline: a model by name, such as 'R1-distill-Qwen-7B'; '' = the shape of the section model"),
+    'answers': Path(
+        'lognormal(1000, 0.75)',
+        'tokens of an answer, or of a turn, before the limit: lognormal(mean, sigma), constant(n), ...; A -> B drifts '
+        "over the run, 'A; B' has equal phases; log(RUN): those of a run",
+    ),
+    'prompts': Path('constant(512)', "tokens of a prompt, likewise; 'task': those of the task's own prompts"),
+    'turns': Path('', "turns of an agent's episode, likewise; '' = an answer is one turn; log(RUN) brings its own"),
+    'results': Path('constant(200)', 'tokens that the tool gives between two turns, likewise'),
+    'tool': Path('constant(1000)', 'milliseconds of a call of the tool, likewise; prices virtual: virtual.tool_s'),
+    'failures': Path(
+        '', "rollout.server other than 'in_process': seconds that a server lives, likewise; '' = none of them dies"
+    ),
+    'restart': Path('constant(120)', 'seconds from the death of a server until another one has started in its place'),
+    'group_share': Real(0.0, SHARE, 'of the variance of the logarithm of a length, what answers to a prompt share'),
+    'success': Real(0.5, SHARE, 'share of the answers with the reward 1'),
+    'verifier': Path('constant(10)', 'milliseconds of the verifier for an answer, likewise'),
+    'bandwidth': Real(0.6, SHARE_ABOVE_ZERO, 'roofline: share of the memory bandwidth that decoding reaches'),
+    'prefill': Real(0.5, SHARE_ABOVE_ZERO, 'roofline: share of the flops that prefill reaches'),
+    'mfu': Real(0.4, SHARE_ABOVE_ZERO, 'roofline: share of the flops that training reaches'),
+    'passes': Real(4.0, POSITIVE, 'roofline: forward passes that an update costs: 3, and 1 for proximal log-probs'),
+    'update_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of an update besides passes and optimizer'),
+    'load_s': Real(0.0, NOT_NEGATIVE, 'roofline: seconds of a publication besides its bytes'),
+    'switch_s': Real(0.0, NOT_NEGATIVE, 'engines that share the learner: seconds to change from one to the other'),
+    'join': Flag(True, 'join dispatches between which nothing is decided: the same events, in less time'),
+}
+
+
+def require_no_simulation(c: config_dict.ConfigDict) -> None:
+    """Raises ConfigError for the config of a simulation, which trains nothing."""
+    if prices := c.simulation.prices:
+        raise ConfigError(
+            f'simulation.prices={prices!r} makes this config one of a simulation: run it with areal-simulate, or set '
+            "simulation.prices='' to train"
+        )
+
+
+def find_simulation_problems(c: config_dict.ConfigDict) -> Iterator[str]:
+    """A sentence for each rule that a config breaks: the fields, their values and the fix."""
+    prices = c.simulation.prices
+    if not prices:
+        return
+    setting = f'simulation.prices={prices!r}'
+    if prices not in (ROOFLINE, VIRTUAL) and not prices.endswith('.json'):
+        yield f"{setting} is unknown; use '{ROOFLINE}', '{VIRTUAL}' or FILE.json"
+    if not find_objective(c.loss.objective).generates:
+        yield f'{setting} and loss.objective={c.loss.objective!r}: a simulation is of runs that generate'
+    is_logged = c.simulation.answers.strip().startswith('log(')
+    if c.rollout.workflow != 'single_turn' and not c.simulation.turns and not is_logged:
+        yield (
+            f'{setting} and rollout.workflow={c.rollout.workflow!r}: its code is not run; say how many turns an '
+            "episode has, simulation.turns='uniform(2, 8)', or take them from a run, simulation.answers='log(RUN)'"
+        )
+    if c.simulation.turns and is_logged:
+        yield (
+            f'simulation.turns={c.simulation.turns!r} and simulation.answers={c.simulation.answers!r}: the run brings '
+            "its own turns; set simulation.turns=''"
+        )
+    if c.simulation.failures and find_server(c.rollout.server).in_process:
+        yield (
+            f'simulation.failures={c.simulation.failures!r} and rollout.server={c.rollout.server!r}: engines in the '
+            "process of the learner end the run with them; use rollout.server='own'"
+        )
+    if c.friction.actor_share:
+        yield (
+            f'{setting} and friction.actor_share={c.friction.actor_share}: an answer has no tokens to change; set it '
+            'to 0'
+        )
+    if prices != ROOFLINE and c.cluster.reallocate != 'off':
+        yield (
+            f'{setting} and cluster.reallocate={c.cluster.reallocate!r}: only prices of chips follow the devices that '
+            f"move; use simulation.prices='{ROOFLINE}', or cluster.reallocate='off'"
+        )
+    engines = parse_engines(c.cluster.engines)
+    if prices.endswith('.json') and not engines.has_equal_engines:
+        yield (
+            f'{setting} and cluster.engines={c.cluster.engines!r}: a fitted price is that of all engines; use '
+            f"simulation.prices='{ROOFLINE}', or equal engines, such as '4 x tensor=1'"
+        )
+    if prices == ROOFLINE and engines.shared and (c.staleness.eta != 0 or c.staleness.schedule != 'natural'):
+        yield (
+            f"{setting} and cluster.engines={c.cluster.engines!r}: engines on the learner's devices are simulated in "
+            'turns with it; set staleness.eta=0, or give the engines devices of their own'
+        )
+
 
 _PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 

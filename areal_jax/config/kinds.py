@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.plugins import is_own, load_function, raising_user_error
 
 SERVER, CHANNEL = 'rollout.server', 'publication.channel'

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES, PolicyChoices
-from areal_jax.config.ranges import ConfigError
 from areal_jax.plugins import is_own
 
 FIELD = 'loss.objective'

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from ml_collections import config_dict
 
 from areal_jax.config.declarations import FIELDS, FREE
-from areal_jax.config.fields import Option
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError, Option
 
 _WORDS = {'true': True, 'false': False}  # as flags of the command line are written
 

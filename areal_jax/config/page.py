@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from areal_jax.config.declarations import FIELDS, SECTIONS
-from areal_jax.config.fields import Field
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError, Field
 from areal_jax.errors import suggest
 
 COMMAND = 'python -m areal_jax.config.page > docs/config.md'

@@ -11,8 +11,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from areal_jax.config.fields import Choice, ChoiceOrOwn, Field, Integer, Real
-from areal_jax.config.ranges import COUNT_OR_OFF, DECAY, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_ZERO, Range
+from areal_jax.config.fields import (
+    COUNT_OR_OFF,
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_ABOVE_ZERO,
+    Choice,
+    ChoiceOrOwn,
+    Field,
+    Integer,
+    Range,
+    Real,
+)
 
 OF_METHOD = ''  # a choice that loss.objective makes
 _DECLARED, _OTHER_NAMES = 'declared', 'other names'  # keys of metadata

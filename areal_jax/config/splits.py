@@ -23,9 +23,9 @@ from areal_jax.config.cluster import (
     parse_engines,
     parse_learner,
 )
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import DEVICE, IN_PROCESS, find_channel, find_server
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import ConfigError
 from areal_jax.config.training import find_device_problems, list_unmoved
 
 FIELD = 'cluster.reallocate'

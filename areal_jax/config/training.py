@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from areal_jax.config.cluster import ONE_DEVICE, parse_learner
-from areal_jax.config.fields import Choice, Config, ConfigSection, Flag, Integer, Lengths, Path, Real, Value, declare
-from areal_jax.config.objectives import find_objective, is_policy, resolve
-from areal_jax.config.ranges import (
+from areal_jax.config.fields import (
     BYTES,
     COUNT,
     COUNT_OR_OFF,
@@ -21,7 +19,18 @@ from areal_jax.config.ranges import (
     SHARE,
     SHARE_ABOVE_ZERO,
     VERSIONS,
+    Choice,
+    Config,
+    ConfigSection,
+    Flag,
+    Integer,
+    Lengths,
+    Path,
+    Real,
+    Value,
+    declare,
 )
+from areal_jax.config.objectives import find_objective, is_policy, resolve
 
 
 def generates(c: Config) -> bool:

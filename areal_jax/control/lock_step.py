@@ -11,7 +11,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.gate import Admission, StalenessGate
 from areal_jax.lanes import publish_lane
 from areal_jax.protocols import Clock, Pool

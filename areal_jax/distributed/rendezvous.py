@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.distributed.handshake import Hello, Listener, connect, key_path, load_key
 from areal_jax.distributed.peers import CommandError, Connection
 from areal_jax.errors import LostPeerError, UserError

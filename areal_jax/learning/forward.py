@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.columns import ROUTED_EXPERTS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.objective import (
     CLAMPED_ENTROPY,
     DIVERGENCES,

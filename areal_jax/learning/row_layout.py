@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from areal_jax.columns import declared
 from areal_jax.config.cluster import LEARNER
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.forward import require_heads
 from areal_jax.learning.packing.packing import empty_batch, pack
 from areal_jax.learning.packing.rows import (

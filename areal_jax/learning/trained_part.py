@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.forward import TeacherForm
 from areal_jax.learning.objective.objective import DIVERGENCES, FROM_TEACHER, TEACHER
 from areal_jax.learning.optimizer.optimizer import Optimizer

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models import native_layers
 from areal_jax.models import weights as initial
 from areal_jax.models.block import Layer, Rotation, rms_norm

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from areal_jax.columns import ROUTED_EXPERTS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.expert_products import Mixer, choose_mixer, mix_blocks
 from areal_jax.models.shape import Experts, Llama3Scaling, ModelConfig
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from areal_jax.columns import ROUTED_EXPERTS, Column
-from areal_jax.config.ranges import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
+from areal_jax.config.fields import COUNT, COUNT_OR_OFF, NOT_NEGATIVE, POSITIVE, ConfigError
 from areal_jax.models.families import FAMILIES, Weight
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config.declarations import require_allowed
-from areal_jax.config.ranges import COUNT, ConfigError
+from areal_jax.config.fields import COUNT, ConfigError
 from areal_jax.models.families import COMMON, FAMILIES, Init, Weight
 from areal_jax.models.shape import LAYERS, ModelConfig, layers_of, letter_sizes, rows_of
 from areal_jax.sharding.rules import WeightAxes, path_name

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from areal_jax.config.cluster import AXES, ENGINES, LEARNER, STRATEGY, EnginesLayout, LearnerLayout, require_fit
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.lanes import engine_lane
 from areal_jax.types import Tree
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_jax import files
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.events.schema import DecodeEvent, Event, PrefillEvent
 from areal_jax.lanes import LEARNER, is_engine_lane

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event, FinishEvent
 from areal_jax.report.event_log import lane_intervals

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-from areal_jax.config.ranges import COUNT, SHARE, ConfigError
+from areal_jax.config.fields import COUNT, SHARE, ConfigError
 from areal_jax.simulation import draws
 
 FORMS = (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from areal_jax.config.cluster import EnginesLayout, LearnerLayout
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.virtual import Price
 from areal_jax.errors import suggest
 from areal_jax.lanes import engine_lane, publish_lane

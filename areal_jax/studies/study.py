@@ -20,7 +20,7 @@ from areal_jax.app.process.ending import Interrupts
 from areal_jax.app.sweep.arms import Arm, read_state
 from areal_jax.app.sweep.runner import Job, Runner
 from areal_jax.config import flatten
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import describe_install
 from areal_jax.studies.page import FAILED, FILE, check_controls, find_rates, render_page

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_jax.app.simulate.planning import MOST_SIMULATIONS, WINDOW, simulate_plan
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.planner.advice import find_interval
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, Search, Setting, choose_start, list_plans, worth
 from areal_jax.simulation.planner.question import describe_lengths, make_setting

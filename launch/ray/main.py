@@ -13,7 +13,7 @@ from absl import flags
 
 from areal_jax.app.command_line import parse_command
 from areal_jax.commands.command import EXITS_OF_TRAINING, FIELDS_OF_ROLES, ROLES_OF_TINY, Command, Example, answer
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import build_python_path, describe_install
 

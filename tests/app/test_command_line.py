@@ -9,7 +9,7 @@ from absl import flags
 
 from areal_jax.app.command_line import CommandLineError, load_config, parse_train_command, require_workdir
 from areal_jax.config import default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 
 TINY = '--config=configs/tiny_cpu.py'
 

@@ -11,7 +11,7 @@ import pytest
 from areal_jax.app.export.run_export import replace_export
 from areal_jax.app.library import build_run
 from areal_jax.config import validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.formats.safetensors_file import FILE, ValueHeadError, read_value_head, write_value_head
 from areal_jax.models.decoder import Decoder

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from areal_jax.app.library import LoopRun, build_run
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from tests.app.small import SmallRun, equal, small_config, to_host
 from tests.host_reads import record_reads
 

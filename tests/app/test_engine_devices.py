@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from tests.app.small import SmallRun, equal
 
 PAIRS = {'cluster__engines': '2 x tensor=2', 'run__steps': 2}

@@ -10,7 +10,7 @@ from areal_jax import main_check_log, main_replay
 from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.library import build_run
 from areal_jax.config import validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, resume_killed, small_config

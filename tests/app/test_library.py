@@ -22,7 +22,7 @@ import areal_jax
 from areal_jax.app import library
 from areal_jax.app.process.ending import CallerInterrupts
 from areal_jax.app.run.own_site import OwnSite
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.files import DirectoryLock
 from areal_jax.learning.learner import SpmdLearner

@@ -13,7 +13,7 @@ from areal_jax.app.model.model import build_model
 from areal_jax.app.parts import part_settings as build
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import HfError
 from areal_jax.learning.weights.finiteness import NonFiniteError

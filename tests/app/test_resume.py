@@ -10,7 +10,7 @@ import pytest
 from areal_jax.app.library import build_run
 from areal_jax.checkpoint.shards import write_shards
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from tests.app.run.test_supervised import final, metrics, run, sft_config
 from tests.app.small import SmallRun, call_after, equal
 

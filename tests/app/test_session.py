@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.app.library import build_run
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.programs import AHEAD, CompiledPrograms
 from areal_jax.models.attention import packed_attention

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config import validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from tests.app.small import SmallRun, resume_killed, small_config
 
 UNEQUAL = '1 x tensor=2 + 1 x tensor=1'

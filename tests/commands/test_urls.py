@@ -11,8 +11,7 @@ from areal_jax.app.evaluate.evaluation_config import choose_source
 from areal_jax.commands.command import PATHS, find_commands, list_flags
 from areal_jax.config import default_config, require_local_fields, validate
 from areal_jax.config.declarations import FIELDS
-from areal_jax.config.fields import ChoiceOrOwn, Path, Text
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ChoiceOrOwn, ConfigError, Path, Text
 from areal_jax.errors import UserError
 from areal_jax.files import describe_url, require_local
 

@@ -18,7 +18,7 @@ from areal_jax.config.cluster import (
     parse_learner,
     require_fit,
 )
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 
 
 def test_sizes_not_named_are_1():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax import config as schema
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 
 
 def make(**fields):

@@ -9,8 +9,7 @@ from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig, default_config, flatten, page, validate
 from areal_jax.config.declarations import FIELDS, require_allowed
-from areal_jax.config.fields import Choice, Integer, Real
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import Choice, ConfigError, Integer, Real
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted(p.stem for p in (ROOT / 'configs').glob('*.py'))

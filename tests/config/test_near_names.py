@@ -3,8 +3,7 @@
 import pytest
 
 from areal_jax.config.declarations import FIELDS, SECTIONS
-from areal_jax.config.near_names import OTHER_NAMES, find_field, find_flag
-from areal_jax.config.structure import unknown_field
+from areal_jax.config.near_names import OTHER_NAMES, find_field, find_flag, unknown_field
 from areal_jax.errors import find_near
 
 MEANT = {

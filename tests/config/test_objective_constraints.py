@@ -6,6 +6,7 @@ import pytest
 
 from areal_jax.app.parts.part_settings import build_choices
 from areal_jax.config import TrackedConfig, default_config, validate
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.objective_constraints import (
     find_group_problems,
     find_objective_problems,
@@ -13,7 +14,6 @@ from areal_jax.config.objective_constraints import (
 )
 from areal_jax.config.objectives import OBJECTIVES
 from areal_jax.config.policy_choices import ADVANTAGES, SURROGATES
-from areal_jax.config.ranges import ConfigError
 
 LOCK_STEP = {'staleness.schedule': 'fixed(2)'}
 OAPL = {'loss.objective': 'oapl', **LOCK_STEP}

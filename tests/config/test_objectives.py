@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from areal_jax.config import default_config
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.objectives import (
     BASE,
     OBJECTIVES,
@@ -17,7 +18,6 @@ from areal_jax.config.objectives import (
     select_used,
 )
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.config.ranges import ConfigError
 from tests import objectives_page
 
 

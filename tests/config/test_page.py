@@ -4,8 +4,8 @@ import pytest
 
 from areal_jax import main_config
 from areal_jax.config.declarations import FIELDS, SECTIONS
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.page import find_fields, render_fields
-from areal_jax.config.ranges import ConfigError
 from areal_jax.installation import list_configs
 
 

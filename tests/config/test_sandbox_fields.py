@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.sandbox_fields import (
+from areal_jax.config.agent_fields import (
     LEVELS,
     NONE,
     PACKAGES,
@@ -19,6 +18,7 @@ from areal_jax.config.sandbox_fields import (
     runs_model_code,
     runs_tools,
 )
+from areal_jax.config.fields import ConfigError
 from areal_jax.workers.sandbox import confinement
 from areal_jax.workers.sandbox.confinement import CONFINING
 

@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.config import validate
 from areal_jax.config.cluster import DeviceSplit
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.splits import list_rungs, read_plan
 from tests.app.small import small_config
 

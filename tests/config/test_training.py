@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import OptimizerSection, StalenessSection, find_client_problems
 
 CLIENTS = {

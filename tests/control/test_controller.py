@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.buffer import NoSignalError
 from areal_jax.control.clocks.loop import DeadlockError
 from areal_jax.control.groups import UnverifiedError

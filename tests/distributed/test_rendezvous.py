@@ -8,7 +8,7 @@ import pathlib
 import jax
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.peers import CommandError
 

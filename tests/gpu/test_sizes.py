@@ -8,7 +8,7 @@ from areal_jax.app.parts import part_settings as build
 from areal_jax.app.parts import sizes
 from areal_jax.app.parts.engines import build_backend
 from areal_jax.config import TrackedConfig
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from tests.app.small import small_config
 

@@ -5,7 +5,7 @@ import pytest
 from areal_jax.app.command_line import load_config
 from areal_jax.app.roles import sglang_server, vllm_server
 from areal_jax.app.roles.server_program import parse_flags
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from launch import gpus
 from launch.gpus import VISIBLE, find_gpus, share_gpus
 from launch.local import plan_servers

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import OptimizerSection
 from areal_jax.learning.brakes import (
     COSINE_HIGH,

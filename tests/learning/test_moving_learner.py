@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.learner import MovingLearner
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig

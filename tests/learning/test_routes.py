@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.columns import ROUTED_EXPERTS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.diagnostics.measurement import count_differing_prompts
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.packing.packing import next_token_form, pack

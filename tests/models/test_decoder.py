@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import REMAT, Decoder, rms_norm
 from areal_jax.models.shape import Llama3Scaling, ModelConfig
 from areal_jax.models.weights import TARGETS, Lora, stack_layers, unstack_layers

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.experts import Routing, choose_experts
 from areal_jax.models.shape import Experts, ModelConfig

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from areal_jax.config.cluster import parse_engines, parse_learner
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.sharding import rules
 from areal_jax.sharding.rules import allocate, allocate_engines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.app.simulate.simulated_site import build_simulation
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.report.event_log import load_events
 from areal_jax.simulation.calibration import Table, calibrate, read_gaps, read_table, write_table
 from areal_jax.simulation.simulated_clock import Contention

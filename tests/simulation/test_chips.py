@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.prices import A100, ASSUMED_NIC_BYTES_S, CHIPS, H100, H800, TPU7X, V5E, find_chip
 
 

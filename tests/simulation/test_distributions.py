@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.lengths import (
     Constant,
     Exponential,

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.events.schema import Event
 from areal_jax.simulation.drawn_answers import LoggedAnswers, read_groups
 from areal_jax.simulation.lengths import parse_lengths

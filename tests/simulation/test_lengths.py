@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.lengths import parse_lengths
 
 CAP = 27_648

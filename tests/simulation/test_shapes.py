@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from jax import tree
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_config import read_hf_config
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig

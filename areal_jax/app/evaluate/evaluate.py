@@ -28,7 +28,7 @@ from areal_jax.app.workdir.environment import git_commit, hardware, package_vers
 from areal_jax.app.workdir.run_directory import EvaluationWorkdir, note_weights, sample_digest
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor

@@ -12,7 +12,7 @@ from ml_collections import config_dict
 from areal_jax import files
 from areal_jax.config import CONFIG
 from areal_jax.config.declarations import FIELDS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.installation import PACKAGE
 
 Source = Literal['run', 'hf', 'gguf']  # of model.source

@@ -18,8 +18,8 @@ from areal_jax.app.workdir.environment import package_versions
 from areal_jax.app.workdir.run_directory import WEIGHTS, Values
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.kinds import find_server
+from areal_jax.config.near_names import read_saved
 from areal_jax.config.objectives import ObjectiveKind, describe_method, find_objective
-from areal_jax.config.structure import read_saved
 from areal_jax.errors import UserError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.hf_config import read_json

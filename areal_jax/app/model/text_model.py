@@ -12,9 +12,9 @@ from areal_jax import files
 from areal_jax.app.workdir.run_directory import CHECKPOINTS
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten, validate
+from areal_jax.config.fields import ConfigError
+from areal_jax.config.near_names import with_former
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import with_former
 from areal_jax.files import JsonObject
 from areal_jax.formats.gguf import describe_gguf, find_package_file, read_gguf_shape
 from areal_jax.formats.hf_config import read_hf_config

@@ -20,8 +20,8 @@ from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import Model
 from areal_jax.app.parts.part_settings import build_blocks, build_schedule, moves_devices
 from areal_jax.config import TrackedConfig
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve
-from areal_jax.config.ranges import ConfigError
 from areal_jax.distributed.handshake import key_path, load_key
 from areal_jax.distributed.peers import prove_as_client, prove_as_server
 from areal_jax.learning.blockwise.block_learner import leaf_sizes

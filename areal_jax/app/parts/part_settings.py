@@ -13,11 +13,11 @@ from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
-from areal_jax.config.critic_fields import TRUNK_CRITIC
+from areal_jax.config.declarations import TRUNK_CRITIC
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_channel, find_server
 from areal_jax.config.objectives import PAIRS, find_objective, resolve
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.config.ranges import ConfigError
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
 from areal_jax.config.training import count_steps
 from areal_jax.control.buffer import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate

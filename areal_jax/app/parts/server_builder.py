@@ -25,8 +25,8 @@ from areal_jax.app.parts.part_settings import build_requirements
 from areal_jax.app.process.setup import find_key
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import SERVER, ServerKind, find_server, resolve
-from areal_jax.config.ranges import ConfigError
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor

@@ -19,10 +19,10 @@ from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.critic_fields import TRUNK_CRITIC
+from areal_jax.config.declarations import TRUNK_CRITIC
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_channel
 from areal_jax.config.objectives import find_objective, is_policy, reads_reference, trains_critic
-from areal_jax.config.ranges import ConfigError
 from areal_jax.learning.diagnostics.flops import active_parameters
 from areal_jax.learning.weights import trained_leaves as trees
 from areal_jax.models.decoder import Decoder

@@ -14,16 +14,16 @@ import numpy as np
 
 from areal_jax import lanes
 from areal_jax.config import TrackedConfig
-from areal_jax.config.agent_fields import PYTHON
-from areal_jax.config.objectives import PAIRS, find_objective
-from areal_jax.config.sandbox_fields import (
+from areal_jax.config.agent_fields import (
     NONE,
+    PYTHON,
     has_own_scorer,
     resolve_sandbox,
     resolve_tool_sandbox,
     runs_model_code,
     runs_tools,
 )
+from areal_jax.config.objectives import PAIRS, find_objective
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.plugins import absolute_spec, load_function
 from areal_jax.protocols import PromptStream

@@ -21,9 +21,8 @@ from areal_jax.agents.programs.program_host import CommandHost, FunctionHost, Pr
 from areal_jax.agents.python_tool import PythonTool
 from areal_jax.app.model.text_model import describe_text_model
 from areal_jax.config import TrackedConfig
-from areal_jax.config.agent_fields import PROGRAM, PYTHON
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.sandbox_fields import resolve_tool_sandbox
+from areal_jax.config.agent_fields import PROGRAM, PYTHON, resolve_tool_sandbox
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.episode import Episode
 from areal_jax.control.frictions import LOGPROBS, TEMPERATURE, Frictions
 from areal_jax.errors import UserError

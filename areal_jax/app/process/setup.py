@@ -18,11 +18,10 @@ import absl.logging
 from ml_collections import config_dict
 
 from areal_jax.config.addresses import is_loopback
-from areal_jax.config.agent_fields import HERMES, PROGRAM
+from areal_jax.config.agent_fields import HERMES, HUMAN_EVAL, NAME, PROGRAM
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import IN_PROCESS, find_server
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.sandbox_fields import HUMAN_EVAL, NAME
 from areal_jax.errors import UserError
 from areal_jax.installation import describe_install
 from areal_jax.plugins import is_environment

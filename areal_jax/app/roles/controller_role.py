@@ -32,7 +32,7 @@ from areal_jax.app.workdir.environment import Environment, Hardware, describe_ha
 from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported, holds_run, note_weights
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config.cluster import list_roles, parse_learner
-from areal_jax.config.simulation_fields import require_no_simulation
+from areal_jax.config.declarations import require_no_simulation
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.distributed.attempt import learner_name, read_attempt
 from areal_jax.distributed.handshake import Hello, connect, digest_config, key_path, load_key

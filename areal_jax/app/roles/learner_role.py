@@ -13,7 +13,7 @@ from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
 from areal_jax.config import TrackedConfig, validate
 from areal_jax.config.cluster import LEARNER, LearnerLayout, parse_learner
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.distributed import rendezvous
 from areal_jax.distributed.attempt import Attempt, join_attempt, lead_attempt
 from areal_jax.distributed.follower import follow

@@ -12,9 +12,9 @@ from ml_collections import config_dict
 
 from areal_jax.config import TrackedConfig, flatten, validate
 from areal_jax.config.cluster import LEARNER, Role, list_roles
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import find_server, name_launched
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.installation import read_code_version
 from areal_jax.registry import Entry, FencedError, Heartbeat, await_living

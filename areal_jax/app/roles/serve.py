@@ -30,7 +30,7 @@ from areal_jax.app.roles.server_front import HTTP, FrontKind, FrontParts
 from areal_jax.config import TrackedConfig, validate_evaluation
 from areal_jax.config.addresses import name_hosts
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor

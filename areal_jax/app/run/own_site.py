@@ -53,8 +53,8 @@ from areal_jax.app.workdir.run_directory import CHECKPOINTS, describe_unexported
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_learner
+from areal_jax.config.declarations import require_no_simulation
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.simulation_fields import require_no_simulation
 from areal_jax.config.splits import list_splits, replace_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.event_writer import EventLog

@@ -17,10 +17,10 @@ from typing import Any, TypedDict, TypeVar, cast
 from areal_jax import files
 from areal_jax.app.workdir.records import STARTS, Start, read_starts
 from areal_jax.config import CONFIG, default_config
+from areal_jax.config.agent_fields import find_sandbox_warnings
+from areal_jax.config.near_names import read_saved
 from areal_jax.config.objective_constraints import find_objective_warnings
 from areal_jax.config.objectives import describe_method, find_objective
-from areal_jax.config.sandbox_fields import find_sandbox_warnings
-from areal_jax.config.structure import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.installation import find_command

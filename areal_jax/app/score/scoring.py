@@ -24,7 +24,7 @@ from areal_jax.app.process.setup import require_extras
 from areal_jax.app.score.answer_files import GivenAnswer, ProblemIndex, ScoreFile, make_score, read_answers
 from areal_jax.config import TrackedConfig, flatten, validate_scoring
 from areal_jax.config.declarations import FIELDS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor

@@ -14,8 +14,8 @@ from areal_jax.app.simulate.simulated_site import build_simulation
 from areal_jax.app.workdir.records import restore_config
 from areal_jax.config import CONFIG
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import read_saved
+from areal_jax.config.fields import ConfigError
+from areal_jax.config.near_names import read_saved
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.events.schema import Event

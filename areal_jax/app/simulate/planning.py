@@ -18,7 +18,7 @@ from ml_collections import config_dict
 from areal_jax.app.simulate.simulated_site import SimulatedRun, build_simulation
 from areal_jax.config import default_config
 from areal_jax.config.cluster import MOST_ENGINES
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.events.schema import FILE as EVENTS
 from areal_jax.files import read_json

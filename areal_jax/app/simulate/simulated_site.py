@@ -40,9 +40,9 @@ from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.config import TrackedConfig
 from areal_jax.config.agent_fields import PROGRAM
 from areal_jax.config.cluster import DeviceSplit, EnginesLayout, LearnerLayout, parse_engines, parse_learner
+from areal_jax.config.declarations import ROOFLINE, TASK, VIRTUAL
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import DEVICE, FILES, OWN, find_server
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.simulation_fields import ROOFLINE, TASK, VIRTUAL
 from areal_jax.config.splits import parse_split
 from areal_jax.control.clocks.loop import LoopClock
 from areal_jax.control.clocks.virtual import Price, VirtualClock

@@ -20,11 +20,10 @@ from areal_jax.app.workdir.run_list import CHECKPOINTS, LOG, SWEEP, read_end
 from areal_jax.config import CONFIG, TrackedConfig, flatten
 from areal_jax.config.cluster import parse_learner
 from areal_jax.config.declarations import FIELDS, FREE
-from areal_jax.config.fields import Value
+from areal_jax.config.fields import ConfigError, Value
 from areal_jax.config.kinds import find_server
+from areal_jax.config.near_names import unknown_field
 from areal_jax.config.objectives import find_objective
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import unknown_field
 from areal_jax.errors import UserError, suggest
 from areal_jax.installation import name_launcher
 from areal_jax.report.report import FILE as REPORT

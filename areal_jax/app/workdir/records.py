@@ -21,14 +21,14 @@ from areal_jax.app.workdir.environment import Environment, read_environment
 from areal_jax.app.workdir.run_directory import sample_digest
 from areal_jax.config import CONFIG, TrackedConfig, default_config, flatten
 from areal_jax.config.declarations import FIELDS, FREE
+from areal_jax.config.declarations import TASK as PROMPTS_OF_TASK
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import CHANNEL, SERVER
+from areal_jax.config.near_names import read_saved, require_saved, unknown_field, with_former
 from areal_jax.config.objectives import FIELD as OBJECTIVE
 from areal_jax.config.objectives import find_objective, is_policy
 from areal_jax.config.policy_choices import PolicyChoices
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.simulation_fields import TASK as PROMPTS_OF_TASK
 from areal_jax.config.splits import FIELD, OFF, plan_file
-from areal_jax.config.structure import read_saved, require_saved, unknown_field, with_former
 from areal_jax.errors import UserError, show
 from areal_jax.events.records import check_of
 from areal_jax.events.schema import FILE as EVENTS

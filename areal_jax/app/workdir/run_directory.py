@@ -16,8 +16,8 @@ from areal_jax.checkpoint.store import CONTENTS, CheckpointError, CheckpointStor
 from areal_jax.config import CONFIG, flatten
 from areal_jax.config.cluster import describe_former
 from areal_jax.config.declarations import FIELDS, FREE
-from areal_jax.config.ranges import ConfigError
-from areal_jax.config.structure import FORMER, read_saved
+from areal_jax.config.fields import ConfigError
+from areal_jax.config.near_names import FORMER, read_saved
 from areal_jax.errors import UserError
 from areal_jax.evaluation import results
 from areal_jax.events.records import check_of

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.packing.rows import PADDING
 from areal_jax.learning.passes import Passes, Trained, Update
 from areal_jax.learning.programs import CompiledPrograms, LearnerState

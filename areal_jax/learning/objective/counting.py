@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_jax.columns import SAMPLING_LOGPROBS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.packing.packing import count_tokens
 from areal_jax.learning.packing.rows import PADDING, BatchError
 from areal_jax.types import NOT_GENERATED, PackedBatch, Segment, Trajectory, TrajectoryGroup

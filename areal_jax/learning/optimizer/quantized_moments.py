@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.types import Tree
 
 MOMENT_DTYPES = ('float32', 'bfloat16', 'int8')

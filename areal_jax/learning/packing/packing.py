@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_jax.columns import Column
 from areal_jax.config.declarations import choices
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.config.training import ROW_ROOM
 from areal_jax.learning.packing.rows import (
     EMPTY,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 
 from areal_jax.config.declarations import choices
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Lora, Params

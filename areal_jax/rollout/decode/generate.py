@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from areal_jax.columns import SAMPLING_LOGPROBS
 from areal_jax.config.cluster import ENGINES
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Attend, Decoder, Params
 from areal_jax.models.expert_products import Mixer
 from areal_jax.models.experts import Routing, make_mix, require_experts

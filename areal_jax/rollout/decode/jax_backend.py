@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from areal_jax.columns import ColumnArrays
 from areal_jax.config.declarations import DTYPES
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder, Params
 from areal_jax.models.experts import Routing
 from areal_jax.models.logprobs import Ranking

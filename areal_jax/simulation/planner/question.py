@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.drawn_answers import GroupMoments, group_moments
 from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.simulation.planner.neighbours import MOST_ETA, Answers, Setting

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ml_collections import config_dict
 
 from areal_jax.config import flatten, validate
-from areal_jax.config.fields import Value
+from areal_jax.config.fields import ConfigError, Value
 from areal_jax.config.objectives import DECOUPLED_PPO, is_policy, resolve
-from areal_jax.config.ranges import ConfigError
 from areal_jax.plugins import is_own
 
 

@@ -21,7 +21,7 @@ from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.app.parts.workflow_builder import build_frictions
 from areal_jax.config import CONFIG, TrackedConfig
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.frictions import Frictions
 from areal_jax.control.lock_step import Schedule
 from areal_jax.learning.objective.policy_loss import finalize_policy_metrics

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from areal_jax.config.sandbox_fields import find_least_deadline
+from areal_jax.config.agent_fields import find_least_deadline
 from areal_jax.errors import UserError, suggest
 from areal_jax.files import JsonObject
 from areal_jax.installation import describe_install

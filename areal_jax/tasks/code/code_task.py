@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from areal_jax.config.sandbox_fields import HUMAN_EVAL, find_check_budget
+from areal_jax.config.agent_fields import HUMAN_EVAL, find_check_budget
 from areal_jax.errors import suggest
 from areal_jax.tasks.code import code_problems, function_families
 from areal_jax.tasks.code.judge import Judge

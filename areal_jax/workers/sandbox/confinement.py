@@ -375,7 +375,7 @@ def _list_rules(confinement: Confinement) -> dict[str, landlock.Access]:
 
 # The levels of task.sandbox that confine: how a command is started at each, and what else it has.
 #
-# A new level is an entry here, a module of its own, and its name in config/sandbox_fields.py and confinement.py, by
+# A new level is an entry here, a module of its own, and its name in config/agent_fields.py and confinement.py, by
 # which the process that it starts confines itself.
 
 

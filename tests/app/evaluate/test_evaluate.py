@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.app.evaluate.evaluate import evaluate_model
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.evaluation.results import AnswerFile
 from areal_jax.tasks.task import TaskError

@@ -6,7 +6,7 @@ import pytest
 
 from areal_jax.app.evaluate.evaluation_config import adapt_config, choose_source, read_version, set_benchmark
 from areal_jax.config import validate_evaluation
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from tests.app.small import small_config
 
 RUN_CONFIG = {'run': {'steps': 2}, 'model': {'source': 'random'}}

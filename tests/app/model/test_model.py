@@ -13,7 +13,7 @@ from areal_jax.app.library import build_run
 from areal_jax.app.model.model import Model, build_model, read_given_model, require_same_shape
 from areal_jax.checkpoint.store import CheckpointError
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.publication.export import write_hf_directory

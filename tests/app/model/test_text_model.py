@@ -17,7 +17,7 @@ from areal_jax.app.model.text_model import (
 )
 from areal_jax.app.workdir.records import restore_config
 from areal_jax.config import TrackedConfig, default_config, validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from areal_jax.formats.hf_config import hf_config
 from areal_jax.models.decoder import Decoder

@@ -12,7 +12,7 @@ from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.parts.part_settings import build_ring, build_sampling
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_config import HfError
 from areal_jax.learning.packing.rows import BatchError
 from areal_jax.models.decoder import Decoder

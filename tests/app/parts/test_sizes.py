@@ -18,7 +18,7 @@ from areal_jax.app.parts.learner_builder import build_learner
 from areal_jax.app.parts.sizes import describe_run
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import Experts, ModelConfig

@@ -23,7 +23,7 @@ from areal_jax.app.process.setup import (
     require_serving,
 )
 from areal_jax.config import default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.distributed.handshake import KeyFileError, key_path, load_key
 from areal_jax.errors import UserError
 from areal_jax.rollout.http.server.thread import bind

@@ -17,7 +17,7 @@ import pytest
 
 from areal_jax.app.roles.learner_role import join_processes
 from areal_jax.config import default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_directory import load_hf
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig

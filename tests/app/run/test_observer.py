@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.app.library import build_run
 from areal_jax.app.run.observer import EngineCounts
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import read_metrics
 from tests.app.small import SmallRun, equal, small_config

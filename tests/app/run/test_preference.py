@@ -11,7 +11,7 @@ import pytest
 from areal_jax.app.library import build_run
 from areal_jax.app.model.model import build_model
 from areal_jax.config import TrackedConfig, default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.formats.hf_export import plan_hf_files
 from areal_jax.publication.export import write_hf_directory
 from areal_jax.tasks.task import TaskError

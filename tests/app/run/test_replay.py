@@ -17,7 +17,7 @@ from areal_jax.app.workdir import environment
 from areal_jax.app.workdir.environment import describe_differences, read_environment
 from areal_jax.app.workdir.records import note_start, pack, read_packed, read_starts, read_workdir, restore_config
 from areal_jax.config import TrackedConfig, flatten
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.control.clocks.real import RealClock
 from areal_jax.control.event_writer import check_of
 from areal_jax.errors import ExitCode

@@ -10,7 +10,7 @@ from areal_jax.app.evaluate.evaluate import evaluate_model
 from areal_jax.app.score import scoring
 from areal_jax.app.score.scoring import Scoring, describe_failures, render_summary
 from areal_jax.config import default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import UserError
 from tests.app.small import small_config
 

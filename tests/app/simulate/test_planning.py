@@ -19,7 +19,7 @@ from areal_jax.app.simulate.planning import (
     simulate_plan,
 )
 from areal_jax.config import validate
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, UserError
 from areal_jax.simulation.planner.advice import count_devices
 from areal_jax.simulation.planner.neighbours import Outcome, Plan, predict

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from areal_jax import main_check_log
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import result_tokens
 from tests.app.simulate.test_simulated_run import compared, kill_and_resume, read_events, simulate, simulate_again

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from areal_jax import main_check_log
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from tests.app.simulate.test_simulated_run import compared, read_events, simulate
 

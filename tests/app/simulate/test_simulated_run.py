@@ -12,7 +12,7 @@ from areal_jax.app.library import build_run
 from areal_jax.app.model.text_model import read_run_config
 from areal_jax.app.simulate import simulated_site
 from areal_jax.app.simulate.simulated_site import build_simulation
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode
 from areal_jax.simulation.count_backend import CountBackend
 from areal_jax.telemetry.metrics import read_metrics

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from areal_jax import main_check_log
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.errors import ExitCode, LostPeerError
 from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.telemetry.metrics import read_metrics

@@ -15,7 +15,7 @@ from areal_jax.app.workdir.run_directory import (
     start_again,
 )
 from areal_jax.config import CONFIG, default_config
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 
 _VALUES = {
     'cluster': {'learner': 'fsdp=8', 'engines': '1 x shared'},

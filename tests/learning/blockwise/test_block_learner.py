@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from areal_jax.app.parts.compilations import CompilationCounter
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.objectives import Likelihood
 from areal_jax.models.decoder import Decoder
 from areal_jax.sharding.rules import make_mesh, path_name

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.objective.counting import UpdatePrice, denominator_scale, kept_mass_metrics, token_weights
 from areal_jax.learning.packing.packing import pack
 from areal_jax.types import TrajectoryGroup

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
 from areal_jax.learning.objective.objective import FORWARD_KL, REVERSE_KL

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.rollout.decode import generate as parallel
 from areal_jax.sharding.placement import move_to
 from tests.rollout.decode.examples import DECODER, Decoding, build, forward_logprobs, request, weights

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.weights import Lora
 from areal_jax.native import compiled_library as library

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax import columns
 from areal_jax.columns import ROUTED_EXPERTS, Column
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.models import experts, native_layers
 from areal_jax.models.shape import ModelConfig
 from areal_jax.rollout.backend import DecodeRow, PrefillPiece

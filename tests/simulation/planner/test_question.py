@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.simulation.planner.question import (
     count_slots,
     count_training,

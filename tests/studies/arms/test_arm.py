@@ -3,7 +3,7 @@
 import pytest
 
 from areal_jax.config.declarations import FIELDS
-from areal_jax.config.ranges import ConfigError
+from areal_jax.config.fields import ConfigError
 from areal_jax.studies.arms.arm import VARIES, partition, require_one_program
 from tests.studies.arms.small import make_arm
 
