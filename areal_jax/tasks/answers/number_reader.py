@@ -1,4 +1,4 @@
-"""The one reader of numerals: what a marked answer, a gold or the end of a text comes to, as an exact fraction.
+r"""The one reader of numerals: what a marked answer, a gold or the end of a text comes to, as an exact fraction.
 
 A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals behind a point, an
 exponent (1.5e3, 3 \times 10^5), and may be a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). A comma is never
