@@ -18,10 +18,8 @@ from areal_jax.columns import Column, ColumnArrays, check, check_alike, cut
 
 # an answer of code: reward 0, but for partial credit, and for 'visible_only', which passes the tests and fails a hidden
 # one
-CODE = (
     'wrong', 'syntax', 'exception', 'time_limit', 'memory_limit', 'killed', 'forbidden', 'no_code', 'visible_only',
 )  # fmt: skip
-SCORED = ('ok', 'unparsed', *CODE)  # 'unparsed': reward 0, no answer could be read in the text
 
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.

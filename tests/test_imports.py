@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'areal_jax'
 LAYERS = [
-    {'columns', 'errors', 'installation', 'lanes', 'types'},
+    {'columns', 'errors', 'installation', 'labels', 'lanes', 'types'},
     {'files', 'plugins', 'protocols'},
     {'config', 'events'},
     {'workers'},

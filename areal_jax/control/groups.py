@@ -16,8 +16,9 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.frictions import Disturbances
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.errors import UserError
+from areal_jax.labels import CODE
 from areal_jax.protocols import Clock, Verifier, Workflow
-from areal_jax.types import CODE, UNSCORED, Prompt, Verdict, concatenate
+from areal_jax.types import UNSCORED, Prompt, Verdict, concatenate
 
 
 class UnverifiedError(UserError, RuntimeError):

@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from areal_jax.events.schema import Event, PrefillEvent
+from areal_jax.labels import CODE
 from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
@@ -24,7 +25,6 @@ from areal_jax.telemetry.facts import RunFacts, visible_only_share
 from areal_jax.telemetry.metrics import number
 from areal_jax.telemetry.names import first_age
 from areal_jax.telemetry.progress import format_number, format_percent
-from areal_jax.types import CODE
 
 HEAD = ('answers of code', 'first update', 'last update', 'mean')
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from areal_jax.control.buffer import BY_REWARD
 from areal_jax.events.schema import Event
+from areal_jax.labels import SCORED
 from areal_jax.report import aggregates
 from areal_jax.report import report_keys as contents
 from areal_jax.report.aggregates import Metrics
@@ -21,7 +22,7 @@ from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, counts, number
 from areal_jax.telemetry.progress import format_number, format_percent
 from areal_jax.telemetry.token_ledger import DROPPED, FIRST_VERSION, IN_BATCH, UNFINISHED, TokenLedger, tell_fates
-from areal_jax.types import NOT_GENERATED, SCORED
+from areal_jax.types import NOT_GENERATED
 
 
 def token_age(metrics: Metrics) -> contents.MeanMax:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from areal_jax import files
 from areal_jax.errors import show
 from areal_jax.events.records import check_of, name_type
+from areal_jax.labels import CODE
 from areal_jax.telemetry.energy_meters import EnergyFacts
-from areal_jax.types import CODE
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 FILE = 'facts.json'

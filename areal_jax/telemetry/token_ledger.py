@@ -25,9 +25,10 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from areal_jax.events.schema import Event, FinishEvent, RewardEvent
+from areal_jax.labels import SCORED
 from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import Line, Value, counts
-from areal_jax.types import NOT_GENERATED, SCORED, UNSCORED
+from areal_jax.types import NOT_GENERATED, UNSCORED
 
 Counts = collections.Counter[int]  # tokens, by policy version or by age
 

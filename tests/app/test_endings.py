@@ -53,9 +53,11 @@ def test_a_bug_shows_its_traceback_and_ends_with_1(tmp_path):
     ('applied', 'skipped', 'code', 'said'),
     [(3, 1, 0, ''), (0, 2, 3, 'all 2 were skipped'), (0, 0, 3, 'no update held a token to train')],
 )
-@pytest.mark.parametrize('command', ['main_train', 'main_role'])  # of a learner here, and of a controller
+@pytest.mark.parametrize(
+    'command', ['areal_jax.main_train', 'areal_jax.app.roles.controller_role']
+)  # of a learner here, and of a controller
 def test_a_finished_run_is_judged_by_its_optimizer_steps(capsys, command, applied, skipped, code, said):
-    module = importlib.import_module(f'areal_jax.{command}')
+    module = importlib.import_module(command)
     report = {'steps': 4, 'optimizer_steps': {'applied': applied, 'skipped': skipped}}
     assert module.judge_training(report) == code
     assert said in capsys.readouterr().err

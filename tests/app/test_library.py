@@ -177,7 +177,7 @@ def test_a_second_interrupt_stops_without_saving(tmp_path, monkeypatch, capsys):
 def test_an_interrupt_of_the_start_ends_it(report, tmp_path, monkeypatch, name):
     config = small_config(run__steps=3, **WORKERS)
     before = held()
-    module = {'build_learner': 'own_site', 'build_task': 'loop_parts', 'build_engines': 'own_site'}[name]
+    module = {'build_learner': 'own_site', 'build_task': 'loop', 'build_engines': 'own_site'}[name]
     owner = sys.modules[f'areal_jax.app.run.{module}']
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name)

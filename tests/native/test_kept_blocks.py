@@ -19,7 +19,7 @@ START = """
 import gc, json, resource, sys, time
 import jax, jax.numpy as jnp, numpy as np
 from areal_jax.app.process.setup import return_freed_memory
-from areal_jax.native import kept_blocks as blocks
+from areal_jax.native import compiled_library as blocks
 from areal_jax.native import arrays
 return_freed_memory()
 keeps = sys.argv[1] == 'keep'

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from areal_jax.app.run.observer import CodeChecks, evaluation_row
+from areal_jax.labels import CODE
 from areal_jax.report.engine_work import describe_code, summarize_code
 from areal_jax.telemetry import names
 from areal_jax.telemetry.facts import EvaluationScores, visible_only_share
-from areal_jax.types import CODE
 from tests.telemetry.logs import two_facts
 
 

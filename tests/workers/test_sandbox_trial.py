@@ -141,7 +141,7 @@ def run_changed_trial(change):
     """What the self-test says where the program is changed."""
     given = {'level': 'landlock', 'namespaces': {}, 'packages': ()}
     code = (
-        'import sys; from areal_jax.workers.sandbox import confinement, landlock, sandbox_trial, seccomp\n'
+        'import sys; from areal_jax.workers.sandbox import confinement, landlock, sandbox_trial\n'
         f'{change}\nsys.exit(sandbox_trial.main({json.dumps(given)!r}))'
     )
     done = subprocess.run(

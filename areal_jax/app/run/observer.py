@@ -17,6 +17,7 @@ from areal_jax.control.event_writer import EventLog
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.evaluator import EvaluationBeside, Evaluator
 from areal_jax.events.schema import Event
+from areal_jax.labels import CODE, SCORED
 from areal_jax.protocols import Clock, Generator, Pool, Verifier
 from areal_jax.report.engine_work import RequestPauses
 from areal_jax.telemetry import names
@@ -34,7 +35,7 @@ from areal_jax.telemetry.facts import (
 from areal_jax.telemetry.metrics import FILE, MetricsWriter, Value, merge, number, read_metrics
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.token_ledger import LedgerState, TokenLedger
-from areal_jax.types import CODE, SCORED, Prompt
+from areal_jax.types import Prompt
 
 
 class CodeChecksState(TypedDict):

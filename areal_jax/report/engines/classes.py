@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 from areal_jax.events.schema import Event, FinishEvent
+from areal_jax.labels import SCORED
 from areal_jax.report.aggregates import EngineMismatch, MeanMax, Metrics, mismatch
 from areal_jax.report.engines.engine_presence import find_presence, restrict
 from areal_jax.report.event_log import Window, busy_share, group_by_lane, lane_intervals
 from areal_jax.telemetry.progress import format_number, format_percent
-from areal_jax.types import NOT_GENERATED, SCORED, UNSCORED
+from areal_jax.types import NOT_GENERATED, UNSCORED
 
 _LOST = ('cancelled', 'lost', *UNSCORED)  # reasons of a finish without an answer
 _Key = tuple[int, int]  # draw and sample

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import SupportsFloat, cast
 
 from areal_jax.errors import cut_text, name_type
-from areal_jax.types import SCORED
+from areal_jax.labels import SCORED
 
 REWARD_LIMIT = 1e6  # largest absolute reward: far above any scale in use, and its square does not overflow
 REASON_CHARACTERS = 2000  # of an exception's text, and of why a score is no more than it is

@@ -9,9 +9,9 @@ import pytest
 from areal_jax import main_replay
 from areal_jax.app.run import loop
 from areal_jax.errors import ExitCode
+from areal_jax.labels import CODE
 from areal_jax.tasks.task import TaskError
 from areal_jax.telemetry.metrics import read_metrics
-from areal_jax.types import CODE
 from areal_jax.workers.sandbox.confinement import find_abi
 from tests.app.run.test_sandboxed_run import RECORD
 from tests.app.small import SmallRun, train_until_killed

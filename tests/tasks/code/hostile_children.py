@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from areal_jax.labels import CODE
 from areal_jax.tasks.code.code_problems import complete_problem
 from areal_jax.tasks.code.judge import Judge
 from areal_jax.tasks.scoring.score_call import REASON_CHARACTERS
-from areal_jax.types import CODE
 
 LIMITS = {'time_limit_s': 0.3, 'memory_limit_mb': 512}
 MOST_REASON = 12 * REASON_CHARACTERS  # bytes as JSON: each character may be a pair of surrogates
