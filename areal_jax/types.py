@@ -16,12 +16,6 @@ import numpy as np
 
 from areal_jax.columns import Column, ColumnArrays, check, check_alike, cut
 
-# an answer of code: reward 0, but for partial credit, and for 'visible_only', which passes the tests and fails a hidden
-# one
-    'wrong', 'syntax', 'exception', 'time_limit', 'memory_limit', 'killed', 'forbidden', 'no_code', 'visible_only',
-)  # fmt: skip
-
-
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
 # what an update knew of the generated tokens of a trajectory, by name [A] each; empty where it was not trained

@@ -209,7 +209,7 @@ jax.devices()
 weakref.finalize(jax, print).detach()  # the first one registers an exit handler of weakref; jax makes some
 import areal_jax
 from areal_jax.app.process import setup
-from areal_jax.native import kept_blocks as blocks
+from areal_jax.native import compiled_library as blocks
 from tests.app.small import small_config
 
 def allocator(*_):

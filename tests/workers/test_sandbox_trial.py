@@ -91,7 +91,7 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
     ('protection', 'passed'),
     [
         ('landlock.enter = lambda ruleset: None', 'list the root folder'),
-        ('seccomp.install = lambda: None', 'open a socket, leave its session'),
+        ('confinement.install = lambda: None', 'open a socket, leave its session'),
         ('confinement.resource.setrlimit = lambda kind, bounds: None', 'start many processes'),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_protection_that_is_taken_out_is_missed(protection, passed):
 
 @needs_landlock
 def test_a_kernel_without_seccomp_is_named():
-    told = run_changed_trial('seccomp._SET_SECCOMP = 9999')  # an option of prctl that no kernel has
+    told = run_changed_trial('confinement._SET_SECCOMP = 9999')  # an option of prctl that no kernel has
     assert told == (
         'the process cannot be confined: the kernel refuses a filter of system calls (seccomp): Invalid argument (22)\n'
     )
