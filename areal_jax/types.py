@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from areal_jax.columns import Column, ColumnArrays, check, check_alike, cut
+from areal_jax.labels import SCORED
 
 # A pytree of arrays (a nested dict by path), or with one sharding or shape for each array. jax has no type for it.
 Tree = Any
