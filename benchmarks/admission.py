@@ -32,7 +32,7 @@ from areal_jax.lanes import DISK, LEARNER, REWARD, engine_lane, publish_lane
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.scoring import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.simulation.prices import H800, R1_DISTILL_1_5B, Reached, Roofline, step_overhead_s
 from areal_jax.types import SamplingParams
 from benchmarks.host_toys import FastBackend, ToyChannel, ToyLearner, ToyStream, ToyVerifier

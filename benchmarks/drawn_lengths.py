@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from areal_jax.protocols import Episode, Generator
-from areal_jax.rollout.scoring import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import Prompt, SamplingParams
 
 MEAN, SIGMA = 32, 1.0

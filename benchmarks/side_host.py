@@ -30,9 +30,9 @@ from areal_jax.protocols import Clock
 from areal_jax.protocols import Pool as AnyPool
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.scoring import SingleTurn
 from areal_jax.rollout.servers.member import ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import PublishedWeights, SamplingParams
 from benchmarks.host_toys import (
     DIGEST,

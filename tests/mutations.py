@@ -859,7 +859,7 @@ MUTATIONS = [
     ),
     Mutation(
         'count environment tokens among the sampled ones',
-        'areal_jax.rollout.scoring:generate_turn',
+        'areal_jax.rollout.workflow:generate_turn',
         'for segment in before if segment.policy_version != NOT_GENERATED',
         'for segment in before',
         'tests/rollout/test_workflow_turns.py',
@@ -1727,7 +1727,7 @@ MUTATIONS = [
     ),
     Mutation(
         'verify a cancelled answer',
-        'areal_jax.rollout.scoring:SingleTurn.run',
+        'areal_jax.rollout.workflow:SingleTurn.run',
         "if generation.finish_reason != 'cancelled':",
         'if True:',
         'tests/control/test_controller.py -k cancelled',

@@ -129,6 +129,7 @@ def test_host_code_is_free_of_jax(package):
         'scheduler',
         'spare_engines',
         'pool',
+        'workflow',
         'backend',
         'servers.server_pool',
         'servers.keeper',

@@ -34,7 +34,7 @@ from areal_jax.protocols import Clock, Verifier, Workflow
 from areal_jax.rollout.backend import DecodeOutput, DecodeRow, PrefillBucket, PrefillPiece, SamplingSupport, Span
 from areal_jax.rollout.local_engine import LocalEngine
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.scoring import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import VersionScores
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, TrajectoryGroup, Verdict, Work
 

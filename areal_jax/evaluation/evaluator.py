@@ -19,7 +19,7 @@ from areal_jax.control.groups import FailureCount, RequestLostError
 from areal_jax.control.supervisor import Supervisor
 from areal_jax.evaluation.results import Answer
 from areal_jax.protocols import Clock, Event, Generation, Generator, Pool, Verifier, Workflow
-from areal_jax.rollout.scoring import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.facts import EvaluationScores, VersionScores, most_frequent_share
 from areal_jax.types import UNSCORED, GenerationRequest, Prompt, PublishedWeights, SamplingParams, Verdict, concatenate
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from ml_collections import config_dict
 
 from areal_jax import config as schema
-from areal_jax.tasks.task import ListedTask, question_task
+from areal_jax.tasks.questions import question_task
+from areal_jax.tasks.task import ListedTask
 from areal_jax.text.tokenizer import Tokenizer
 from areal_jax.types import FinishReason
 

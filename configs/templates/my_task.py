@@ -8,7 +8,7 @@ A tiny model learns from random weights to sort letters: 'cab=' -> 'abc'. docs/y
 import itertools
 
 from areal_jax.config import default_config
-from areal_jax.tasks.task import question_task
+from areal_jax.tasks.questions import question_task
 
 # The task.
 

@@ -6,7 +6,7 @@ The tokens of the question in between come from the environment: the second turn
 rollout.max_new_tokens bounds what is sampled in both turns, rollout.context_tokens the whole sequence.
 """
 
-from areal_jax.rollout.scoring import append_environment, count_turns, generate_turn
+from areal_jax.rollout.workflow import append_environment, count_turns, generate_turn
 
 QUESTION = '='  # what is written between the turns; with a chat model, the text of its next user turn
 

@@ -16,8 +16,8 @@ from areal_jax.control.supervisor import Supervisor
 from areal_jax.lanes import engine_lane, publish_lane
 from areal_jax.rollout import pool
 from areal_jax.rollout.pool import Pool
-from areal_jax.rollout.scoring import SingleTurn
 from areal_jax.rollout.spare_engines import Ledger
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.types import GenerationRequest, Prompt, PublishedWeights, SamplingParams, Segment, Work
 from tests.rollout.toy_engine import ToyEngine
 from tests.toys import PRICES

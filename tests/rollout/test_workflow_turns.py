@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.control.episode import Episode, Row
-from areal_jax.rollout.scoring import append_environment, count_turns, generate_turn
+from areal_jax.rollout.workflow import append_environment, count_turns, generate_turn
 from areal_jax.types import NOT_GENERATED, Prompt, SamplingParams, Segment
 
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=(9,))

@@ -30,7 +30,7 @@ from areal_jax.plugins import is_environment, is_own, load_function, raising_use
 from areal_jax.protocols import Clock, Generator, Workflow
 from areal_jax.rollout.http.server.body_values import BodyBound
 from areal_jax.rollout.http.wire.answer_reader import NOTATIONS, AnswerParser
-from areal_jax.rollout.scoring import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.code.program_run import ProgramLimits
 from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.chat_template import describe_untold

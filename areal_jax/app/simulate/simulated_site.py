@@ -57,10 +57,10 @@ from areal_jax.learning.objective.counting import UpdatePrice
 from areal_jax.protocols import Clock, Learner, PromptStream, RolloutEngine
 from areal_jax.report.event_log import load_events
 from areal_jax.rollout.local_engine import LocalEngine
-from areal_jax.rollout.scoring import SingleTurn
 from areal_jax.rollout.servers.keeper import MismatchWatch
 from areal_jax.rollout.servers.member import ServerSettings
 from areal_jax.rollout.servers.server_pool import ServerPool
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.simulation.calibration import read_table
 from areal_jax.simulation.count_backend import CountBackend, CountChannel, CountLearner, UpdateShape
 from areal_jax.simulation.drawn_answers import DrawnAnswers, LoggedAnswers, read_groups

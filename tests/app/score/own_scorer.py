@@ -4,8 +4,8 @@ import os
 import pathlib
 import time
 
+from areal_jax.tasks.questions import question_task
 from areal_jax.tasks.scoring.score_call import UNPARSED
-from areal_jax.tasks.task import question_task
 
 
 def build(tokenizer, count=20, notes=''):

@@ -18,7 +18,8 @@ from areal_jax.app.score.answer_files import (
 )
 from areal_jax.errors import UserError
 from areal_jax.files import FileError
-from areal_jax.tasks.task import ListedTask, question_task
+from areal_jax.tasks.questions import question_task
+from areal_jax.tasks.task import ListedTask
 from areal_jax.text.tokenizer import CharacterTokenizer
 from areal_jax.types import Verdict
 
