@@ -908,7 +908,7 @@ MUTATIONS = [
     ),
     Mutation(
         'import packages that hold problems into the sandbox',
-        'areal_jax.workers.sandbox.landlock:find_packages',
+        'areal_jax.workers.sandbox.packages:find_packages',
         'if _holds_problems(name):',
         'if False:',
         'tests/workers/sandbox/test_packages.py',

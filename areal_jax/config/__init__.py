@@ -81,8 +81,8 @@ def _require_rules(config: config_dict.ConfigDict, find: Callable[[config_dict.C
 class TrackedConfig:
     """A read-only view of a resolved config that knows which fields are used.
 
-    A run that trains uses the fields of DATACLASSES whose declarations say so (`used_if`); of the other sections those
-    fields are used that were read.
+    A run that trains uses the fields of DATACLASSES whose declarations say so (`used_if`), and of the other sections
+    the fields that were read. What trains nothing uses of DATACLASSES what it notes (`note_used`).
 
     Args:
       overrides: the fields that the command line sets, 'rollout.slots'; the run as built must use each.
@@ -132,8 +132,8 @@ class TrackedConfig:
 
     def _is_read(self, path: str) -> bool:
         """Whether the field is used: declared so, or read, or an option of a free section that was read."""
-        if path.partition('.')[0] in DATACLASSES:
-            return self._trains and FIELDS[path].used_if(self._config)
+        if self._trains and path.partition('.')[0] in DATACLASSES:
+            return FIELDS[path].used_if(self._config)
         return path in self._read or path.rpartition('.')[0] in self._read
 
     def idle_fields(self) -> list[str]:

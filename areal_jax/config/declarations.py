@@ -4,8 +4,7 @@
 
 A number has a default and a range, a Choice a default and all names that it may be. An Integer or Real with the default
 None may also be None. __init__.py builds and validates configs from the table, constraints.py holds the rules that join
-several fields, and learning/settings.py checks its values with `require_allowed`. Two things may not be declared here:
-a second default, and a rule that needs another field.
+several fields. Two things may not be declared here: a second default, and a rule that needs another field.
 """
 
 from __future__ import annotations

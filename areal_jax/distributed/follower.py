@@ -1,7 +1,7 @@
 """A process that holds a learner and executes the commands of another one, in the order of sending.
 
 Threads of their own write checkpoints and publications, so that commands go on meanwhile. The other process runs
-remote_learner.py, if it has a learner itself, or remote_learner.py.
+remote_learner.py.
 """
 
 from __future__ import annotations

@@ -235,10 +235,10 @@ class NativeInt8Rows(Int8Rows):
     """The same with the products of native/kernels.cc, on one device. library.register has been called."""
 
     def stored(self, matrix: jax.Array) -> Quantized:
-        return _panels_quantized(matrix, by_rows=False)
+        return _quantized_panels(matrix, by_rows=False)
 
     def stored_table(self, table: jax.Array) -> Quantized:
-        return _panels_quantized(table, by_rows=True)
+        return _quantized_panels(table, by_rows=True)
 
     def multiply(self, x: jax.Array, *matrices: Quantized) -> tuple[jax.Array, ...]:
         return tuple(byte_product(x, matrix) for matrix in matrices)
@@ -282,7 +282,7 @@ def _rows_of(table: Quantized, tokens: jax.Array) -> jax.Array:
     return (rows[:, : table.features] ^ jnp.uint8(_UNSIGNED)).astype(jnp.int8)
 
 
-def _panels_quantized(matrix: jax.Array, *, by_rows: bool) -> Quantized:
+def _quantized_panels(matrix: jax.Array, *, by_rows: bool) -> Quantized:
     """[..., in, out], or with `by_rows` [..., out, in]. Outside jax.jit no program of XLA runs, see quantized.py."""
     if matrix.ndim == 2 and isinstance(matrix, jax.Array) and (view := host_view(matrix)) is not None:
         packed, scales = pack_bytes(view, by_rows=by_rows)

@@ -1,12 +1,12 @@
 """Publication: the weights of version v + 1 go to every engine; a manifest identifies each version.
 
-learner's copy -> Channel.transfer (files_channel.py in this process, files_channel.py as safetensors directories,
-record_channel.py as records) -> PublishedWeights -> Channel.receive -> an engine swaps between two dispatches.
+learner's copy -> Channel.transfer (files_channel.py in this process or as safetensors directories, record_channel.py
+as records) -> PublishedWeights -> Channel.receive -> an engine swaps between two dispatches.
 
 A record (record.py) is a whole version, or what changed since the last one (delta.py). record_channel.py makes it on
-the learner's side, a carrier (carriers/) moves it, and record_channel.py applies it to one of its weight_buffers.py
-beside the weights in use; weight_buffers.py makes a directory of it, for servers that load no records.
+the learner's side, a carrier (carriers/) moves it, and record_channel.py applies it at the other end, in a buffer next
+to the weights in use (weight_buffers.py), or makes a directory of it for servers that load no records.
 
-manifest.py checks that both ends have the same weights; export.py writes directories atomically; export.py
-writes the final weights for tools of Hugging Face.
+manifest.py checks that both ends have the same weights; export.py writes directories atomically, the final weights
+for tools of Hugging Face among them.
 """

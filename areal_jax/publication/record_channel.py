@@ -1,7 +1,7 @@
 """Publication as records: whole versions, or what changed since the last one that was sent, over any carrier.
 
 app/parts/channels.py builds the channel. On the learner's side it decides what a record is; for engines in this process
-it reads the records again, as servers do in theirs (record_channel.py).
+it reads the records again, as servers do in theirs.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _make_own_task(
     if missing := [attribute for attribute in _PROTOCOL if not hasattr(task, attribute)]:
         raise TaskError(
             f'{_FIELD}={name}: it returned {_describe(task)}, which is no task (it has no {missing[0]!r}); return '
-            'question_task(...) of areal_jax/tasks/task.py, or an object with the protocol Task of '
+            'question_task(...) of areal_jax/tasks/questions.py, or an object with the protocol Task of '
             'areal_jax/tasks/task.py'
         )
     if isinstance(task, ListedTask):

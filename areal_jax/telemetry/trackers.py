@@ -1,4 +1,4 @@
-"""Experiment trackers: what wandb, mlflow and trackio are told of a run. telemetry/trackers.py feeds them.
+"""Experiment trackers: what wandb, mlflow and trackio are told of a run.
 
 Each keeps its data on this machine where no account and no server is named: their own environment variables say
 where they send it. A run is found again by its token, so that a resumed run goes on in it.

@@ -1,7 +1,6 @@
 """One worker process: a request out, its reply back, and a kill that always works.
 
-The coroutines run on the I/O loop of the clock, everything else on the host's thread. The pipes are in
-workers/worker_process.py.
+The coroutines run on the I/O loop of the clock, everything else on the host's thread.
 """
 
 from __future__ import annotations

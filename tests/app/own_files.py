@@ -3,7 +3,7 @@
 # The task token_reversal, its reward, the advantage 'group' and the workflow 'single_turn'.
 COPIES = """import itertools
 import numpy as np
-from areal_jax.rollout.scoring import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.tasks.task import ListedTask, hash_fraction
 
 def build(tokenizer, symbols=2, length=4, held_out_fraction=0.25):

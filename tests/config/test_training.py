@@ -127,6 +127,13 @@ def test_a_field_is_used_or_has_its_default_and_is_named(field, value, used):
     assert tracked.unread() == []
 
 
+def test_what_trains_nothing_uses_what_it_notes():
+    config = make_config({'learner.row_tokens': 512, 'optimizer.learning_rate': 0.5})
+    tracked = TrackedConfig(config, trains=False)
+    tracked.note_used(('learner.row_tokens',))
+    assert tracked.unread() == [('optimizer.learning_rate', 0.5)]
+
+
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [

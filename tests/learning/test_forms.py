@@ -242,11 +242,6 @@ def test_what_is_trained_does_not_depend_on_the_fill(fill):
         ({'epochs': 0}, 'learner.epochs=0 must be at least 1'),
         ({'kl_coefficient': -1.0}, r'loss.kl_coefficient=-1.0 must not be negative'),
         (
-            {'row_buckets': (64,), 'accumulate': 'scan'},
-            r'learner.row_buckets=\(64,\) needs .* or learner.row_buckets=\(\)',
-        ),
-        ({'tail_buckets': 1, 'accumulate': 'scan'}, r"learner.tail_buckets=1 needs .* learner.accumulate='dispatch'"),
-        (
             {'mesh': {'context': 3}},
             r'learner.row_tokens .*=40 must be a multiple of 6, twice context=3 of cluster.learner',
         ),

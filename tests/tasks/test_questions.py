@@ -11,7 +11,7 @@ from areal_jax.tasks.task import TaskError, hash_fraction
 from areal_jax.text.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer('0123456789+=')
-TASK = """from areal_jax.tasks.task import question_task
+TASK = """from areal_jax.tasks.questions import question_task
 
 def build(tokenizer, digits=1, base=10, held_out_fraction=0.25):
     numbers = range(base**digits)

@@ -262,11 +262,10 @@ def _random_experts(config: TrackedConfig) -> Experts:
 
 
 def _longest(config: TrackedConfig) -> int:
-    """The most tokens of one sequence."""
+    """Returns the most tokens of one sequence, also where nothing is trained."""
+    config.note_used((_longest_field(config),))
     return (
-        config.learner.row_tokens
-        if not find_objective(config.loss.objective).generates
-        else config.rollout.context_tokens
+        config.rollout.context_tokens if find_objective(config.loss.objective).generates else config.learner.row_tokens
     )
 
 

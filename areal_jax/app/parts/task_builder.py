@@ -35,7 +35,7 @@ from areal_jax.tasks.scoring.scorer_process import takes_episode
 from areal_jax.tasks.scoring.verifier import Audit, InlineVerifier, ProcessVerifier, StartWorker
 from areal_jax.tasks.task import ClientStream, ListedTask, Problem, Scorer, Split, Task, TaskError, shuffle
 from areal_jax.text.tokenizer import Tokenizer
-from areal_jax.workers.sandbox.landlock import find_packages
+from areal_jax.workers.sandbox.packages import find_packages
 from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord, describe_sandbox, describe_unconfined, try_sandbox
 from areal_jax.workers.worker_process import WorkerProcess
 

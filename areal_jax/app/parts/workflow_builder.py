@@ -36,7 +36,7 @@ from areal_jax.tasks.environments import verifiers_task
 from areal_jax.text.chat_template import describe_untold
 from areal_jax.text.tokenizer import CharacterTokenizer, Tokenizer
 from areal_jax.types import Prompt, SamplingParams
-from areal_jax.workers.sandbox.landlock import find_packages
+from areal_jax.workers.sandbox.packages import find_packages
 
 
 def require_notation(name: str, field: str) -> None:

@@ -8,7 +8,7 @@ For token a, generated at version u by the engine's policy μ and trained at wei
 
 π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch
 comes from the engine's program and the rounding of publication, and the drift from the updates alone; every other
-measure of stale tokens has only their sum. numpy only; ratio_split.py runs the passes.
+measure of stale tokens has only their sum.
 
 The chain takes its versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one
 of them breaks the identity, which is measured (`ratio/identity_error`).

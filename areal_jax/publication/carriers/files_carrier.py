@@ -1,6 +1,6 @@
 """Records over the file system: whole versions are the directories that servers load, deltas are files beside them.
 
-record_channel.py sends with FilesSender, record_channel.py reads with FilesReceiver. A whole version and the deltas
+record_channel.py sends with FilesSender and reads with FilesReceiver. A whole version and the deltas
 after it are a chain; it stays on the disk while a version of it is needed.
 """
 

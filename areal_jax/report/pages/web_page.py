@@ -1,7 +1,7 @@
 """One self-contained page of HTML: sections of texts, tables and Bokeh's charts, with its scripts and data inline.
 
 Every text is escaped, and the page forbids the browser any request. It is light or dark as the browser prefers, or as
-its button says; the charts have their colours of web_page.py replaced.
+its button says; the colours of the charts are replaced with it.
 """
 
 from __future__ import annotations

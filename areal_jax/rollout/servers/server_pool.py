@@ -1,7 +1,7 @@
 """The engines of a run that are servers in other processes: they join, leave, die, hang and return while it goes on.
 
 The controller and the workflows use it like pool.Pool, whose engines are in this process and whose failures end the
-run. member.py is a request here, member.py an engine, keeper.py brings engines into service.
+run. member.py is an engine with its requests, keeper.py brings engines into service.
 """
 
 from __future__ import annotations

@@ -3,13 +3,9 @@
     arm.py                a config with a name; what arms of one program may differ in
     setting.py            what they share, and the constants that each has of its own
     problems.py           the prompts of every update, from the task's stream
-    answer_generation.py  answers to the prompts of a batch
-    answer_generation.py             frictions: which answers and rewards are disturbed, and how
-    arm_update.py      log-probs of the answers of a batch
-    arm_update.py         a batch becomes rewards, advantages, minibatches and optimizer steps
-    arm_training.py            updates in a loop on the device, arms side by side
-    arm_training.py             the metrics of every update, in the form of a run
-    arm_training.py       from configs to results
+    answer_generation.py  answers to the prompts of a batch; frictions: which answers and rewards are disturbed, and how
+    arm_update.py         a batch becomes log-probs, rewards, advantages, minibatches and optimizer steps
+    arm_training.py       from configs to results: updates in a loop on the device, arms side by side, and their metrics
 
 Shapes, in addition to those in areal_jax/__init__.py: U updates of a run, C updates of a call of the program; for the
 answers: B groups, G answers of a group, P tokens of a prompt, A tokens of an answer. All of them are the same for every

@@ -34,7 +34,7 @@ from areal_jax.workers.sandbox.confinement import (
     wrap_command,
 )
 from areal_jax.workers.sandbox.control_group import LOOK_S, ControlGroup, make_group
-from areal_jax.workers.sandbox.landlock import find_packages, name_module
+from areal_jax.workers.sandbox.packages import find_packages, name_module
 from areal_jax.workers.worker_process import worker_environment
 
 _LONGEST_S = 60.0

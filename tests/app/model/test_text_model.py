@@ -159,7 +159,7 @@ def params_of(**fields):
     config.model.update(
         {'d_model': 8, 'n_layers': 1, 'n_heads': 2, 'n_kv_heads': 1, 'head_dim': 4, 'd_ff': 16, **fields}
     )
-    return config, Decoder(random_shape(config, VOCABULARY)).init(seed=0)
+    return config, Decoder(random_shape(TrackedConfig(config), VOCABULARY)).init(seed=0)
 
 
 def test_a_plain_decoder_has_positions_and_a_head_of_its_own_and_neither_gate_nor_final_norm():
@@ -178,3 +178,12 @@ def test_a_plain_decoder_has_positions_and_a_head_of_its_own_and_neither_gate_no
     for path in (('attention', 'output'), ('mlp', 'down')):
         own, scaled = (tree['layers']['0'][path[0]][path[1]]['weight'] for tree in (params, llama))
         np.testing.assert_allclose(own, scaled * np.sqrt(2), rtol=1e-6)
+
+
+def test_an_evaluation_of_a_supervised_model_may_set_the_length_of_its_rows():
+    config = configure('random')
+    config.loss.objective = 'sft'
+    config.learner.row_tokens = 512
+    tracked = TrackedConfig(config, ['learner.row_tokens'], trains=False)
+    assert describe_text_model(tracked).shape.context_tokens == 512
+    assert 'learner.row_tokens' not in dict(tracked.unread())

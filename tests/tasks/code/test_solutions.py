@@ -129,7 +129,7 @@ import json, sys
 from areal_jax.installation import find_clone
 from areal_jax.tasks.code import code_problems
 from areal_jax.tasks.code.judge import Judge
-from areal_jax.workers.sandbox.landlock import find_packages
+from areal_jax.workers.sandbox.packages import find_packages
 
 assert find_clone() is None
 judge = Judge('landlock', find_packages(['listed']))

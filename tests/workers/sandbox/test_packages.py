@@ -11,16 +11,8 @@ import pytest
 
 from areal_jax.errors import UserError
 from areal_jax.workers.sandbox import landlock
-from areal_jax.workers.sandbox.landlock import (
-    SOURCES,
-    Access,
-    carve,
-    find_packages,
-    is_in,
-    list_base,
-    list_installed,
-    name_module,
-)
+from areal_jax.workers.sandbox.landlock import SOURCES, Access, carve, is_in, list_base, list_installed
+from areal_jax.workers.sandbox.packages import find_packages, name_module
 
 READ_FILE = Access.READ_FILE
 

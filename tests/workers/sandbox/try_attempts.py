@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from areal_jax.workers.sandbox import confinement
 from areal_jax.workers.sandbox.confinement import LANDLOCK, Confinement, confine, wrap_command
-from areal_jax.workers.sandbox.landlock import find_packages
+from areal_jax.workers.sandbox.packages import find_packages
 from tests.workers.sandbox.attempts import ATTEMPTS, CONTROLS, LEFT_OPEN, MEASURED, name_outcome
 from tests.workers.sandbox.place import Place, make_place
 
