@@ -57,13 +57,15 @@ def measure_bytes(small: bool) -> dict[str, Any]:
 
     from areal_jax.app.model.model import build_model
     from areal_jax.app.parts.learner_builder import build_learner
+    from areal_jax.app.parts.part_settings import build_mesh
     from areal_jax.config import TrackedConfig
     from areal_jax.publication.files_channel import DeviceChannel
     from benchmarks.side_blockwise import make_config
 
     nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     model = build_model(TrackedConfig(make_config(small=small, blocks=BLOCKS)))
-    learner = build_learner(TrackedConfig(make_config(small=small, blocks=BLOCKS)), model)
+    config = TrackedConfig(make_config(small=small, blocks=BLOCKS))
+    learner = build_learner(config, model, build_mesh(config))
     channel, carried, moments, trained = DeviceChannel(verify=False), [], [], []
     channel.transfer(0, learner.publish(0))
     whole = channel.carried_bytes
@@ -75,7 +77,8 @@ def measure_bytes(small: bool) -> dict[str, Any]:
         trained.append(nbytes(learner.state.params))
         moments.append(nbytes(learner.state.optimizer))
     del learner, channel
-    every = build_learner(TrackedConfig(make_config(small=small, blocks=1)), model)
+    config = TrackedConfig(make_config(small=small, blocks=1))
+    every = build_learner(config, model, build_mesh(config))
     largest = max(trained)
     return {
         'whole_version_bytes': whole,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.app.parts.part_settings import build_learner_settings, build_optimizer
+from areal_jax.app.parts.learner_builder import build_learner_settings, build_optimizer
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.forward import forward

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from areal_jax.app.parts.compilations import CompilationCounter
-from areal_jax.app.parts.part_settings import build_objective
+from areal_jax.app.parts.learner_builder import build_objective
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.objectives import DECOUPLED_PPO, OBJECTIVES, is_policy
 from areal_jax.errors import UserError

@@ -21,7 +21,12 @@ from ml_collections import config_dict
 
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts import part_settings as build
-from areal_jax.app.parts.learner_builder import build_training_decoder
+from areal_jax.app.parts.learner_builder import (
+    build_blocks,
+    build_learner_settings,
+    build_optimizer,
+    build_training_decoder,
+)
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings, Exchange
 from areal_jax.distributed.averages import Average, Averages, Block
@@ -86,8 +91,8 @@ class Client:
         decoder, params = build_training_decoder(config, self._model)
         return AveragedLearner(
             decoder, params, build.build_mesh(config),
-            blocks=build.build_blocks(config), optimizer=build.build_optimizer(config), learning_rate=1e-5,
-            settings=build.build_learner_settings(config), averages=averages, client=client,
+            blocks=build_blocks(config), optimizer=build_optimizer(config), learning_rate=1e-5,
+            settings=build_learner_settings(config), averages=averages, client=client,
         )  # fmt: skip
 
     def measure(self, mode: str, bytes_per_s: float, directory: str, rounds: int) -> dict[str, Any]:

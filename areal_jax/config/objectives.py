@@ -204,6 +204,32 @@ def trains_critic(loss: Any) -> bool:
     return find_objective(loss.objective).scores
 
 
+def build_choices(loss: Any, longest_answer: int, seed: int) -> PolicyChoices:
+    """Returns the combination of a policy objective from the section `loss` of a config.
+
+    Args:
+      longest_answer: rollout.max_new_tokens.
+      seed: of the run.
+    """
+    found = resolve(loss)
+    if found['kl_coefficient']:
+        found |= {'kl_estimator': loss.kl_estimator, 'kl_in': loss.kl_in}
+    if found['aggregation'] == 'constant':
+        found['length_constant'] = loss.length_constant or longest_answer
+    if found['overlong_tokens']:
+        found |= {'overlong_penalty': loss.overlong_penalty, 'longest_answer': longest_answer}
+    if found.get('delight_gate') == 'bernoulli':
+        found['seed'] = seed
+    choices = PolicyChoices(
+        **found,
+        reward_bias=loss.reward_bias,
+        reward_scale=loss.reward_scale,
+        reward_clip=loss.reward_clip,
+        truncated_answers=loss.truncated_answers,
+    )
+    return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
+
+
 def resolve(loss: Any) -> dict[str, Any]:
     """The choices of a policy objective from the section `loss` of a config, without the fields that it does not use.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.config.declarations import require_allowed
 from areal_jax.config.training import DiagnosticsSection, LearnerSection, StalenessSection
 from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.objective import PROXIMAL, Objective
@@ -16,9 +15,6 @@ class CriticSettings:
 
     own_model: bool  # else a head on the policy's trunk
     trunk_gradient: float  # of such a head: what its loss counts for the weights of the policy, in [0, 1]
-
-    def __post_init__(self) -> None:
-        require_allowed({'critic.trunk_gradient': self.trunk_gradient})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

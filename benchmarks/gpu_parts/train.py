@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.app.parts.part_settings import build_optimizer
+from areal_jax.app.parts.learner_builder import build_optimizer
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.learning.learner import SpmdLearner
 from areal_jax.learning.optimizer.optimizer import Optimizer

@@ -20,6 +20,7 @@ import numpy as np
 
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.learner_builder import build_learner
+from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.app.roles.learner_role import join_processes
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.formats.hf_directory import load_hf
@@ -38,7 +39,7 @@ def main(index: int, port: int, directory: str, report: pathlib.Path) -> None:
     model = build_model(tracked)
     read = {name: len(seen) / size for name, (seen, size) in rows.items()}
     held = require_equal_shards(model.params, whole := jax.device_get(load_hf(directory)[1]))
-    published = build_learner(tracked, model).publish(0)
+    published = build_learner(tracked, model, build_mesh(tracked)).publish(0)
     jax.tree.map(np.testing.assert_array_equal, published, whole)
     sizes = {'held': held, 'whole': sum(leaf.size for leaf in jax.tree.leaves(whole)), 'read': read}
     report.write_text(json.dumps(sizes))

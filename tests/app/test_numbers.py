@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.app.library import build_run
 from areal_jax.app.model.model import build_model
-from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.learner_builder import build_learner_settings, build_optimizer
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.fields import ConfigError
@@ -224,10 +224,10 @@ def test_the_choices_reach_the_learner(tmp_path):
     config = TrackedConfig(
         small_config(loss__denominator='all', optimizer__decay='matrices', optimizer__weight_decay=0.1)
     )
-    assert build.build_learner_settings(config).denominator == 'all'
+    assert build_learner_settings(config).denominator == 'all'
     gradients = {'final_norm': np.zeros(2), 'layers': {'0': {'mlp': {'up': {'weight': np.zeros((2, 2))}}}}}
     params = jax.tree.map(np.ones_like, gradients)
-    optimizer = build.build_optimizer(config)
+    optimizer = build_optimizer(config)
     stepped, _, _ = optimizer.apply(params, optimizer.init(params), gradients, np.float32(1))
     assert float(stepped['final_norm'][0]) == 1
     assert float(stepped['layers']['0']['mlp']['up']['weight'][0, 0]) == pytest.approx(0.9)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_jax.app.parts.part_settings import build_learner_settings
+from areal_jax.app.parts.learner_builder import build_learner_settings
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.config.training import OptimizerSection

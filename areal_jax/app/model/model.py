@@ -26,14 +26,17 @@ from areal_jax.checkpoint.shards import StoredArray
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import CONFIG, TrackedConfig, default_config
 from areal_jax.config.cluster import parse_learner
+from areal_jax.config.declarations import COPIED_CRITIC
 from areal_jax.config.fields import ConfigError
 from areal_jax.files import Announce, announce_nothing
 from areal_jax.formats.gguf import load_gguf
 from areal_jax.formats.hf_config import HfError, read_hf_config
 from areal_jax.formats.hf_directory import load_hf_weights
 from areal_jax.formats.safetensors_file import SafetensorsError, ValueHead, read_value_head
+from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
+from areal_jax.learning.settings import LearnerSettings
 from areal_jax.learning.weights import trained_leaves as trees
-from areal_jax.learning.weights.trained_leaves import CRITIC, policy_leaves
+from areal_jax.learning.weights.trained_leaves import CRITIC, VALUE_HEAD, make_value_head, policy_leaves
 from areal_jax.models.decoder import Decoder
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Lora, Params, logical_axes, merge_adapters
@@ -234,6 +237,48 @@ class GivenModel:
             return read_value_head(self.directory, self.shape.d_model)
         except SafetensorsError as error:
             raise ConfigError(f'{self.field}: {error}') from error
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModels:
+    """Weights that a learner reads in addition to those of the policy; None where its objective does not."""
+
+    reference: Params | None  # None also: the policy's own at the start
+    teacher: tuple[Decoder, Params] | None  # may be of another architecture
+    critic: Params | None  # a value head, with the weights of a model of its own if it has one
+
+
+def load_other_models(config: TrackedConfig, model: Model, settings: LearnerSettings) -> OtherModels:
+    """Loads loss.reference, loss.teacher and critic.model where the objective reads them.
+
+    Raises ConfigError for a directory that holds none, or one of other tokens or sizes.
+    """
+    reference = teacher = None
+    reads, dtype = settings.objective.reads, settings.learner.dtype
+    if REFERENCE in reads and config.loss.reference:
+        reference = _read_same_shape(config, 'loss.reference', model).load(config, dtype)
+    if reads & FROM_TEACHER and config.loss.teacher:
+        given = read_given_model(config, 'loss.teacher', model)
+        teacher = Decoder(given.shape, layers=settings.learner.layers), given.load(config, dtype)
+    critic = None if settings.critic is None else _load_critic(config, model, own_model=settings.critic.own_model)
+    return OtherModels(reference, teacher, critic)
+
+
+def _load_critic(config: TrackedConfig, model: Model, *, own_model: bool) -> Params:
+    head = make_value_head(model.decoder.config.d_model)
+    if not own_model:
+        return {VALUE_HEAD: head}
+    assert model.params is not None, 'a learner has taken the weights already'
+    if config.critic.model == COPIED_CRITIC:
+        return {**model.params, VALUE_HEAD: head}
+    given = _read_same_shape(config, 'critic.model', model)
+    return {**given.load(config, 'float32'), VALUE_HEAD: given.load_value_head() or head}
+
+
+def _read_same_shape(config: TrackedConfig, field: str, model: Model) -> GivenModel:
+    given = read_given_model(config, field, model)
+    require_same_shape(given, field, model.decoder.config)
+    return given
 
 
 def read_given_model(config: TrackedConfig, field: str, model: Model) -> GivenModel:

@@ -18,7 +18,8 @@ import jax
 
 from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import Model
-from areal_jax.app.parts.part_settings import build_blocks, build_schedule, moves_devices
+from areal_jax.app.parts.learner_builder import build_blocks
+from areal_jax.app.parts.part_settings import build_schedule, moves_devices
 from areal_jax.config import TrackedConfig
 from areal_jax.config.fields import ConfigError
 from areal_jax.config.kinds import CHANNEL, find_channel, resolve

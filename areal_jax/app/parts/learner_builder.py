@@ -1,97 +1,165 @@
-"""Builds the learner of one process from a config and a model."""
+"""From a config to the learner of a process: the objective, what an update is, the optimizer, the weights it reads.
+
+Each function reads the fields that its part uses.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
-from areal_jax.app.model.model import Model, read_given_model, require_same_shape
+from jax.sharding import Mesh
+
+from areal_jax.app.model.model import Model, load_other_models
 from areal_jax.app.model.text_model import describe_source
-from areal_jax.app.parts.part_settings import (
-    build_allocation,
-    build_blocks,
-    build_learner_settings,
-    build_lora,
-    build_mesh,
-    build_optimizer,
-)
-from areal_jax.config import TrackedConfig
-from areal_jax.config.cluster import DeviceSplit
-from areal_jax.config.declarations import COPIED_CRITIC
+from areal_jax.app.parts.part_settings import cuts_softmax
+from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config.declarations import TRUNK_CRITIC
 from areal_jax.config.fields import ConfigError
+from areal_jax.config.kinds import find_channel, find_server
+from areal_jax.config.objectives import PAIRS, build_choices, find_objective
+from areal_jax.config.training import count_steps
 from areal_jax.distributed.averaged_learner import AveragedLearner, ClientSettings
 from areal_jax.distributed.averages import Averages
 from areal_jax.distributed.handshake import digest_config
 from areal_jax.distributed.remote_learner import CommandLeader
 from areal_jax.learning.blockwise.block_learner import BlockLearner
+from areal_jax.learning.blockwise.blocks import BlockOrder
+from areal_jax.learning.brakes import Brake
 from areal_jax.learning.learner import MovingLearner, SpmdLearner
-from areal_jax.learning.objective.objective import FROM_TEACHER, REFERENCE
+from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
+from areal_jax.learning.objective.objective import Objective
+from areal_jax.learning.objective.objectives import Likelihood, PolicyObjective, load_objective
+from areal_jax.learning.objective.preference import DirectPreference, RewardModel
 from areal_jax.learning.optimizer.critic_optimizer import add_critic_optimizer
-from areal_jax.learning.settings import LearnerSettings
-from areal_jax.learning.weights.trained_leaves import VALUE_HEAD, make_value_head
+from areal_jax.learning.optimizer.optimizer import Optimizer, make_optimizer
+from areal_jax.learning.settings import CriticSettings, LearnerSettings
 from areal_jax.models.decoder import Decoder
-from areal_jax.models.weights import Params
+from areal_jax.models.weights import Lora, Params
+from areal_jax.plugins import is_own
 
 
 def build_learner(
-    config: TrackedConfig, model: Model, *, compile_ahead: bool = False, split: DeviceSplit | None = None
+    config: TrackedConfig, model: Model, mesh: Mesh, *, compile_ahead: bool = False, moves: bool = False
 ) -> SpmdLearner:
-    """The learner of this process. It copies `model.params`; for `compile_ahead` see SpmdLearner.
+    """Builds the learner of this process, which copies `model.params`.
 
-    `split`: the one that it begins with, of a run whose devices move.
+    Args:
+      mesh: its devices (part_settings.build_mesh), or those that it begins with.
+      compile_ahead: see SpmdLearner.
+      moves: whether it is moved to other devices on the way.
     """
-    mesh = build_mesh(config) if split is None else build_allocation(config, split).learner
     decoder, params = build_training_decoder(config, model)
-    settings, rate = build_learner_settings(config), config.optimizer.learning_rate
-    optimizer = build_optimizer(config)
+    settings, optimizer = build_learner_settings(config), build_optimizer(config)
     if settings.critic is not None:
         optimizer = add_critic_optimizer(optimizer, config.critic.learning_rate)
+    form: dict[str, Any] = {
+        'optimizer': optimizer,
+        'learning_rate': config.optimizer.learning_rate,
+        'settings': settings,
+        'compile_ahead': compile_ahead,
+    }
     if (blocks := build_blocks(config)) is None:
-        reference, teacher = build_reference(config, model, settings), build_teacher(config, model, settings)
-        make = SpmdLearner if split is None else MovingLearner
-        return make(
-            decoder, params, mesh,
-            optimizer=optimizer, learning_rate=rate, settings=settings, compile_ahead=compile_ahead,
-            reference=reference, teacher=teacher, critic=build_critic(config, model, settings),
-        )  # fmt: skip
-    form: dict[str, Any] = {'blocks': blocks, 'optimizer': optimizer, 'learning_rate': rate, 'settings': settings}
+        others = load_other_models(config, model, settings)
+        make = MovingLearner if moves else SpmdLearner
+        return make(decoder, params, mesh, **form, **vars(others))
     if config.distributed.clients == 1:
-        return BlockLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead)
+        return BlockLearner(decoder, params, mesh, **form, blocks=blocks)
     client = ClientSettings(config.distributed.overlap, config.run.steps)
-    averages = build_averages(config)
-    return AveragedLearner(decoder, params, mesh, **form, compile_ahead=compile_ahead, averages=averages, client=client)
+    return AveragedLearner(decoder, params, mesh, **form, blocks=blocks, averages=build_averages(config), client=client)
 
 
-def build_reference(config: TrackedConfig, model: Model, settings: LearnerSettings) -> Params | None:
-    """The weights of loss.reference; None = those at the start, or that the objective does not read it."""
-    if REFERENCE not in settings.objective.reads or not config.loss.reference:
+def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
+    """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
+    learner, objective = config.learner, build_objective(config)
+    idle = TrackedConfig(default_config())
+    supervised = not objective.learns_from_answers
+    if supervised:
+        learner = dataclasses.replace(learner, packing='ordinary')
+    policy = idle if supervised else config  # fields that only asynchronous RL uses
+    filtered = learner.filter_equal_rewards
+    channel, server = find_channel(policy.publication.channel), find_server(policy.rollout.server)
+    most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
+    return LearnerSettings(
+        learner=learner,
+        staleness=config.staleness,
+        diagnostics=config.diagnostics,
+        max_microbatches=-(-most_rows // learner.rows_per_microbatch),
+        strategy=config.cluster.strategy,
+        publish_dtype=policy.publication.dtype,
+        publishes_files=channel.reaches_processes,
+        objective=objective,
+        temperature=policy.rollout.temperature,
+        denominator=(policy if filtered else idle).loss.denominator,
+        truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
+        scores=not server.in_process,
+        seed=config.run.seed,
+        quantized=policy.rollout.weights == 'int8',
+        brake=Brake(config.optimizer, config.diagnostics.brakes),
+        critic=build_critic_settings(config, objective),
+        records_routes=policy.rollout.record_routes,
+    )
+
+
+def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
+    """None for an objective that trains no values."""
+    if not objective.trains_values:
         return None
-    given = read_given_model(config, 'loss.reference', model)
-    require_same_shape(given, 'loss.reference', model.decoder.config)
-    return given.load(config, settings.learner.dtype)
+    if objective.scores_answers:  # the values are what is trained
+        return CriticSettings(own_model=False, trunk_gradient=1.0)
+    ours, idle = config.critic, TrackedConfig(default_config()).critic
+    own_model = ours.model != TRUNK_CRITIC
+    return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
 
 
-def build_teacher(config: TrackedConfig, model: Model, settings: LearnerSettings) -> tuple[Decoder, Params] | None:
-    """Decoder and weights of loss.teacher, whose architecture may be another one; None where nothing reads it."""
-    if not settings.objective.reads & FROM_TEACHER or not config.loss.teacher:
-        return None
-    given = read_given_model(config, 'loss.teacher', model)
-    return Decoder(given.shape, layers=config.learner.layers), given.load(config, settings.learner.dtype)
+def build_objective(config: TrackedConfig) -> Objective:
+    """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
+    loss = config.loss
+    if is_own(loss.objective):
+        return load_objective(loss.objective, dict(loss.options))
+    kind = find_objective(loss.objective)
+    if kind.scores:
+        return RewardModel()
+    if kind.given == PAIRS:
+        return DirectPreference(loss.dpo_beta)
+    if kind.teacher:
+        length = (loss.length_constant or config.rollout.max_new_tokens) if loss.aggregation == 'constant' else 1
+        summed = (loss.aggregation or 'token_mean', length)
+        if loss.divergence != 'sampled':
+            return VocabularyDistillation(loss.divergence, *summed)
+        return SampledDistillation(loss.behavior_weight_cap, *summed)
+    if not kind.generates:
+        return Likelihood(loss.aggregation or 'token_mean')
+    return PolicyObjective(build_choices(loss, config.rollout.max_new_tokens, config.run.seed))
 
 
-def build_critic(config: TrackedConfig, model: Model, settings: LearnerSettings) -> Params | None:
-    """A value head, with the weights of a model of its own if it has one; None where the objective trains no values."""
-    if settings.critic is None:
-        return None
-    head = make_value_head(model.decoder.config.d_model)
-    if not settings.critic.own_model:
-        return {VALUE_HEAD: head}
+def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
+    """The decoder in its trained form, and its weights: the model's, and new adapters if lora.rank is set."""
+    if config.lora.rank > model.decoder.config.d_model:
+        raise ConfigError(
+            f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
+            'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
+        )
+    lora, form = build_lora(config), config.learner
+    decoder = Decoder(model.decoder.config, layers=form.layers, remat=form.remat, lora=lora)
     assert model.params is not None, 'a learner has taken the weights already'
-    if config.critic.model == COPIED_CRITIC:
-        return {**model.params, VALUE_HEAD: head}
-    given = read_given_model(config, 'critic.model', model)
-    require_same_shape(given, 'critic.model', model.decoder.config)
-    return {**given.load(config, 'float32'), VALUE_HEAD: given.load_value_head() or head}
+    return decoder, decoder.complete(model.params, config.run.seed)
+
+
+def build_lora(config: TrackedConfig) -> Lora | None:
+
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+
+
+def build_optimizer(config: TrackedConfig) -> Optimizer:
+    return make_optimizer(config.optimizer, count_steps(config), compares=config.diagnostics.brakes)
+
+
+def build_blocks(config: TrackedConfig) -> BlockOrder | None:
+    """None where an update trains all leaves."""
+    return None if config.optimizer.blocks == 1 else BlockOrder(config.optimizer, config.run.seed)
 
 
 def build_averages(config: TrackedConfig) -> Averages:
@@ -115,16 +183,3 @@ def require_finite_weights(config: TrackedConfig, learner: SpmdLearner | Command
     All processes take part: `learner` is the one that processes.lead returns.
     """
     learner.require_finite(*describe_source(config, model.source))
-
-
-def build_training_decoder(config: TrackedConfig, model: Model) -> tuple[Decoder, Params]:
-    """The decoder in its trained form, and its weights: the model's, and new adapters if lora.rank is set."""
-    if config.lora.rank > model.decoder.config.d_model:
-        raise ConfigError(
-            f'lora.rank={config.lora.rank} is above the width of the model, {model.decoder.config.d_model}: adapters '
-            'would be larger than what they adapt; lower it, or set lora.rank=0 to train all weights'
-        )
-    form = {'layers': config.learner.layers, 'remat': config.learner.remat}
-    decoder = Decoder(model.decoder.config, **form, lora=build_lora(config))
-    assert model.params is not None, 'a learner has taken the weights already'
-    return decoder, decoder.complete(model.params, config.run.seed)

@@ -5,28 +5,22 @@ What imports jax is imported by the functions that need it: a controller that ha
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING
 
 from ml_collections import config_dict
 
-from areal_jax.config import TrackedConfig, default_config
+from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import DeviceSplit, parse_engines, parse_learner
-from areal_jax.config.declarations import TRUNK_CRITIC
 from areal_jax.config.fields import ConfigError
-from areal_jax.config.kinds import find_channel, find_server
-from areal_jax.config.objectives import PAIRS, find_objective, resolve
-from areal_jax.config.policy_choices import PolicyChoices
+from areal_jax.config.kinds import find_server
+from areal_jax.config.objectives import find_objective
 from areal_jax.config.splits import OFF, initial_split, list_splits, parse_split, plan_file, read_plan
-from areal_jax.config.training import count_steps
 from areal_jax.control.buffer import SUCCESS_RATE, GroupFilter, equal_rewards, success_rate
 from areal_jax.control.controller import LoopSettings
 from areal_jax.control.gate import StalenessGate
 from areal_jax.control.lock_step import CopyVersion, Schedule, VersionRing, parse_schedule
 from areal_jax.control.split_choice import Automatic, Choice, Planned, Rung
-from areal_jax.learning.blockwise.blocks import BlockOrder
-from areal_jax.plugins import is_own
 from areal_jax.rollout import pool
 from areal_jax.rollout.pool import Requirement
 from areal_jax.telemetry.devices import DeviceRates, peak_flops
@@ -36,10 +30,6 @@ from areal_jax.types import SamplingParams
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from areal_jax.learning.objective.objective import Objective
-    from areal_jax.learning.optimizer.optimizer import Optimizer
-    from areal_jax.learning.settings import CriticSettings, LearnerSettings
-    from areal_jax.models.weights import Lora
     from areal_jax.sharding.rules import Allocation
 
 
@@ -90,117 +80,6 @@ def build_choice(config: TrackedConfig) -> Choice:
 def uses_servers(config: TrackedConfig) -> bool:
     """Whether answers come from other processes."""
     return not find_server(config.rollout.server).in_process
-
-
-def build_lora(config: TrackedConfig) -> Lora | None:
-    from areal_jax.models.weights import Lora
-
-    lora = config.lora
-    return Lora(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
-
-
-def build_optimizer(config: TrackedConfig) -> Optimizer:
-    from areal_jax.learning.optimizer.optimizer import make_optimizer
-
-    return make_optimizer(config.optimizer, count_steps(config), compares=config.diagnostics.brakes)
-
-
-def build_critic_settings(config: TrackedConfig, objective: Objective) -> CriticSettings | None:
-    """None for an objective that trains no values."""
-    from areal_jax.learning.settings import CriticSettings
-
-    if not objective.trains_values:
-        return None
-    if objective.scores_answers:  # the values are what is trained
-        return CriticSettings(own_model=False, trunk_gradient=1.0)
-    ours, idle = config.critic, TrackedConfig(default_config()).critic
-    own_model = ours.model != TRUNK_CRITIC
-    return CriticSettings(own_model=own_model, trunk_gradient=(idle if own_model else ours).trunk_gradient)
-
-
-def build_blocks(config: TrackedConfig) -> BlockOrder | None:
-    """None where an update trains all leaves."""
-    return None if config.optimizer.blocks == 1 else BlockOrder(config.optimizer, config.run.seed)
-
-
-def build_learner_settings(config: TrackedConfig) -> LearnerSettings:
-    """What an update is, under any objective. Fields that it does not use keep their declared defaults."""
-    from areal_jax.learning.brakes import Brake
-    from areal_jax.learning.settings import LearnerSettings
-
-    learner, objective = config.learner, build_objective(config)
-    idle = TrackedConfig(default_config())
-    supervised = not objective.learns_from_answers
-    if supervised:
-        learner = dataclasses.replace(learner, packing='ordinary')
-    policy = idle if supervised else config  # fields that only asynchronous RL uses
-    filtered = learner.filter_equal_rewards
-    most_rows = learner.groups_per_update * (1 if supervised else config.rollout.group_size)
-    return LearnerSettings(
-        learner=learner,
-        staleness=config.staleness,
-        diagnostics=config.diagnostics,
-        max_microbatches=-(-most_rows // learner.rows_per_microbatch),
-        strategy=config.cluster.strategy,
-        publish_dtype=policy.publication.dtype,
-        publishes_files=not supervised and find_channel(config.publication.channel).reaches_processes,
-        objective=objective,
-        temperature=policy.rollout.temperature,
-        denominator=(policy if filtered else idle).loss.denominator,
-        truncated_sampling=(policy if cuts_softmax(policy) else idle).loss.truncated_sampling,
-        scores=not supervised and uses_servers(config),
-        seed=config.run.seed,
-        quantized=policy.rollout.weights == 'int8',
-        brake=Brake(config.optimizer, config.diagnostics.brakes),
-        critic=build_critic_settings(config, objective),
-        records_routes=policy.rollout.record_routes,
-    )
-
-
-def build_objective(config: TrackedConfig) -> Objective:
-    """What the section `loss` asks for; reads the fields that it uses. Raises UserError for an own one that is none."""
-    from areal_jax.learning.objective.distillation import SampledDistillation, VocabularyDistillation
-    from areal_jax.learning.objective.objectives import Likelihood, PolicyObjective, load_objective
-    from areal_jax.learning.objective.preference import DirectPreference, RewardModel
-
-    loss = config.loss
-    if is_own(loss.objective):
-        return load_objective(loss.objective, dict(loss.options))
-    kind = find_objective(loss.objective)
-    if kind.scores:
-        return RewardModel()
-    if kind.given == PAIRS:
-        return DirectPreference(loss.dpo_beta)
-    if kind.teacher:
-        length = (loss.length_constant or config.rollout.max_new_tokens) if loss.aggregation == 'constant' else 1
-        summed = (loss.aggregation or 'token_mean', length)
-        if loss.divergence != 'sampled':
-            return VocabularyDistillation(loss.divergence, *summed)
-        return SampledDistillation(loss.behavior_weight_cap, *summed)
-    if not kind.generates:
-        return Likelihood(loss.aggregation or 'token_mean')
-    return PolicyObjective(build_choices(config))
-
-
-def build_choices(config: TrackedConfig) -> PolicyChoices:
-    """The combination of a policy objective."""
-    loss, found = config.loss, resolve(config.loss)
-    if found['kl_coefficient']:
-        found |= {'kl_estimator': loss.kl_estimator, 'kl_in': loss.kl_in}
-    if found['aggregation'] == 'constant':
-        found['length_constant'] = loss.length_constant or config.rollout.max_new_tokens
-    if found['overlong_tokens']:
-        found |= {'overlong_penalty': loss.overlong_penalty, 'longest_answer': config.rollout.max_new_tokens}
-    if found.get('delight_gate') == 'bernoulli':
-        found['seed'] = config.run.seed
-    choices = PolicyChoices(
-        **found,
-        reward_bias=loss.reward_bias,
-        reward_scale=loss.reward_scale,
-        reward_clip=loss.reward_clip,
-        truncated_answers=loss.truncated_answers,
-    )
-    return dataclasses.replace(choices, proximal=loss.proximal) if choices.uses_proximal else choices
 
 
 def cuts_softmax(config: TrackedConfig) -> bool:

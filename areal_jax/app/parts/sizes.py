@@ -17,6 +17,7 @@ from ml_collections import config_dict
 from areal_jax.app.model.model import describe_given_model
 from areal_jax.app.model.text_model import read_shape
 from areal_jax.app.parts import part_settings as build
+from areal_jax.app.parts.learner_builder import build_lora, build_optimizer
 from areal_jax.config import TrackedConfig
 from areal_jax.config.cluster import parse_engines
 from areal_jax.config.declarations import TRUNK_CRITIC
@@ -172,11 +173,11 @@ def measure(config: TrackedConfig, shape: ModelConfig, allocation: Allocation) -
 
 def _learner_sizes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> dict[str, int]:
     # of layers with equal shapes one is measured: a tree of all of them could itself be too large
-    decoder = Decoder(_sample(shape), lora=build.build_lora(config))
+    decoder = Decoder(_sample(shape), lora=build_lora(config))
     trained, frozen = trees.split(decoder.abstract(), is_adapter if decoder.lora else lambda _: True)
     cut = lambda tree: param_shardings(tree, logical_axes(shape), mesh, config.cluster.strategy)
     count = lambda tree, shardings, dtype: _bytes(tree, shardings, _repeats(shape), dtype)
-    optimizer = build.build_optimizer(config)
+    optimizer = build_optimizer(config)
     state = jax.eval_shape(optimizer.init, trained)
     placed = optimizer.shardings(trained, cut(trained), replicated(mesh))
     dtype = config.learner.dtype
@@ -209,7 +210,7 @@ def _critic_bytes(config: TrackedConfig, shape: ModelConfig, mesh: Mesh) -> int:
     """Of a model of its own: weights, gradients, optimizer state and working copy."""
     weights = Decoder(_sample(shape)).abstract()
     shardings = param_shardings(weights, logical_axes(shape), mesh, config.cluster.strategy)
-    optimizer = build.build_optimizer(config)
+    optimizer = build_optimizer(config)
     placed = optimizer.shardings(weights, shardings, replicated(mesh))
     dtype = config.learner.dtype
     of_weights = 2 * _bytes(weights, shardings, _repeats(shape), 'float32')

@@ -9,6 +9,7 @@ from areal_jax.app.export.run_export import build_companions, separates_head
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.compilations import print_passed_over, print_warnings, use_compilation_cache
 from areal_jax.app.parts.learner_builder import build_learner
+from areal_jax.app.parts.part_settings import build_mesh
 from areal_jax.app.process.ending import ignore_signals
 from areal_jax.app.roles.roles import RoleProcess, await_controller, keep_name
 from areal_jax.config import TrackedConfig, validate
@@ -43,7 +44,7 @@ def follow_run(config: config_dict.ConfigDict) -> None:
     """
     tracked = TrackedConfig(config)
     model = build_model(tracked)
-    learner = build_learner(tracked, model)
+    learner = build_learner(tracked, model, build_mesh(tracked))
     deadline_s = config.distributed.command_deadline_s
     rendezvous.require_shared_workdir(deadline_s)
     rendezvous.meet(deadline_s)
@@ -74,7 +75,7 @@ def serve_learner(config: config_dict.ConfigDict, process: RoleProcess) -> None:
         _require_devices(layout, config.cluster.learner, process)
         keep_blocks()
         model = build_model(tracked)
-        learner = build_learner(tracked, model)
+        learner = build_learner(tracked, model, build_mesh(tracked))
         model.params = None  # the learner has its copy
         if process.index == 0:
             print_warnings(config)

@@ -36,7 +36,7 @@ from areal_jax.app.parts.engines import (
     restore_ring,
 )
 from areal_jax.app.parts.host import UsedDevices, build_pool, list_devices
-from areal_jax.app.parts.learner_builder import build_learner, require_finite_weights
+from areal_jax.app.parts.learner_builder import build_learner, build_objective, require_finite_weights
 from areal_jax.app.parts.sizes import measure_parts, require_room
 from areal_jax.app.run.observer import Compilations
 from areal_jax.app.run.run import (
@@ -127,7 +127,9 @@ class OwnSite:
         # processes that compile a program for all of them do so at the same time, at a command
         ahead = context.finished is None and parse_learner(config.cluster.learner).processes == 1
         self.split = find_split(config, checkpoint)
-        own = build_learner(config, model, compile_ahead=ahead, split=self.split)
+        moves = self.split is not None
+        mesh = build.build_allocation(config, self.split).learner if moves else build.build_mesh(config)
+        own = build_learner(config, model, mesh, compile_ahead=ahead, moves=moves)
         context.parts.callback(own.close, wait=not context.ends_process())
         if not self._trains_later(0 if checkpoint is None else checkpoint.step):
             own.begin_compiling()
@@ -292,7 +294,7 @@ class OwnSite:
         context.start.begin_silently('exporting')
         try:
             is_whole = all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(weights))
-            if is_whole and not build.build_objective(self._config).trains_values:
+            if is_whole and not build_objective(self._config).trains_values:
                 out = context.workdir / EXPORT
                 write_export(out, context.workdir, steps, weights, digest, self.model, dtype, announce)
             else:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.app.model.model import describe_model
-from areal_jax.app.parts.part_settings import build_choices, build_learner_settings, build_optimizer, build_schedule
+from areal_jax.app.parts.learner_builder import build_learner_settings, build_optimizer
+from areal_jax.app.parts.part_settings import build_schedule
 from areal_jax.config import TrackedConfig
+from areal_jax.config.objectives import build_choices
 from areal_jax.config.policy_choices import PolicyChoices
 from areal_jax.learning.brakes import Brake
 from areal_jax.learning.objective.policy_loss import KINDS
@@ -94,7 +96,10 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
     """The setting of arms that `require_one_program` has passed."""
     config = TrackedConfig(arms[0].config)
     settings = build_learner_settings(config)
-    constants, choices = make_constants(arms), build_choices(config)
+    constants, choices = (
+        make_constants(arms),
+        build_choices(config.loss, config.rollout.max_new_tokens, config.run.seed),
+    )
     without: Any = dict.fromkeys(NUMBERS, 0.0)
     recomputed = constants.proximal == KINDS.index('recompute')
     return Setting(
@@ -120,7 +125,7 @@ def make_setting(arms: Sequence[Arm]) -> Setting:
 def _of_arm(arm: Arm) -> Constants:
     config = TrackedConfig(arm.config)
     settings, seed, schedule = build_learner_settings(config), config.run.seed, build_schedule(config)
-    choices = build_choices(config)
+    choices = build_choices(config.loss, config.rollout.max_new_tokens, config.run.seed)
     assert schedule is not None, 'require_one_program has passed the arm'
     period = schedule.longest + 1 if config.staleness.schedule.startswith('every(') else 0
     return Constants(

@@ -9,7 +9,7 @@ import pytest
 from areal_jax.app.library import build_run
 from areal_jax.app.model.model import build_model
 from areal_jax.app.parts.learner_builder import build_learner
-from areal_jax.app.parts.part_settings import build_ring, build_sampling
+from areal_jax.app.parts.part_settings import build_mesh, build_ring, build_sampling
 from areal_jax.app.parts.task_builder import build_task
 from areal_jax.config import TrackedConfig, default_config
 from areal_jax.config.fields import ConfigError
@@ -58,7 +58,7 @@ def test_a_hugging_face_directory_becomes_a_sharded_learner(tmp_path):
     model = build_model(tracked)
     query = model.params['layers']['0']['attention']['query']['weight']
     assert query.addressable_shards[0].data.shape == (4, 16)  # [16, 32] over fsdp=4 and tensor=2
-    published = build_learner(tracked, model).publish(0)
+    published = build_learner(tracked, model, build_mesh(tracked)).publish(0)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(published), jax.device_get(params))
 
 
@@ -87,7 +87,7 @@ def test_a_model_that_the_mesh_cannot_cut_is_named_before_anything_compiles(fiel
     config.update_from_flattened_dict({'cluster.strategy': 'tensor'} | fields)
     tracked = TrackedConfig(config)
     with pytest.raises(ConfigError, match=message):
-        build_learner(tracked, build_model(tracked))
+        build_learner(tracked, build_model(tracked), build_mesh(tracked))
 
 
 def test_an_impossible_random_shape_is_an_error_of_the_config():

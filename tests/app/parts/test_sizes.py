@@ -57,7 +57,7 @@ def test_sizes_are_those_of_the_arrays(fields):
         pytest.skip('needs four devices')
     config, found = measured(model__n_layers=3, **fields)
     model = build_model(config)
-    learner = build_learner(config, model)
+    learner = build_learner(config, model, build.build_mesh(config))
     assert found.learner['weights'] == nbytes(learner.state.params) + nbytes(learner.state.frozen)
     assert found.learner['gradients'] == nbytes(learner.programs.run('zeros', learner.state.params))
     assert found.learner['publication'] == nbytes(learner.publish(0))
@@ -86,7 +86,7 @@ def test_an_engine_that_cuts_its_experts_holds_a_part_of_them_and_the_whole_cach
 def test_gradients_and_moments_are_those_of_the_largest_block():
     config, found = measured(optimizer__blocks=3, model__n_layers=3)
     whole = measured(model__n_layers=3)[1].learner
-    learner, trained, moments = build_learner(config, build_model(config)), [], []
+    learner, trained, moments = build_learner(config, build_model(config), build.build_mesh(config)), [], []
     for version in range(3):
         learner.update([], version)  # turns to the block of the version
         trained.append(nbytes(learner.state.params))
