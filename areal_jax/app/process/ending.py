@@ -6,7 +6,6 @@ Imports nothing slow: every command imports it first.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import os
 import select
@@ -347,8 +346,10 @@ def call_in_thread(function: Callable[[CallerInterrupts], _Result], name: str) -
     raises KeyboardInterrupt. An exception comes without the frames of the run: a program that keeps it (a notebook
     does) would keep the weights. The text of its traceback is added as a note, except to a UserError.
     """
+    from concurrent.futures import Future  # here: it loads logging, for which a command that only helps has no use
+
     interrupts = CallerInterrupts()
-    outcome: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+    outcome: Future[_Result] = Future()
     ended = threading.Event()
 
     def run() -> None:
