@@ -7,7 +7,6 @@ and areal_jax.launch.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import pathlib
 import re
@@ -106,6 +105,8 @@ def read_code_version() -> str:
 
 def digest_sources(package: pathlib.Path) -> str:
     """The first digits of a sha256, in hex, over the sources of a package, without what a clone has beside it."""
+    import hashlib  # here: most processes ask for no version of the code
+
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob('*') if path.suffix in _SUFFIXES):
         place = path.relative_to(package)

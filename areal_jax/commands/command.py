@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import importlib.metadata
 import importlib.util
 import pathlib
-import platform
 import re
 import shutil
 import sys
@@ -19,7 +17,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from areal_jax.app.workdir.environment import git_commit
 from areal_jax.errors import ExitCode
 from areal_jax.files import describe_url
 from areal_jax.installation import __version__
@@ -279,6 +276,11 @@ def find_width() -> int:
 
 def describe_version() -> str:
     """'areal_jax 0.1.0 (commit 1f0c52b6a9de), jax 0.10.2, python 3.11.9'."""
+    import importlib.metadata  # here, with the next two: half of the time of a --help
+    import platform
+
+    from areal_jax.app.workdir.environment import git_commit
+
     commit = git_commit()
     shown = f' (commit {commit[:_DIGITS]}{"-dirty" if commit.endswith("-dirty") else ""})' if commit else ''
     try:
