@@ -12,6 +12,7 @@ again, event by event, in the other tree. Names are of files, events, metrics, k
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -51,6 +52,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     'in_process': ('tiny_cpu.py', 'run.clock=real', 'run.steps=8', 'cluster.engines=2 x shared'),
     'agents': ('tiny_cpu.py', 'run.clock=real', *_AGENT_FIELDS),
 }
+_CLIENTS = ('optimizer.blocks=3', 'distributed.clients=2', 'checkpoint.every=1')
 _ALWAYS = ('run.steps=3', 'run.export=False')
 _ONLINE = (
     'run.clock=virtual',
@@ -94,6 +96,21 @@ def resume(tree: pathlib.Path, workdir: pathlib.Path) -> None:
     train(tree, workdir, (*settings, 'run.steps=8'), '--resume')
 
 
+def average(tree: pathlib.Path, directory: pathlib.Path) -> str:
+    """Two clients that average their blocks, at the same time; returns the weights that both end with."""
+    settings = ('tiny_cpu.py', *_CLIENTS, f'distributed.average_directory={directory / "means"}', 'run.steps=6')
+    workdirs = [directory / f'client_{client}' for client in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(train, tree, workdir, (*settings, f'distributed.client={client}'))
+            for client, workdir in enumerate(workdirs)
+        ]
+        for end in ends:
+            end.result()
+    first, second = map(weights_of, workdirs)
+    return first if first == second else f'{first} and {second}'
+
+
 def names_of(workdir: pathlib.Path) -> dict[str, list[str]]:
     """Names in a workdir: its files, kinds of events with their keys, metrics, keys of report.json."""
     events: dict[str, set[str]] = {}
@@ -130,6 +147,8 @@ def make_table(tree: pathlib.Path, keep: pathlib.Path | None) -> dict[str, objec
         resume(tree, workdir := pathlib.Path(directory) / 'resumed')
         weights['resumed'] = weights_of(workdir)
         print('resumed', weights['resumed'], flush=True)
+        weights['clients'] = average(tree, pathlib.Path(directory))
+        print('clients', weights['clients'], flush=True)
         for name, settings in RECORDED.items() if keep else ():
             assert keep is not None
             keep.mkdir(parents=True, exist_ok=True)
