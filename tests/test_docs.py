@@ -87,7 +87,7 @@ def test_links_of_the_log_resolve(page):
 def test_the_index_of_the_log_has_every_entry():
     titles = [title for page in LOG for title in re.findall(r'^## (.+)$', page.read_text(), re.MULTILINE)]
     index = (ROOT / 'docs' / 'log' / 'index.md').read_text()
-    assert re.findall(r'^ - (.+)$', index, re.MULTILINE) == titles
+    assert re.findall(r'^ - (\d{4}-.+)$', index, re.MULTILINE) == titles
 
 
 @pytest.mark.parametrize(
