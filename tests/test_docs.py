@@ -116,3 +116,15 @@ def test_the_page_of_the_sandbox_has_every_attempt():
     page = sandbox_page.PAGE.read_text()
     assert page == sandbox_page.replace_table(page), 'run: python -m tests.sandbox_page'
     assert all(name in page for name in ATTEMPTS)
+
+
+def test_every_harness_has_a_row():
+    """Programs that a harness starts, `side_*.py` and folders `*_parts/`, are no harness."""
+    harnesses = {
+        '.'.join(path.relative_to(ROOT).with_suffix('').parts)
+        for path in (ROOT / 'benchmarks').rglob('*.py')
+        if "__name__ == '__main__'" in path.read_text() and not path.name.startswith('side_')
+        and not path.parent.name.endswith('_parts') and '_parts' not in path.parent.parent.name
+    }  # fmt: skip
+    rows = re.findall(r'^\| `(benchmarks[\w.]+)` \|', (ROOT / 'docs' / 'benchmarks.md').read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(harnesses)
