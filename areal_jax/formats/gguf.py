@@ -157,7 +157,7 @@ def load_gguf(
 ) -> tuple[ModelConfig, Params, dict[str, object]]:
     """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a Llama-type GGUF file.
 
-    Tokenizer fields: see `describe_gguf`. `announce` hears of the bytes of the file. Raises GgufError.
+    Tokenizer fields: see `describe_gguf`. `announce` gets (bytes read, bytes of the file). Raises GgufError.
     """
     from areal_jax.formats.hf_directory import WeightsError, from_hf_names  # needs jax, unlike the rest
 

@@ -239,7 +239,7 @@ def load_hf_weights(
 ) -> Params:
     """The weights of `load_hf`, for a directory whose config is known; dtype None = as in the files.
 
-    `announce` hears of the bytes of the files.
+    `announce` gets (bytes read, bytes of the files).
     """
     directory = pathlib.Path(directory)
     try:

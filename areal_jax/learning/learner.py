@@ -83,8 +83,8 @@ class SpmdLearner:
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
         from `begin_compiling` on.
 
-        Raises ConfigError, naming the config field, for what cannot work, and AttentionError for an attention backend
-        whose result differs from a dense one here.
+        Raises ConfigError, naming the config field, for settings that cannot work, and AttentionError for an attention
+        backend whose result differs from a dense one here.
         """
         self._decoder, self._mesh, self._settings = decoder, mesh, settings
         self._layout = RowLayout(decoder.config, mesh, settings)
@@ -300,8 +300,8 @@ class SpmdLearner:
         return self.state.optimizer
 
     def restore(self, saved: Mapping[str, Tree]) -> None:
-        """Takes what `save` returned in one process, or what a checkpoint holds, on any mesh and in either form of
-        layers. Every process reads only what its own devices hold.
+        """Restores the result of `save` in one process, or the contents of a checkpoint, on any mesh and in either form
+        of layers. Every process reads only the parts that its own devices hold.
 
         The old state is freed before the new one is read, so that the devices need no room for both: a reader that
         fails leaves the learner empty.

@@ -155,7 +155,7 @@ class Passes:
         first: bool,
         factor: float = 1.0,
     ) -> StepResult:
-        """One optimizer step on a minibatch, at `factor` times the learning rate.
+        """Makes one optimizer step on a minibatch, at `factor` times the learning rate.
 
         `first` says that no step of this update came before it.
         """

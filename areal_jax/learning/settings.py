@@ -34,7 +34,7 @@ class LearnerSettings:
     temperature: float
     denominator: str  # 'all': groups that filter_equal_rewards leaves out count too
     truncated_sampling: str  # tokens drawn with top-k or top-p: 'refuse', or 'full_softmax' to train them anyway
-    scores: bool  # `warm_up` compiles what SpmdLearner.score runs
+    scores: bool  # `warm_up` compiles the programs of SpmdLearner.score
     seed: int  # of the run: part of the names of its answers
     quantized: bool  # whether engines decode in 8 bits; if so, an update measures the difference that this makes
     brake: Brake

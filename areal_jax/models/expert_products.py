@@ -1,4 +1,4 @@
-"""Products of a mixture of experts: what the chosen experts make of each token, summed with the token's weights.
+"""Products of a mixture of experts: the outputs of each token's chosen experts, summed with the token's weights.
 
     y[t] = sum over j of weights[t, j] * (silu(x[t] gate[e]) * (x[t] up[e])) down[e],   e = experts[t, j]
 

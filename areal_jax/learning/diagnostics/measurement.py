@@ -130,7 +130,7 @@ def fate_metrics(
 
 
 def useful_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> dict[str, float]:
-    """Trained tokens that move the weights: of batches with an applied step, those whose advantage is not 0."""
+    """The number of trained tokens that move the weights: in batches with an applied step, with an advantage != 0."""
     useful = [
         np.count_nonzero(batch.advantages[batch.loss_mask])
         for batch, was_applied in zip(batches, applied, strict=True)

@@ -72,7 +72,7 @@ class Tokens:
 
 
 def is_sampled(seed: int, draw: int, sample: int, share: float) -> bool:
-    """Whether the answer is in a sample of this share: a function of (seed, draw, sample) alone."""
+    """Whether the answer is in a sample of this share: a function of (seed, draw, sample), the same in every run."""
     digest = hashlib.sha256(f'ratio/{seed}/{draw}/{sample}'.encode()).digest()
     return int.from_bytes(digest[:8], 'big') < share * 2**64
 
@@ -115,7 +115,7 @@ def measure_split(
       policy_logprobs: per batch float32 [M, R, N], see Tokens.policy.
       version: n, of the weights before the update.
       held: the versions whose weights are available, ascending, without a gap, up to n.
-      score_routing: log-probs with the recorded experts less those with the live ones; None = nothing is recorded.
+      score_routing: log-probs with the recorded experts minus log-probs with the live ones; None = no record.
     """
     chosen, trained, table = _collect(kept, batches, policy_logprobs, is_chosen)
     in_ring = trained & (table.versions >= held[0])

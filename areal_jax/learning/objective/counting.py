@@ -124,7 +124,7 @@ class UpdatePrice(NamedTuple):
         return [group for group in groups if not self.filters or has_signal(group)]
 
     def read(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the rows that an update reads of them; those without any are left out."""
+        """The groups with only the rows that an update reads; groups without any are left out."""
         if not self.masks_truncated:
             return list(groups)
         rows = [(group, tuple(t for t in group.trajectories if t.finish_reason != 'length')) for group in groups]

@@ -234,7 +234,7 @@ def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
 
 
 def require_loss(objective: Objective, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
-    """Returns `objective.loss`; raises UserError if an own objective returns other than scalars, or raises itself."""
+    """Returns `objective.loss`; raises UserError if an own objective returns no scalars, or raises itself."""
     if not objective.source:
         return objective.loss(tokens)
     try:
@@ -278,7 +278,7 @@ def require_token_advantages(
     batches: Sequence[PackedBatch],
     passed: Sequence[Mapping[str, np.ndarray]],
 ) -> list[TokenAdvantages]:
-    """Returns its `token_advantages`; raises UserError if an own objective returns anything else, or raises."""
+    """Returns `objective.token_advantages`; raises UserError if an own one returns anything else, or raises itself."""
     with raising_user_error(objective.source, FIELD) if objective.source else contextlib.nullcontext():
         returned = [TokenAdvantages(*of) for of in objective.token_advantages(groups, batches, passed)]
     if not objective.source:
@@ -299,7 +299,7 @@ def require_token_advantages(
 def require_prepared(
     objective: Objective, batch: PackedBatch, policy_logprobs: np.ndarray | None
 ) -> Mapping[str, np.ndarray]:
-    """Returns its `prepare`; raises UserError if an own objective returns other names or shapes, or raises."""
+    """Returns `objective.prepare`; raises UserError if an own one returns other names or shapes, or raises itself."""
     if not objective.source:
         return objective.prepare(batch, policy_logprobs)
     with raising_user_error(objective.source, FIELD):

@@ -91,7 +91,7 @@ class Optimizer:
     def apply(
         self, params: Tree, state: OptimizerState, gradients: Tree, learning_rate: jax.Array
     ) -> tuple[Tree, OptimizerState, dict[str, jax.Array]]:
-        """One step. A non-finite gradient norm leaves weights and state bit-equal and counts in `skip_count`.
+        """Makes one step. A non-finite gradient norm leaves weights and state bit-equal and counts in `skip_count`.
 
         Returns (params, state, metrics): metrics hold the norm before clipping and the learning rate as scheduled.
         """

@@ -1,4 +1,4 @@
-"""The attention backends: on which hardware each runs, what its mask can express, and how one is chosen."""
+"""The attention backends: the hardware and the mask features that each supports, and the choice of one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention over packed rows, in which a token attends only to its own segment and that segment's parent.
 
-The learner's forward pass calls it; it chooses a backend and checks the call against what the backend supports.
+The learner's forward pass calls it; it chooses a backend and checks that the backend supports the call.
 """
 
 from __future__ import annotations
