@@ -1,1 +1,1 @@
-"""File formats defined elsewhere: GGUF, safetensors and Hugging Face directories, each reader beside its writer."""
+"""File formats defined elsewhere: GGUF (read only), safetensors and Hugging Face directories (read and written)."""

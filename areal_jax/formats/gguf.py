@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SCALARS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', 6: 'f', 7: '?', 10: 'Q', 11: 'q', 12: 'd'}
 _TEXT, _ARRAY = 8, 9  # type numbers of the format's key-value section, as in _SCALARS
 _LENGTH = struct.Struct('<Q')
-_LONGEST = 1 << 32  # of an array: more is a damaged file
+_LONGEST = 1 << 32  # entries of an array: if it has more, the file is damaged
 _ALIGNMENT = 32  # bytes; the default of the format
 
 
@@ -40,8 +40,8 @@ class StoredTensor:
     """A tensor of the file, before it is read."""
 
     shape: tuple[int, ...]  # first axis first
-    kind: int  # number of the type that its values are stored in
-    start: int  # byte of the file
+    kind: int  # number of the type of its stored values
+    start: int  # first byte in the file
 
     @property
     def size(self) -> int:
@@ -73,7 +73,7 @@ def read_gguf_header(path: pathlib.Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads one value after the other; struct.error where the content ends."""
+    """Reads one value after the other; raises struct.error if the content ends."""
 
     def __init__(self, content: mmap.mmap):
         self._content, self._place = content, 4  # after the magic
@@ -157,7 +157,7 @@ def load_gguf(
 ) -> tuple[ModelConfig, Params, dict[str, object]]:
     """(shape, weights as nested dict of float32 numpy arrays, tokenizer fields) of a Llama-type GGUF file.
 
-    Tokenizer fields: see `describe_gguf`. `announce` hears of the bytes of the file. Raises GgufError.
+    Tokenizer fields: see `describe_gguf`. `announce` gets (bytes read, bytes of the file). Raises GgufError.
     """
     from areal_jax.formats.hf_directory import WeightsError, from_hf_names  # needs jax, unlike the rest
 
@@ -176,8 +176,8 @@ def describe_gguf(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, 
     """(shape, tokenizer fields) that `load_gguf` would find; reads no weights, raises GgufError.
 
     Tokenizer fields: tokens (list of str), merges (list of 'left right'), token_types (list of int, 3 = special), pre
-    (name of the pre-tokenizer), eos_id, chat_template and tool_template ('' where the file has none), eot_id, eom_id,
-    bos_id, pad_id and unk_id (None where it has none), add_bos and add_eos (whether plain text gets them at its ends).
+    (name of the pre-tokenizer), eos_id, chat_template and tool_template ('' if the file has none), eot_id, eom_id,
+    bos_id, pad_id and unk_id (None if it has none), add_bos and add_eos (whether plain text gets them at its ends).
     """
     path = pathlib.Path(path)
     return _describe(path, _read_header(path))
@@ -251,7 +251,7 @@ def unpermute(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 
 class _Fields:
-    """Key-value fields of the file; one that is missing (and has no default) or of another type is an error."""
+    """Key-value fields of the file; a field that is missing (and has no default) or of another type is an error."""
 
     def __init__(self, path: pathlib.Path, fields: Mapping[str, object]):
         self.path, self._fields = path, fields
@@ -331,7 +331,7 @@ def _no_gguf(path: pathlib.Path, error: Exception) -> GgufError:
 
 
 def _model_config(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """Raises GgufError for numbers that do not fit together."""
+    """The shape of the model; raises GgufError for numbers that do not fit together."""
     try:
         return _read_model_config(fields, shapes)
     except ConfigError as error:

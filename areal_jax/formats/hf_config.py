@@ -1,8 +1,8 @@
 """Hugging Face's config.json, read into a ModelConfig and written from one.
 
 Reads both spellings: transformers 4 (rope_theta, rope_scaling, torch_dtype) and transformers 5 (rope_parameters, dtype,
-layer_types). A field that is absent has the default of transformers 5.23 for the family, see
-models/families.py. `hf_directory` and `hf_export` use it, and app/ to know a model before its weights are read.
+layer_types). A field that is absent has the default of transformers 5.23 for the family, see models/families.py. Used
+by `hf_directory` and `hf_export`, and by app/ to know a model before its weights are read.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _LAYERS_END = 2**10  # more than any model has; an absurd number would run for h
 def read_hf_config(directory: str | os.PathLike[str]) -> ModelConfig:
     """The config of the model in a checkpoint directory.
 
-    Raises HfError for a file that is absent or no JSON object, an unknown architecture, a missing or ill-typed field,
-    and an option that is not supported.
+    Raises HfError for a file that is absent or not a JSON object, an unknown architecture, a missing or ill-typed
+    field, and an option that is not supported.
     """
     path = pathlib.Path(directory) / CONFIG
     fields = _Fields(path, read_json(path))
@@ -118,7 +118,7 @@ def hf_config(config: ModelConfig, dtype: str = 'float32') -> dict[str, object]:
         'rope_parameters': {**rope, 'rope_theta': config.rope_theta},
         'max_position_embeddings': config.context_tokens,
         'tie_word_embeddings': config.tie_embeddings,
-        'bos_token_id': None,  # the tokenizer decides; if they were absent, transformers would take 1 and 2
+        'bos_token_id': None,  # the tokenizer decides; if the ids were absent, transformers would use 1 and 2
         'eos_token_id': None,
         'torch_dtype': dtype,
         'dtype': dtype,
@@ -223,7 +223,7 @@ def _experts(fields: _Fields, family: str, n_layers: int) -> Experts | None:
 
 
 def _dense_layers(fields: _Fields, n_layers: int) -> tuple[int, ...]:
-    """Those of mlp_only_layers, and all but each `decoder_sparse_step`-th."""
+    """The layers in mlp_only_layers, and all but each `decoder_sparse_step`-th."""
     listed = fields.get('mlp_only_layers', [])
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < n_layers for layer in listed):
         raise HfError(
@@ -329,7 +329,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
         'num_experts_per_tok': experts.per_token,
         names.d_expert[0]: experts.d_expert,
         'output_router_logits': False,
-        'router_aux_loss_coef': 0.0,  # of supervised training in transformers; the weights do not say what they had
+        'router_aux_loss_coef': 0.0,  # of supervised training in transformers; the value used for these is unknown
     }
     if names.normalised is None:
         fields['norm_topk_prob'] = experts.normalised
@@ -339,7 +339,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
 
 
 def _require_expressible(config: ModelConfig) -> None:
-    """Raises HfError for a config that the family's config.json has no field for."""
+    """Raises HfError for a config that the family's config.json cannot express."""
     family = FAMILIES[config.family]
     expected: dict[str, object] = {'qk_norm': family.qk_norm, 'whole_qk_norm': family.whole_qk_norm, 'plain': False}
     if family.attention_bias == 'field':

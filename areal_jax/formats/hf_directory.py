@@ -1,6 +1,6 @@
 """Reads a checkpoint directory of Hugging Face, tensor by tensor, into sharded arrays; `hf_export` writes one.
 
-A run loads its model with it, and the files channel the weights of a version.
+Runs use it to load their model, the files channel to load the weights of a version.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class HfTensor:
     shape: tuple[int, ...]  # of the tensor in the file
     transposed: bool  # whether the tensor is the transpose of the leaf, or of the part of its expert
     layer: int | None = None  # None = it is in no layer
-    expert: int | None = None  # the tensor is so deep in the first axis of the leaf in list form; None = it is the leaf
+    expert: int | None = None  # index in the first axis of the leaf in list form; None = it is the whole leaf
 
     def take_from(self, leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        """The tensor's values from its leaf in list form; those of numpy are views."""
+        """The tensor's values from its leaf in list form; for numpy they are views."""
         values = leaf if self.expert is None else leaf[self.expert]
         return values.T if self.transposed else values
 
@@ -69,7 +69,7 @@ def to_hf_names(params: Params, config: ModelConfig) -> dict[str, np.ndarray | j
 def from_hf_names(tensors: Mapping[str, np.ndarray | jax.Array], config: ModelConfig) -> Params:
     """The inverse of `to_hf_names`, bit for bit, as a nested dict.
 
-    Matrices of numpy are transposed views, but experts are copied: a leaf holds those of a layer.
+    Matrices of numpy are transposed views, but experts are copied, because a leaf holds all experts of a layer.
 
     Raises WeightsError that names missing, surplus or wrongly shaped tensors.
     """
@@ -107,7 +107,7 @@ def _list_tensors(config: ModelConfig) -> Iterator[HfTensor]:
 
 
 def _tensors(spec: WeightSpec, layer: int | None) -> Iterator[HfTensor]:
-    """Of a leaf: one, or one an expert."""
+    """The tensors of a leaf: one, or one per expert."""
     assert spec.hf_name is not None
     path, name = (text if layer is None else at_layer(text, layer) for text in (spec.path, spec.hf_name))
     experts = range(spec.shape[0]) if '*' in name else [None]
@@ -140,21 +140,21 @@ def require_tensors(tensors: Mapping[str, HasShape], config: ModelConfig) -> Non
         raise WeightsError(f'these are not the weights of the model: {"; ".join(faults[:8])}{more}')
 
 
-# Files of Hugging Face in which the experts of a layer are two tensors: read as if each had its own.
+# Files of Hugging Face in which the experts of a layer are two fused tensors: read as if each matrix were a tensor.
 #
-# `mlp.experts.gate_up_proj` [E, 2 M, d] has gate and up of each expert one behind the other, `mlp.experts.down_proj`
-# [E, d, M] their outputs; both are rows of numbers in the order in which separate tensors would be. E experts, d
-# model width, M width of an expert.
+# `mlp.experts.gate_up_proj` [E, 2 M, d] has gate and up of each expert, one after the other, `mlp.experts.down_proj`
+# [E, d, M] has down. The numbers of both are in the order that separate tensors would have. E experts, d model width,
+# M width of an expert.
 
 
 _EXPERTS = 'layers/*/mlp/experts/'
-_FUSED = {'gate_up_proj': ('gate', 'up'), 'down_proj': ('down',)}  # what a fused tensor holds, in its order
+_FUSED = {'gate_up_proj': ('gate', 'up'), 'down_proj': ('down',)}  # the matrices in a fused tensor, in order
 
 
 def split_fused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of a directory with every fused one replaced by one a matrix, at its place in the same file.
+    """The tensors of a directory, each fused tensor replaced by one per matrix, at its place in the same file.
 
-    Raises WeightsError for a fused tensor of another shape, and where a layer has experts in both layouts.
+    Raises WeightsError for a fused tensor of another shape, and if a layer has experts in both layouts.
     """
     if config.experts is None:
         return dict(stored)
@@ -191,10 +191,10 @@ def _split(
 
 WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 WEIGHT_DTYPES = ('float32', 'bfloat16', 'float16')
-BLOCK_BYTES = 16 << 20  # bounds what is read at once
+BLOCK_BYTES = 16 << 20  # bounds the bytes that are read at once
 _EMBEDDING, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 _ROTARY_BUFFER = '.rotary_emb.inv_freq'  # in old Llama files: follows from config.json
-# the bits of a NaN's and an infinity's exponent, which no other value has all of
+# the bits of the exponent: only NaN and infinity have all of them set
 _EXPONENTS = {np.dtype(jnp.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
 
 _Bounds = tuple[tuple[int, int], ...]  # (first, end) along every axis
@@ -209,7 +209,7 @@ def load_hf(
     list form and that tensor of all layers in stacked form.) Every process of a run calls this function and reads the
     rows that its devices hold; it drops the columns that they do not hold after reading.
 
-    Ignored: the rotary buffers of old Llama files, and lm_head.weight beside a tied embedding of the same values.
+    Ignored: the rotary buffers of old Llama files, and lm_head.weight if it equals a tied embedding.
 
     Args:
       shardings: one sharding for all leaves, or a tree of shardings in the form `layers`; None = the default device.
@@ -239,7 +239,7 @@ def load_hf_weights(
 ) -> Params:
     """The weights of `load_hf`, for a directory whose config is known; dtype None = as in the files.
 
-    `announce` hears of the bytes of the files.
+    `announce` gets (bytes read, bytes of the files).
     """
     directory = pathlib.Path(directory)
     try:
@@ -347,7 +347,7 @@ def _place_all(
 
 
 def _leaves(config: ModelConfig, layers: str) -> dict[str, list[HfTensor]]:
-    """The tensors of every leaf by the leaf's path: one, or one an expert, and in stacked form as many a layer."""
+    """The tensors of every leaf by the leaf's path: one, or one per expert, and in stacked form so for every layer."""
     leaves: dict[str, list[HfTensor]] = {}
     for tensor in hf_tensors(config):
         leaves.setdefault(tensor.stacked_path if layers == 'stacked' else tensor.path, []).append(tensor)
@@ -355,7 +355,7 @@ def _leaves(config: ModelConfig, layers: str) -> dict[str, list[HfTensor]]:
 
 
 def _place_in(tensor: HfTensor, layers: str) -> tuple[int, ...]:
-    """Where a tensor is in its leaf: its numbers along the axes of layers and experts that the leaf has."""
+    """The place of a tensor in its leaf: its indices along the axes of layers and experts that the leaf has."""
     numbers = tensor.layer if layers == 'stacked' else None, tensor.expert
     return tuple(number for number in numbers if number is not None)
 
@@ -411,7 +411,7 @@ def fill(parts: Sequence[tuple[_Bounds, np.ndarray]], tensor: StoredTensor) -> N
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    """Five times as fast as np.isfinite, which writes a flag for each value."""
+    """Whether all values are finite; five times as fast as np.isfinite, which writes a flag for each value."""
     if values.dtype not in _EXPONENTS:
         return not values.size or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
     exponent = np.uint16(_EXPONENTS[values.dtype])

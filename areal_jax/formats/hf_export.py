@@ -1,7 +1,7 @@
 """Writes weights as the files of a Hugging Face checkpoint directory; `hf_directory` reads them.
 
-The files are planned before anything is written, so that publication/ can refuse what cannot be written, check the
-disk's free space and make the directory appear at once.
+The files are planned before anything is written, so that publication/ can refuse weights that cannot be written, check
+the disk's free space and make the directory appear at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal_jax.formats.safetensors_file import write_tensors
 from areal_jax.models.shape import ModelConfig
 from areal_jax.models.weights import Params, leaf_at
 
-# what belongs to a model besides its config and weights: tokenizer, chat template, its makers' sampling parameters
+# the files of a model besides its config and weights: tokenizer, chat template, its makers' sampling parameters
 COMPANIONS = (
     'tokenizer.json',
     'tokenizer_config.json',
@@ -45,7 +45,7 @@ _Planned = dict[str, jax.ShapeDtypeStruct]  # the tensors of a file by name
 
 @dataclasses.dataclass(frozen=True)
 class HfCompanions:
-    """What a directory holds besides config and weights. Producer: app/export/run_export.py."""
+    """The contents of a directory besides config and weights. Producer: app/export/run_export.py."""
 
     source: pathlib.Path | None = None  # where the weights came from: its COMPANIONS and special token ids are kept
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)  # 'bos_token_id'..., if no source has them
@@ -65,13 +65,13 @@ class HfFiles:
 
     @property
     def nbytes(self) -> int:
-        """Of all files, an upper bound."""
+        """The size of all files, an upper bound."""
         weights = self.weight_bytes(self.weights)
         texts = sum(len(text.encode()) for text in self.texts.values())
         return weights + _HEADER_BYTES + texts + sum(path.stat().st_size for path in self.companions)
 
     def weight_bytes(self, names: Collection[str]) -> int:
-        """Of the tensors in these files."""
+        """The size of the tensors in these files."""
         return sum(_nbytes(tensor) for name in names for tensor in self.weights[name].values())
 
     def write(self, directory: pathlib.Path) -> None:
@@ -97,7 +97,7 @@ class HfFiles:
         """
         fetch = fetch or (lambda path: np.asarray(leaf_at(self.params, path)))
         tensors, planned = self.tensors, self.weights[name]
-        fetch_once = functools.lru_cache(maxsize=1)(fetch)  # a leaf is the tensors of many experts, one after the other
+        fetch_once = functools.lru_cache(maxsize=1)(fetch)  # consecutive tensors may be the experts of one leaf
 
         def read(key: str) -> np.ndarray:
             note(_nbytes(planned[key]))
@@ -127,15 +127,15 @@ def plan_hf_files(
     companions: HfCompanions | None = None,
     separate_head: bool = False,
 ) -> HfFiles:
-    """Plans `config.json`, the safetensors files and what goes along with them; fetches no values.
+    """Plans `config.json`, the safetensors files and their companions; fetches no values.
 
     Args:
       params: nested dict of float arrays in list form, without adapters.
       dtype: of the files; None = as the arrays have it.
       file_bytes: more bytes of weights than this are written as several files with an index; None = always one file.
-      file_of: leaves, given by their paths, with equal numbers share a file, in place of `file_bytes`.
+      file_of: path of a leaf -> number of its file; replaces `file_bytes`.
       companions: None = nothing besides config and weights.
-      separate_head: a head that is the embedding is written as a tensor of its own too, and config.json says so.
+      separate_head: writes a head that is the embedding as a separate tensor too, and says so in config.json.
 
     Raises HfError for a config that the family cannot have, and WeightsError for adapters.
     """
@@ -171,7 +171,7 @@ def _find_leaf(tensor: HfTensor, config: ModelConfig) -> HfTensor:
 
 
 def _split(params: Params, tensors: Sequence[HfTensor], dtype: str | None, file_bytes: int | None) -> list[_Planned]:
-    """The tensors of each file; a tensor that is larger than the limit has a file of its own."""
+    """The tensors of each file; a tensor that is larger than the limit is alone in its file."""
     planned: list[_Planned] = [{}]
     size = 0
     for tensor in tensors:

@@ -24,7 +24,7 @@ from areal_jax.errors import UserError
 
 DTYPES = {'F32': np.dtype(np.float32), 'BF16': np.dtype(jnp.bfloat16), 'F16': np.dtype(np.float16)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BITS = {  # of one element, for every dtype of the format: offsets are checked also where a dtype cannot be read
+_BITS = {  # of one element, for every dtype of the format: offsets are checked even if a dtype cannot be read
     'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'F8_E4M3FNUZ': 8, 'F8_E5M2FNUZ': 8,
     'BOOL': 8, 'U8': 8, 'I8': 8, 'U16': 16, 'I16': 16, 'F16': 16, 'BF16': 16, 'U32': 32, 'I32': 32, 'F32': 32,
     'U64': 64, 'I64': 64, 'F64': 64, 'C64': 64,
@@ -36,12 +36,12 @@ _MOST_BYTES = 1 << 63  # no size of a file, an axis or an offset is as large
 
 
 class SafetensorsError(UserError, ValueError):
-    """A file that is no safetensors file, damaged, or only a part of one; the message names it."""
+    """A file that is not a safetensors file, is damaged, or is only a part of one; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is in a file; its values are not in memory."""
+    """The place of a tensor in a file; its values are not in memory."""
 
     path: pathlib.Path
     name: str
@@ -77,7 +77,7 @@ class StoredTensor:
 def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Every tensor of the file by name.
 
-    Raises SafetensorsError for a file that is cut short and for a header that cannot be read. Also where the header's
+    Raises SafetensorsError for a file that is cut short and for a header that cannot be read. Also if the header's
     offsets leave a gap or an overlap, end before or after the file does, or contradict a dtype and shape.
     """
     if not path.is_file():
@@ -114,7 +114,7 @@ def list_tensors(path: pathlib.Path) -> dict[str, StoredTensor]:
 def _checked(
     path: pathlib.Path, name: str, dtype: object, shape: object, offsets: object
 ) -> tuple[str, list[int], list[int]]:
-    """A header's entry, once its offsets are as far apart as its dtype and shape say."""
+    """A header's entry, after a check that its offsets fit its dtype and shape."""
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise SafetensorsError(f'{path}: {name} has dtype {reprlib.repr(dtype)}, which is none of the format')
     if not _are_sizes(shape):
@@ -179,21 +179,21 @@ def write_tensors(
         os.fsync(file.fileno())
 
 
-# The file of a value head, beside the weights that it reads or in their directory `critic`.
+# The file of a value head, next to the weights that it reads or in their directory `critic`.
 
 
 FILE = 'value_head.safetensors'
-DIRECTORY = 'critic'  # of an export: serving programs read every *.safetensors file beside config.json
+DIRECTORY = 'critic'  # of an export: serving programs read every *.safetensors file next to config.json
 
 ValueHead = dict[str, np.ndarray]  # {'weight': float32 [d], 'bias': float32 []}
 
 
 class ValueHeadError(SafetensorsError):
-    """A file that holds no value head of this width; the message names it and the fix."""
+    """A file without a value head of this width; the message names it and the fix."""
 
 
 def write_value_head(directory: pathlib.Path, head: ValueHead) -> None:
-    """Writes the file into a directory, which is made where it is missing; raises OSError."""
+    """Writes the file into a directory, which is created if missing; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / f'{FILE}.part'
     shapes = {name: jax.ShapeDtypeStruct(values.shape, np.float32) for name, values in head.items()}
@@ -202,7 +202,7 @@ def write_value_head(directory: pathlib.Path, head: ValueHead) -> None:
 
 
 def read_value_head(directory: pathlib.Path, width: int) -> ValueHead | None:
-    """The head of a model in `directory`, or of its `critic`; None where there is no such file.
+    """The head of a model in `directory`, or of its `critic`; None if there is no such file.
 
     Raises ValueHeadError for a head of another width, or with NaN or infinity, and SafetensorsError for a damaged file.
     """

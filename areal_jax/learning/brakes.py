@@ -1,8 +1,8 @@
-"""Brakes: an optimizer step is smaller, or left out, where its data say little about the policy that it changes.
+"""Brakes: shrink or skip an optimizer step whose data say little about the policy that it changes.
 
 `optimizer.brake` chooses one. 'ess' and 'lag' multiply the learning rate of a step, which is an argument of its
-program: Adam would divide a smaller gradient back. 'projection' changes the gradient. docs/staleness_methods.md has the
-sources, and says what is ours.
+program: Adam would undo the scaling of a gradient. 'projection' changes the gradient. docs/staleness_methods.md has the
+sources, and says which parts are ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_jax.types import Tree
 
 Array = Any  # of numpy or jax
 COSINE_LOW, COSINE_HIGH = 0.05, 0.3  # of 'projection'
-_LARGEST = 1e30  # of a log-weight: the difference of two infinities is no number
+_LARGEST = 1e30  # bounds a log-weight: the difference of two infinities is NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Brake:
     """The brake that the settings of the optimizer choose."""
 
     settings: OptimizerSection
-    shown: bool  # diagnostics.brakes: what the others read is measured too
+    shown: bool  # diagnostics.brakes: also measures the inputs of the other brakes
 
     @property
     def kind(self) -> str:
@@ -43,14 +43,15 @@ class Brake:
         return self.settings.brake_lag
 
     def lag_factor(self, lag: float) -> float:
-        """Of the learning rate of a step on data of this mean lag: min(1, S₀ / S), 1 with another brake.
+        """The factor of the learning rate for data of mean lag `lag`, S: min(1, S₀ / S); 1 with another brake.
 
-        It holds the product of lag and learning rate, which bounds the bias of stale gradients (arXiv 2607.01083).
+        Above S₀ it keeps the product of lag and learning rate constant, which bounds the bias of stale gradients (arXiv
+        2607.01083).
         """
         return self.lag / max(self.lag, lag) if self.kind == 'lag' else 1.0
 
     def ess_factor(self, size: Array) -> Array:
-        """√min(1, ESS / base), as VCPO scales the rate of AdamW (arXiv 2602.17616); 0 where ESS is no number."""
+        """√min(1, ESS / base), as VCPO scales the rate of AdamW (arXiv 2602.17616); 0 if ESS is NaN."""
         xp = namespace(size)
         return xp.where(xp.isnan(size), 0.0, xp.sqrt(xp.minimum(1.0, size / self.settings.brake_base)))
 
@@ -58,8 +59,8 @@ class Brake:
 def sequence_effective_sample_size(policy: Array, behavior: Array, loss_mask: Array, sequence_starts: Array) -> Array:
     """(Σ w)² / (B Σ w²) in (0, 1] over the B answers with a loss token: w = Π π_θ / π_behav, whatever its size.
 
-    1 without any answer. VCPO, arXiv 2602.17616; weights are divided by the largest, which changes nothing. For arrays
-    [..., R, N] of numpy, in float64, and of jax alike.
+    1 without any answer. VCPO, arXiv 2602.17616; weights are divided by the largest, which changes nothing. Arrays are
+    [..., R, N], of numpy (computed in float64) or jax.
 
     Args:
       sequence_starts: int, the place in the row of the first loss token of the same answer.
@@ -75,7 +76,7 @@ def sequence_effective_sample_size(policy: Array, behavior: Array, loss_mask: Ar
 
 
 def effective_sample_size(log_weights: Array, answers: Array) -> Array:
-    """The same of log w [...] at the places of `answers`, bool [...]."""
+    """(Σ w)² / (B Σ w²) over the B entries of log w [...] where `answers`, bool [...], is set; 1 without any."""
     xp, logs = namespace(log_weights), log_weights
     logs = xp.where(answers, xp.clip(logs, -_LARGEST, _LARGEST), -xp.inf)
     top = xp.where(answers.any(), logs.max(), 0.0)
@@ -84,18 +85,18 @@ def effective_sample_size(log_weights: Array, answers: Array) -> Array:
 
 
 class Compared(NamedTuple):
-    """A gradient beside the one before it; float32 scalars."""
+    """A gradient compared with the previous one; float32 scalars."""
 
-    cosine: jax.Array  # 0 where one of them is 0
+    cosine: jax.Array  # 0 if one of them is 0
     factor: jax.Array  # norm of the projected gradient / norm of the gradient; 0: the step is left out
-    along: jax.Array  # of the gradient before, to be taken from this one
+    along: jax.Array  # multiple of the previous gradient to subtract from this one
 
 
 def compare_gradients(gradients: Tree, before: Tree, norm: jax.Array) -> Compared:
-    """GAC (arXiv 2603.01501): the part of a gradient along the one before is cut where their cosine is above `low`.
+    """GAC (arXiv 2603.01501): shortens the part of a gradient along the previous one if their cosine is above `low`.
 
-    g = g∥ + g⊥ with g∥ along the gradient before: g∥ becomes so short that the new cosine is `low`, |g∥| = low /
-    √(1 - low²) |g⊥|. Above `high` the step is left out.
+    g = g∥ + g⊥ with g∥ along the previous gradient: g∥ is shortened until the new cosine is `low`, |g∥| = low /
+    √(1 - low²) |g⊥|. Above `high` the step is left out. `low` is COSINE_LOW, `high` COSINE_HIGH.
 
     Args:
       norm: of `gradients`.

@@ -41,15 +41,15 @@ _AttendRows = Callable[..., jax.Array]  # (q, k, v, segments, parents, positions
 
 
 class SeenRoutes(NamedTuple):
-    """What the routers of a pass chose, whether or not it was followed."""
+    """The choices of the routers in a pass, whether or not they were followed."""
 
-    differs: jax.Array  # int32 [R, N], layers in which a loss token's set of experts is another than the recorded one
+    differs: jax.Array  # int32 [R, N], number of layers in which a loss token's set of experts is not the recorded one
     loads: jax.Array  # float32 [L, E], tokens that reached an expert
     scores: jax.Array  # float32 [L, E], the sum of the scores of all tokens
 
 
 class PackedDecoder(Protocol):
-    """What the learner needs of a model (models/decoder.py)."""
+    """The methods of a model that the learner calls (models/decoder.py)."""
 
     def hidden_and_routes(
         self,
@@ -75,7 +75,7 @@ def forward(
     mesh: Mesh | None = None,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of the loss tokens of packed rows, or what else `compute` makes of hidden states.
+    """Log-probs and entropies of the loss tokens of packed rows, or the results of another `compute`.
 
     Only the hidden states at `sources` reach the head.
 
@@ -145,7 +145,7 @@ def score_targets(
     mesh: Mesh | None = None,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `compute` makes of states [R, N, d] and targets int [R, N], by default (log-probs, entropy) [R, N]."""
+    """Applies `compute` to states [R, N, d] and targets int [R, N]; by default (log-probs, entropy), [R, N] each."""
     stream = Stream(mesh, *targets.shape)
     # logprobs and entropy are [R * N] until they are unflattened
     arguments = stream.flatten(states), decoder.head(params), stream.flatten(targets), temperature
@@ -210,7 +210,7 @@ def require_heads(n_heads: int, n_kv_heads: int, tensor: int) -> None:
 
 
 def _attend(rows: Rows, stream: Stream, impl: str) -> Attend:
-    """`attend` of Decoder.hidden. On a mesh, each device computes the queries of its own rows, tokens and heads."""
+    """`attend` of Decoder.hidden. On a mesh, each device computes the queries of its rows, tokens and heads."""
     places = tuple(rows[name] for name in ('segment_ids', 'parent_ids', 'positions'))  # [R, T] each
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
@@ -265,14 +265,14 @@ def _over_mesh(attend_rows: _AttendRows, mesh: Mesh, n_heads: int, n_kv_heads: i
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
 
 
-# What an objective reads of whole distributions over the vocabulary at its loss tokens; see LossTokens.statistic.
+# Statistics of whole distributions over the vocabulary at loss tokens, for objectives; see LossTokens.statistic.
 
 
 _Arrays = tuple[jax.Array, ...]
 
 
 class TeacherForm(NamedTuple):
-    """What a program of a step knows of a teacher before it gets its weights."""
+    """The parts of a teacher that a step's program needs before it gets the weights."""
 
     decoder: Decoder
     attention: str  # resolved implementation
@@ -286,12 +286,12 @@ def vocabulary_statistics(
     mesh: Mesh,
     teacher: Callable[[], tuple[jax.Array, jax.Array]],
 ) -> dict[str, jax.Array]:
-    """float32 [R, N] each, those that the objective reads; nothing else is computed.
+    """The statistics that the objective reads, float32 [R, N] each; no other is computed.
 
     Args:
       states: hidden states [R, N, d] of the policy where it predicts.
       head: [V, d].
-      teacher: the same two of the teacher, see `read_teacher`.
+      teacher: returns the teacher's states and head, see `read_teacher`.
     """
     found: dict[str, jax.Array] = {}
     if not STATISTICS & objective.reads:
@@ -308,7 +308,7 @@ def vocabulary_statistics(
 
 
 def read_teacher(form: TeacherForm | None, weights: Tree, rows: Rows, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """(hidden states [R, N, d'] where loss tokens are predicted, head [V, d']), constant: its pass over the rows."""
+    """Runs the teacher: (hidden states [R, N, d'] where loss tokens are predicted, head [V, d']), constant."""
     assert form is not None, 'place_teacher refuses an objective whose teacher is not there'
     weights = jax.lax.stop_gradient(weights)
     states, _ = predicting_states(form.decoder, weights, rows, attention=form.attention, mesh=mesh)
@@ -316,7 +316,7 @@ def read_teacher(form: TeacherForm | None, weights: Tree, rows: Rows, mesh: Mesh
 
 
 def _map(compute: Callable[..., _Arrays], tokens: _Arrays, heads: _Arrays, mesh: Mesh) -> _Arrays:
-    """`compute` of tokens [R, N, ...], whose results [R * N] become [R, N], on the devices of the mesh."""
+    """Applies `compute` to tokens [R, N, ...] on the devices of the mesh; its results [R * N] become [R, N]."""
     stream = Stream(mesh, *tokens[0].shape[:2])
     flat = tuple(stream.flatten(x) for x in tokens)
     if stream.mesh is None:

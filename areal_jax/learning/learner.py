@@ -83,8 +83,8 @@ class SpmdLearner:
         With `compile_ahead`, a thread traces the programs of `warm_up` while the weights are copied, and compiles them
         from `begin_compiling` on.
 
-        Raises ConfigError, naming the config field, for what cannot work, and AttentionError for an attention backend
-        whose result differs from a dense one here.
+        Raises ConfigError, naming the config field, for settings that cannot work, and AttentionError for an attention
+        backend whose result differs from a dense one here.
         """
         self._decoder, self._mesh, self._settings = decoder, mesh, settings
         self._layout = RowLayout(decoder.config, mesh, settings)
@@ -129,7 +129,7 @@ class SpmdLearner:
         return sum(len(part.programs.compiled) for part in self.parts)
 
     def begin_compiling(self) -> None:
-        """Lets the thread that compiles ahead do so."""
+        """Lets the background thread, which traces first, compile."""
         self._may_compile.set()
 
     def wait_traced(self) -> None:
@@ -138,7 +138,7 @@ class SpmdLearner:
             self._is_traced.wait()
 
     def finish_compiling(self) -> int:
-        """`warm_up` that compiles nothing in the calling thread, of a learner that compiles ahead."""
+        """Like `warm_up`; a learner that compiles ahead compiles nothing in the calling thread, which waits."""
         if self._ahead is not None:
             self._ahead.join()
         return self.warm_up()
@@ -164,7 +164,7 @@ class SpmdLearner:
         return self._price.tokens(groups)
 
     def price(self) -> UpdatePrice:
-        """How `update_tokens` counts, for a process that has no learner."""
+        """The counting rule of `update_tokens`, for a process that has no learner."""
         return self._price
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
@@ -211,18 +211,18 @@ class SpmdLearner:
         return metrics
 
     def read_tokens(self, draws: Sequence[int]) -> list[list[TokenArrays]]:
-        """Of the groups with these draws: what the last update knew of their tokens, before `publish`; see there."""
+        """The arrays of compared_tokens.read_tokens for these draws, of the last update; call it before `publish`."""
         assert self._update is not None, 'no update was made, or it is published'
         return read_tokens(self._update, self._settings, draws)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """What the objective measures on data that is not trained on, at the temperature of training; changes nothing.
+        """Measures the objective on data that is not trained on, at the temperature of training; changes nothing.
 
         Returns:
           For the likelihood {'nll': nats per token, 'tokens': their number}, see Objective.measure_held_out; {'tokens':
-          0} if there are none. Independent of the packing.
+          0} without any tokens. Independent of the packing.
 
-        Raises ValueError for a trajectory that does not fit a row, NonFiniteError for what is no number.
+        Raises ValueError for a trajectory that does not fit a row, NonFiniteError for a result that is not finite.
         """
         objective = self._settings.objective
         advantages = objective.advantages(groups)
@@ -235,7 +235,7 @@ class SpmdLearner:
     def score(self, version: int, prompt_tokens: np.ndarray, answer_tokens: np.ndarray) -> np.ndarray | None:
         """float32 [A]: log-probs of an answer under the weights of `version`, at the temperature of training.
 
-        None where the learner has other weights by now. `prompt_tokens` int32 [P], `answer_tokens` int32 [A], A >= 1.
+        None if the learner has other weights by now. `prompt_tokens` int32 [P], `answer_tokens` int32 [A], A >= 1.
         """
         if version != self._version:
             return None
@@ -258,8 +258,8 @@ class SpmdLearner:
     def publish(self, version: int) -> Tree:
         """The weights in interchange form, adapters merged, in buffers that no later update touches.
 
-        On this learner's devices, sharded as they are trained; on one CPU with `settings.publishes_files` numpy arrays.
-        If the mesh spans processes: a tree of SharedLeaf, or with that setting off the whole tree on every host.
+        They are on this learner's devices, sharded as in training; on one CPU with `settings.publishes_files`, numpy
+        arrays. If the mesh spans processes: a tree of SharedLeaf, or, without that setting, all leaves on every host.
         """
         if self._copy is not None and self._version == version:  # it was published, and nothing was trained since
             return self._copy
@@ -279,8 +279,9 @@ class SpmdLearner:
         """{'params': nested dict, 'optimizer': {path: leaf}} on the host, in memory that no later update touches.
 
         In interchange form, one leaf per layer, whatever form and mesh this learner has: numpy arrays, or, on a mesh
-        that spans processes, HostShards of what this one has to write. Arrays on a CPU are views, see `view_shards`;
-        weights are the copy of the last `publish` if it has all (one process, no adapters, float32) and is the newest.
+        that spans processes, HostShards of the part that this process writes. Arrays on a CPU are views, see
+        `view_shards`. The copy made by the last `publish` is reused for the policy's weights if it holds them all (one
+        process, no adapters, float32) and no update has run since.
 
         Raises NonFiniteError for weights or optimizer state with NaN or infinity: no checkpoint may hold them.
         """
@@ -290,7 +291,7 @@ class SpmdLearner:
         copied = reusable and self._copy is not None
         params = trees.join(self.state.params, self.state.frozen)
         if copied:
-            params = {name: params[name] for name in params.keys() - self._copy.keys()}  # of a critic
+            params = {name: params[name] for name in params.keys() - self._copy.keys()}  # the weights of a critic
         saved = take_snapshot(self._decoder, params, self._whole_optimizer())
         return saved | {'params': saved['params'] | jax.device_get(self._copy)} if copied else saved
 
@@ -299,8 +300,8 @@ class SpmdLearner:
         return self.state.optimizer
 
     def restore(self, saved: Mapping[str, Tree]) -> None:
-        """Takes what `save` returned in one process, or what a checkpoint holds, on any mesh and in either form of
-        layers. Every process reads only what its own devices hold.
+        """Restores the result of `save` in one process, or the contents of a checkpoint, on any mesh and in either form
+        of layers. Every process reads only the parts that its own devices hold.
 
         The old state is freed before the new one is read, so that the devices need no room for both: a reader that
         fails leaves the learner empty.
@@ -329,7 +330,7 @@ class SpmdLearner:
         require_finite(self.state.weights_and_optimizer, self._mesh, what, fix)
 
     def close(self, wait: bool = True) -> None:
-        """Ends the thread that compiles ahead, with the program under way; `CommandLeader` releases the followers.
+        """Ends the thread that compiles ahead after its current program; `CommandLeader` releases the followers.
 
         Without `wait` it returns at once. XLA cannot be interrupted, and a process that ends needs no more programs.
         """
@@ -339,7 +340,7 @@ class SpmdLearner:
             self._ahead.join()
 
     def _make_parts(self, make: PartMaker, params: Params) -> list[TrainedPart]:
-        """One part: with adapters only they are trained, else every weight."""
+        """A single part: it trains the adapters if there are any, else every weight."""
         return [make.make(params, choose_trained(adapters=bool(self._decoder.lora)))]
 
     def _declare(self) -> list[Declared]:
@@ -355,24 +356,24 @@ def _is_on_host(decoder: Decoder, mesh: Mesh, settings: LearnerSettings) -> bool
     return settings.publishes_files and has_form and is_here
 
 
-# The learner that goes on with another mesh between two updates: what cluster.reallocate moves.
+# The learner that continues on another mesh between two updates, for cluster.reallocate.
 
 
 class MovingLearner(SpmdLearner):
     """`protocols.Learner` that moves. For one process, an objective without a teacher, and no split of the ratio."""
 
     def __init__(self, *args: Any, **options: Any):
-        """See SpmdLearner; config/splits.py refuses what keeps its mesh."""
+        """See SpmdLearner; config/splits.py refuses settings with which a learner cannot move."""
         super().__init__(*args, **options)
         # with the mesh in use: its programs are kept for the way back
         self._prepared = {self._mesh: PreparedMesh(self._mesh, self._layout, self.parts[0])}
 
     def prepare(self, mesh: Mesh) -> list[Tree]:
-        """Compiles what `move` to this mesh needs; in any thread, while updates go on. Nothing the second time.
+        """Compiles the programs that `move` to this mesh needs, once; in any thread, while updates run.
 
-        Returns shapes and shardings of what `publish` returns on the mesh in use, and will return on the other.
+        Returns shapes and shardings of the results of `publish`: on the mesh in use, and on `mesh`.
 
-        Raises ConfigError for a mesh that cannot share out the model or the rows.
+        Raises ConfigError for a mesh over which the model or the rows cannot be sharded.
         """
         if mesh not in self._prepared:
             prepared = prepare_mesh(self._make, self.parts[0], mesh)
@@ -381,7 +382,7 @@ class MovingLearner(SpmdLearner):
         return [self._prepared[one].describe_publication() for one in (self._mesh, mesh)]
 
     def move(self, mesh: Mesh) -> None:
-        """Goes on with another mesh, between two updates; weights and optimizer state keep their bits."""
+        """Continues on another mesh, between two updates; weights and optimizer state keep their bits."""
         if mesh == self._mesh:
             return
         self.prepare(mesh)

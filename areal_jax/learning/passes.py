@@ -1,6 +1,6 @@
-"""Passes of the model over minibatches, and the optimizer steps of an update that are made of them.
+"""Passes of the model over minibatches, and the optimizer steps of an update that consist of them.
 
-row_layout.py cuts and places the rows, programs.py holds what runs on the devices.
+row_layout.py cuts and places the rows, programs.py has the programs that run on the devices.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _ROW_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class KnownTokens:
-    """What is known of the loss tokens of a batch before its step, float32 [M, R, N]; None = not needed."""
+    """Values of the loss tokens of a batch that are known before its step, float32 [M, R, N]; None = not needed."""
 
     proximal: np.ndarray | None = None  # log-probs
-    reference: np.ndarray | None = None  # log-probs, or those of the teacher
+    reference: np.ndarray | None = None  # log-probs of the reference or the teacher
     values: np.ndarray | None = None  # of the critic
     returns: np.ndarray | None = None
     policy: np.ndarray | None = None  # log-probs that came with the values
@@ -65,7 +65,7 @@ def training_rows(
     """A batch as the programs read it, leaves [M, R, ...], its columns by their names, and its denominator.
 
     Args:
-      prepared: what `objective.prepare` returned; None = zeros, where nothing is trained.
+      prepared: the result of `objective.prepare`; None = zeros, if nothing is trained.
       prompts: see counting.token_weights.
     """
     if prompts is None:
@@ -104,19 +104,19 @@ def training_scalars(
 
 
 class StepRoutes(NamedTuple):
-    """What the routers chose in the passes of a step, see forward.SeenRoutes."""
+    """The choices of the routers in the passes of a step, see forward.SeenRoutes."""
 
     differs: np.ndarray  # int32 [M, R, N]
     loads: np.ndarray  # float32 [L, E], the sum over the micro-batches
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step reports, on the host."""
+    """The report of an optimizer step, on the host."""
 
     step: Mapping[str, np.ndarray]  # metrics of the step, see Optimizer.apply
     microbatches: Sequence[Mapping[str, np.ndarray]]  # metrics of the loss: scalars, or arrays [M]
     logprobs: np.ndarray  # float32 [M, R, N], of the weights before the step
-    prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # what the objective decided before it
+    prepared: Mapping[str, np.ndarray] = MappingProxyType({})  # the result of Objective.prepare before it
     lag: float = 0.0  # see mean_lag
     factor: float = 1.0  # of the learning rate, for that lag
     routes: StepRoutes | None = None  # of a model with experts
@@ -134,12 +134,12 @@ class Passes:
         learning_rate: float,
         teacher: Tree = None,
     ):
-        """`teacher`: the weights of one that a step itself reads."""
+        """`teacher`: the weights of a teacher that the step itself runs."""
         self.programs, self._layout, self._settings = programs, layout, settings
         self._mesh, self._learning_rate = mesh, learning_rate
         self._beside = {} if teacher is None else {'teacher': teacher}
-        # programs that wait behind the one that runs, so that an accelerator does not wait for the host; on a CPU XLA
-        # allocates the temporary memory of each as it is queued
+        # the number of programs queued behind the running one, so that an accelerator does not wait for the host; 0 on
+        # a CPU, where XLA allocates the temporary memory of each program when it is queued
         self._queued = int(mesh.devices.flat[0].platform != 'cpu')
 
     def working(self, state: LearnerState) -> Tree:
@@ -155,12 +155,12 @@ class Passes:
         first: bool,
         factor: float = 1.0,
     ) -> StepResult:
-        """One optimizer step on a minibatch, at `factor` times the learning rate.
+        """Makes one optimizer step on a minibatch, at `factor` times the learning rate.
 
         `first` says that no step of this update came before it.
         """
         scalars = self._scalars(denominator, version, first)
-        if self._settings.learner.evens_experts:  # the load of the minibatch weighs the scores of each micro-batch
+        if self._settings.learner.evens_experts:  # the load of the whole minibatch weights each micro-batch's scores
             loads = self._loads(state, rows, scalars)
             scalars = {**scalars, **self._place_loads(loads)}
         run = self._scan if self._settings.learner.accumulate == 'scan' else self._dispatch
@@ -169,13 +169,13 @@ class Passes:
     def logprobs(
         self, weights: Tree, frozen: Tree, batch: PackedBatch, version: int, follows: bool | None = None
     ) -> np.ndarray:
-        """float32 [M, R, N] of given weights, in the form of `working`; a critic among them is left out.
+        """Log-probs float32 [M, R, N] under given weights, in the form of `working`; a critic among them is ignored.
 
         `follows`: whether recorded routes are taken; None = as in training.
         """
         weights, frozen = policy_leaves(weights), policy_leaves(frozen)
         rows, denominator = training_rows(batch, self._settings.objective)
-        if not self._settings.records_routes:  # those of a batch are of another model
+        if not self._settings.records_routes:  # the routes in the batch belong to another model
             for column in of_models():
                 rows.pop(column.name, None)
         scalars = self._scalars(denominator, version, first=True, follows=follows)
@@ -187,7 +187,7 @@ class Passes:
         )
 
     def _loads(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars) -> np.ndarray:
-        """float32 [L, E]: tokens of a minibatch that reach each expert, by a pass of its own."""
+        """float32 [L, E]: tokens of a minibatch that reach each expert, from an additional pass."""
         working = self.working(state)
         weights, frozen = policy_leaves(working), policy_leaves(state.frozen)
         passed = [
@@ -208,9 +208,10 @@ class Passes:
         return self._pair('values', self.working(state), state.frozen, batch, version)
 
     def end_values(self, state: LearnerState, groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:
-        """float32 [rows of the groups]: the value of the state behind each row that ended at its limit, else 0.
+        """float32 [rows of the groups]: the value of the state after each row that ended at its limit, else 0.
 
-        That state is no input of the other passes, which read no row to its last token: a pass over those rows alone.
+        Needs a pass over these rows: the other passes do not compute the state, because they do not read a row's last
+        token.
         """
         rows = [row for group in groups for row in group.trajectories]
         cut = [number for number, row in enumerate(rows) if row.finish_reason == 'length']
@@ -223,7 +224,7 @@ class Passes:
         return found
 
     def held_out(self, state: LearnerState, batch: PackedBatch) -> dict[str, np.ndarray]:
-        """What Objective.measure_held_out reads of a batch that is not trained on, float32 [M, R, N] each."""
+        """The input of Objective.measure_held_out, for a batch that is not trained on, float32 [M, R, N] each."""
         logprobs = lambda weights: self.logprobs(weights, state.frozen, batch, version=0)
         if self._settings.objective.trains_values:
             passed = dict(zip((POLICY, VALUES), self.values(state, batch, version=0), strict=True))
@@ -262,7 +263,7 @@ class Passes:
                 whole = self._layout.place(rows)
                 yield 'scan', (state.params, state.optimizer, state.frozen, whole, training, self._rate())
             if settings.learner.accumulate == 'dispatch':
-                yield 'accumulate', (state.params, working, state.frozen, one, training)  # gradients are as params
+                yield 'accumulate', (state.params, working, state.frozen, one, training)  # gradients are like params
             objective = settings.objective
             measured = not objective.learns_from_answers and not objective.trains_values
             scores = settings.scores or settings.diagnostics.splits_ratio or measured
@@ -279,7 +280,7 @@ class Passes:
             yield 'apply', (state.params, state.optimizer, state.params, self._rate())
 
     def declared_logprobs(self, weights: Tree, frozen: Tree) -> Iterator[tuple[str, tuple[Tree, ...]]]:
-        """What `logprobs` of such weights runs."""
+        """(name, arguments) of every program that `logprobs` runs for such weights."""
         for batch in self._layout.empty_batches():
             rows, denominator = training_rows(batch, self._settings.objective)
             one = self._layout.place({name: array[0] for name, array in rows.items()})
@@ -289,7 +290,7 @@ class Passes:
             )
 
     def _scan(self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float) -> StepResult:
-        """One program for the whole minibatch."""
+        """Runs one program for the whole minibatch."""
         whole = self._layout.place(rows)
         state.params, state.optimizer, step, metrics, logprobs = self.programs.run(
             'scan', state.params, state.optimizer, state.frozen, whole, scalars, self._rate(factor)
@@ -299,7 +300,7 @@ class Passes:
         return StepResult(jax.device_get(step), measured, jax.device_get(logprobs), routes=routes)
 
     def _take_routes(self, metrics: Sequence[dict[str, Any]]) -> StepRoutes | None:
-        """Takes the routes out of the metrics of micro-batches, or of all of them at once, with leading axes [M]."""
+        """Removes the routes from the metrics of each micro-batch, or of all at once with leading axes [M]."""
         found = [one.pop(SEEN_ROUTES) for one in metrics if SEEN_ROUTES in one]
         if not found:
             return None
@@ -311,13 +312,13 @@ class Passes:
     def _dispatch(
         self, state: LearnerState, rows: Mapping[str, np.ndarray], scalars: Scalars, factor: float
     ) -> StepResult:
-        """One program for each micro-batch, then one for the step."""
+        """Runs one program for each micro-batch, then one for the step."""
         metrics: list[Mapping[str, jax.Array]] = []
         logprobs: list[jax.Array] = []  # one [R, N] for each micro-batch
         working = self.working(state)
         gradients = self.programs.run('zeros', state.params)
         for microbatch in self._layout.split(rows):
-            if len(metrics) > self._queued:  # no more, so that other lanes' programs fit between
+            if len(metrics) > self._queued:  # queue no more, so that programs of other lanes get a turn
                 jax.block_until_ready(metrics[-1 - self._queued])
             gradients, measured, predicted = self.programs.run(
                 'accumulate', gradients, working, state.frozen, self._layout.place(microbatch), scalars
@@ -328,7 +329,7 @@ class Passes:
         state.params, state.optimizer, step = self.programs.run(
             'apply', state.params, state.optimizer, gradients, self._rate(factor)
         )
-        del gradients  # between steps there are none
+        del gradients  # no gradients are kept between steps
         whole = self._layout.join_logprobs(logprobs)
         found = [dict(one) for one in jax.device_get(metrics)]
         routes = self._take_routes(found)
@@ -337,7 +338,7 @@ class Passes:
     def _brake(
         self, factor: float, rows: Mapping[str, np.ndarray], logprobs: Sequence[jax.Array]
     ) -> tuple[float, dict[str, np.ndarray]]:
-        """(the factor of the rate of the step on a minibatch, metrics); waits for its log-probs where it reads them."""
+        """(the factor of the rate of the step on a minibatch, metrics); waits for log-probs if the brake reads them."""
         brake = self._settings.brake
         if brake.kind != 'ess':
             return factor, {}
@@ -367,12 +368,12 @@ class Passes:
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A model beside the trained one that its objective compares it with; no update changes its weights.
+    """A model with which the objective compares the trained one; no update changes its weights.
 
     Its decoder may have another architecture than the trained one; the vocabulary is the same. It reads the rows that
-    are packed for the trained model. Its log-probs of their tokens come from a pass before the steps. An objective that
-    compares whole distributions has its pass, with `form` and `weights`, inside each step: hidden states of another
-    pass would take N * d' numbers of memory for N tokens.
+    are packed for the trained model. A pass before the steps gives its log-probs of their tokens. For an objective that
+    compares whole distributions, the teacher runs inside each step, with `form` and `weights`: to keep hidden states of
+    an earlier pass would take memory for N * d' numbers for N tokens.
     """
 
     passes: Passes
@@ -381,11 +382,11 @@ class Teacher:
     gives_logprobs: bool
 
     def logprobs(self, batch: PackedBatch, version: int) -> np.ndarray:
-        """float32 [M, R, N] of the targets of a batch."""
+        """Log-probs float32 [M, R, N] of the targets of a batch."""
         return self.passes.logprobs(self.weights, {}, batch, version)
 
     def declared_programs(self) -> Iterator[Declared]:
-        """What `logprobs` runs, one for each shape of rows."""
+        """The programs that `logprobs` runs, one for each shape of rows."""
         if self.gives_logprobs:
             for name, args in self.passes.declared_logprobs(self.weights, {}):
                 yield self.passes.programs, name, args
@@ -393,33 +394,33 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What the steps of an update did."""
+    """The results of an update's steps."""
 
-    results: list[StepResult]  # number i is of minibatch i % minibatches
+    results: list[StepResult]  # step i is on minibatch i % minibatches
     known: list[KnownTokens]  # per minibatch, as the steps after the first used them
     batches: Sequence[PackedBatch]  # with the advantages that were trained
 
     def steps_applied(self) -> list[bool]:
-        """Per step, whether it changed the weights: the others had a gradient that was not finite."""
+        """Per step, whether it changed the weights: it does not if the gradient is not finite or a brake skips it."""
         return [not float(result.step['skip_count']) for result in self.results]
 
     def was_applied(self, n_batches: int) -> list[bool]:
-        """Per minibatch, whether one of its steps was."""
+        """Per minibatch, whether one of its steps was applied."""
         steps = self.steps_applied()
         return [any(steps[index::n_batches]) for index in range(n_batches)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The record of one update: its data, how they were packed, and what its steps did."""
+    """The record of one update: its data, how they were packed, and the results of its steps."""
 
     groups: Sequence[TrajectoryGroup]
-    kept: Sequence[TrajectoryGroup]  # those that the filter of equal rewards left
-    read: Sequence[TrajectoryGroup]  # those, with the rows that passes read
+    kept: Sequence[TrajectoryGroup]  # the groups that the filter of equal rewards left
+    read: Sequence[TrajectoryGroup]  # the kept groups, with only the rows that passes read
     packing: str  # 'shared_prompt' | 'ordinary'
     rows: PackingReport
     version: int  # of the weights before it
-    oldest: int | None  # version whose tokens are still in the loss; None = all
+    oldest: int | None  # the oldest version whose tokens are in the loss; None = all are
     trained: Trained
     began_s: float  # by the wall clock of the process
 
@@ -437,7 +438,7 @@ def train(
     """Trains on every minibatch, `learner.epochs` times.
 
     Args:
-      groups: those that were packed.
+      groups: the packed ones.
       version: of the weights before the update.
       scale: multiplies every denominator, see counting.denominator_scale.
     """
@@ -459,7 +460,7 @@ def train(
 
 
 def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:
-    """S: optimizer steps between the policy that drew a loss token and this step, the mean; 0 without any token.
+    """S: the mean number of optimizer steps between the policy that drew a loss token and this step; 0 without tokens.
 
     Args:
       steps: optimizer steps of an update.
@@ -470,14 +471,14 @@ def mean_lag(batch: PackedBatch, version: int, steps: int, step: int) -> float:
 
 
 def with_next_token(trajectory: Trajectory) -> Trajectory:
-    """The row with one more token, the only one in the loss, so that the state behind the row predicts it."""
+    """The row with one more token, the only one in the loss, which the state after the row predicts."""
     read = (dataclasses.replace(segment, policy_version=NOT_GENERATED) for segment in trajectory.segments)
     following = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), 0)
     return dataclasses.replace(trajectory, segments=(*read, following))
 
 
 def number_prompts(groups: Sequence[TrajectoryGroup]) -> np.ndarray:
-    """int64 [trajectories]: the number of the group of each."""
+    """int64 [trajectories]: the number of each trajectory's group."""
     return np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
 
 
@@ -490,7 +491,7 @@ def _replace_advantages(
     known: list[KnownTokens],
     version: int,
 ) -> tuple[Sequence[PackedBatch], list[KnownTokens]]:
-    """The batches with the advantages that need a pass before the first step, and what is known with their returns."""
+    """(batches with the advantages that need a pass before the first step, known tokens with the returns)."""
     if not objective.replaces_advantages:
         return batches, known
     passed: list[dict[str, np.ndarray]] = []
@@ -513,7 +514,7 @@ def _replace_advantages(
 def _prepare(
     passes: Passes, state: LearnerState, settings: LearnerSettings, batch: PackedBatch, version: int
 ) -> Mapping[str, np.ndarray]:
-    """What the objective decides over a minibatch before a step on it; a pass of its own where it reads POLICY."""
+    """The arrays of Objective.prepare before a step on a minibatch; needs another pass if it reads POLICY."""
     objective, logprobs = settings.objective, None
     if not objective.prepares:
         return {}
@@ -530,12 +531,12 @@ def _known_tokens(
     version: int,
     teacher: Teacher | None,
 ) -> list[KnownTokens]:
-    """Per batch the log-probs of the weights before the update, where a later step needs them, and of the reference.
+    """Per batch the log-probs of the weights before the update, if a later step needs them, and of the reference.
 
-    Those of a teacher stand in the place of the reference.
+    A teacher's log-probs take the place of the reference's.
 
-    The first batch needs no pass of its own: its first step computes the same log-probs. Where the objective reads
-    values, one pass gives both.
+    The first batch needs no pass, because its first step computes the same log-probs. If the objective reads values,
+    one pass per batch gives both.
     """
     recompute = settings.recomputes
     passed: Sequence[tuple[np.ndarray | None, np.ndarray | None]]
@@ -561,5 +562,5 @@ def _compare(
 
 
 def first_logprobs(results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> np.ndarray:
-    """float32 [M, R, N] of the first batch, under the weights before the update."""
+    """Log-probs float32 [M, R, N] of the first batch under the weights before the update."""
     return np.reshape(results[0].logprobs, batches[0].targets.shape)

@@ -44,23 +44,23 @@ from areal_jax.sharding.placement import place
 from areal_jax.sharding.rules import Shares, replicated
 from areal_jax.types import Tree
 
-# what differs from call to call, see passes.training_scalars; 'teacher' has the weights of one that a step itself reads
+# values that change between calls, see passes.training_scalars; 'teacher': the weights of one that a step itself runs
 Scalars = Mapping[str, Tree]
 _Metrics = dict[str, Any]  # arrays, and SeenRoutes
 FOLLOWS, EXPERT_LOADS = 'follows_routes', 'expert_loads'  # in the scalars of a model with experts
-SEEN_ROUTES = 'seen_routes'  # beside the metrics of a micro-batch: SeenRoutes
+SEEN_ROUTES = 'seen_routes'  # an entry of the metrics of a micro-batch: SeenRoutes
 _LOSS_FIELDS = (
     *('behavior_logprobs', 'advantages', 'loss_mask', 'policy_versions', 'sequence_starts', 'token_weights'),
 )
 
 
 class _Scored(NamedTuple):
-    """What one read of the trunk gives of the loss tokens of a micro-batch."""
+    """The results of one pass of the trunk for the loss tokens of a micro-batch."""
 
     states: jax.Array  # [R, N, d], from which they are predicted
-    logprobs: jax.Array  # [R, N], as what follows
+    logprobs: jax.Array  # [R, N], like the next two
     entropy: jax.Array
-    values: jax.Array | None  # of the critic, where there is one
+    values: jax.Array | None  # of the critic, if there is one
     routes: SeenRoutes | None  # of a model with experts
 
 
@@ -79,19 +79,19 @@ class Programs:
     optimizer: Optimizer
     mesh: Mesh
     attention: str  # resolved implementation
-    # what follows is given by the fields above
+    # the following fields are functions of the fields above
     params: Tree = dataclasses.field(compare=False)  # shardings of the trained weights
     frozen: Tree = dataclasses.field(compare=False)  # of the frozen ones
     state: Tree = dataclasses.field(compare=False)  # of the optimizer state
     exported: Tree = dataclasses.field(compare=False)  # of the interchange form
-    # who publishes which leaves of it; None: every process has its shards of all
+    # which process publishes which leaves of `exported`; None: every process has its shards of all leaves
     shares: Shares | None = dataclasses.field(default=None, compare=False)
-    # paths of the trained leaves, where a learner trains in blocks; the fields above give them otherwise
+    # paths of the trained leaves if a learner trains in blocks; otherwise the fields above determine them
     trained: tuple[str, ...] | None = None
-    teacher: TeacherForm | None = None  # whom a step itself reads
+    teacher: TeacherForm | None = None  # the teacher that a step itself runs
 
     def copy(self) -> jax.stages.Wrapped:
-        """params -> the same values in buffers of their own."""
+        """params -> the same values in new buffers."""
         return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.params)
 
     def initial_state(self) -> jax.stages.Wrapped:
@@ -99,7 +99,7 @@ class Programs:
         return jax.jit(self.optimizer.init, out_shardings=self.state)
 
     def zeros(self) -> jax.stages.Wrapped:
-        """params -> gradients of nothing."""
+        """params -> gradients that are all zero."""
         return jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self.params)
 
     def cast(self) -> jax.stages.Wrapped:
@@ -107,7 +107,7 @@ class Programs:
         return jax.jit(lambda params: trees.cast(params, self.settings.learner.dtype), out_shardings=self.params)
 
     def export(self) -> jax.stages.Wrapped:
-        """(params, frozen) -> the interchange form, in buffers of its own; or its leaves as `shares` spreads them."""
+        """(params, frozen) -> the interchange form, in new buffers; or its leaves as `shares` spreads them."""
         shares = self.shares
 
         def export(*sides: Tree) -> Tree:
@@ -168,8 +168,8 @@ class Programs:
     def apply(self) -> jax.stages.Wrapped:
         """(params, state, gradients, learning rate) -> (params, state, step metrics).
 
-        `zeros` makes the next gradients: if this program cleared them in place, XLA would copy all of them first, since
-        the optimizer's branch reads them.
+        `zeros` makes the next gradients: if this program cleared them in place, XLA would copy all of them first,
+        because the optimizer's branch reads them.
         """
         shardings = (self.params, self.state, replicated(self.mesh))
         return jax.jit(self.optimizer.apply, donate_argnums=(0, 1), out_shardings=shardings)
@@ -198,7 +198,7 @@ class Programs:
         return jax.jit(scan, donate_argnums=(0, 1), out_shardings=shardings)
 
     def _brake(self, learning_rate: jax.Array, rows: Rows, logprobs: jax.Array) -> tuple[jax.Array, _Metrics]:
-        """(the rate of the step on a minibatch with these log-probs [M, R, N], metrics)."""
+        """(the learning rate for a minibatch with these log-probs [M, R, N], metrics)."""
         brake = self.settings.brake
         if brake.kind != 'ess':
             return learning_rate, {}
@@ -207,7 +207,7 @@ class Programs:
         return learning_rate * factor, {'brake': factor}
 
     def _add(self, gradients: Tree, added: Tree) -> Tree:
-        """Adds in float32 and divides the loss scale out, which kept small gradients of a narrow dtype above 0."""
+        """Adds in float32 and removes the loss scale, which kept small gradients of a narrow dtype above 0."""
         unscale = 1.0 / self.settings.learner.loss_scale
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32) * unscale, gradients, added)
 
@@ -226,7 +226,7 @@ class Programs:
     def _scored(self, weights: Tree, rows: Rows, scalars: Scalars) -> _Scored:
         states, routes = self._policy_states(weights, rows, scalars)
         values = self._values(weights, states, rows)
-        if values is not None and self.settings.objective.scores_answers:  # the head over the vocabulary is not read
+        if values is not None and self.settings.objective.scores_answers:  # skip the head over the vocabulary
             return _Scored(states, jnp.zeros_like(values), jnp.zeros_like(values), values, routes)
         return _Scored(states, *self._score_targets(weights, states, rows, scalars), values, routes)
 
@@ -248,7 +248,7 @@ class Programs:
         )
 
     def _values(self, weights: Tree, states: jax.Array, rows: Rows) -> jax.Array | None:
-        """[R, N]: of the state before each loss token."""
+        """[R, N]: the critic's value of the state before each loss token; None without a critic."""
         if (critic := self.settings.critic) is None:
             return None
         own = weights[trees.CRITIC]
@@ -320,16 +320,16 @@ _Shapes = tuple[tuple[int, ...], ...]
 _Key = tuple[str, _Shapes]  # of a program: its name and the shapes of its rows
 _KeptKey = tuple[Programs, _Key, str]  # and jax's settings
 _T = TypeVar('_T')
-AHEAD = 'learner warm-up'  # name of the thread that compiles before a program is asked for
-MOST_KEPT = 64  # programs, of learners of one process that are equal
+AHEAD = 'learner warm-up'  # name of the thread that compiles programs before their first call
+MOST_KEPT = 64  # programs that equal learners of one process share
 
 
 class CompiledPrograms:
     """Compiles each program once for every shape of rows that it is called with; from any thread.
 
     Programs are compiled ahead of their first call, so that warming up runs nothing and needs no memory for results.
-    Learners of equal definitions share what one of them has compiled, while jax's settings are the same: a second run
-    of a process compiles nothing.
+    Learners of equal definitions share their compiled programs while jax's settings are the same: a second run of a
+    process compiles nothing.
     """
 
     kept: ClassVar[collections.OrderedDict[_KeptKey, jax.stages.Compiled]] = collections.OrderedDict()
@@ -342,17 +342,17 @@ class CompiledPrograms:
 
     @property
     def compiled(self) -> dict[_Key, jax.stages.Compiled]:
-        """The programs by name and the shapes of their rows; waits for those that are being compiled."""
+        """The programs by name and the shapes of their rows; waits for the ones being compiled."""
         return {key: program.result() for key, program in self._programs.copy().items()}
 
     @property
     def temporary_bytes(self) -> int:
-        """The most memory that one of the compiled programs needs on a device while it runs; 0 where it is unknown."""
+        """The most memory that one of the compiled programs needs on a device while it runs; 0 if unknown."""
         found = [program.memory_analysis() for program in self.compiled.values()]
         return max((int(analysis.temp_size_in_bytes) for analysis in found if analysis is not None), default=0)
 
     def trace(self, name: str, *args: Tree) -> None:
-        """The first half of `compile`, and the one that holds the interpreter's lock."""
+        """Runs the first half of `compile`, the one that holds the interpreter's lock."""
         if self._kept_key(_key(name, args)) not in self.kept:
             self._trace(name, args)
 
@@ -360,7 +360,7 @@ class CompiledPrograms:
         return self._once(self.traced, _key(name, args), lambda: getattr(self.definitions, name)().lower(*args))
 
     def compile(self, name: str, *args: Tree) -> jax.stages.Compiled:
-        """The program `name` (a method of Programs) for arguments of these shapes, which are all it needs.
+        """Compiles the program `name` (a method of Programs) for `args`, of which only the shapes matter.
 
         If another thread is compiling it, this one waits for the result.
         """
@@ -387,7 +387,7 @@ class CompiledPrograms:
         return self.compile(name, *args)(*args)
 
     def _once(self, made: dict[_Key, Future[_T]], key: _Key, make: Callable[[], _T]) -> _T:
-        """What the first thread that asks for it makes; the others wait. An error is raised in all of them."""
+        """Returns the result of `make` in the first thread that asks; the others wait. All of them raise its error."""
         with self._lock:
             known = key in made
             future = made.setdefault(key, Future())
@@ -404,24 +404,24 @@ def _key(name: str, args: tuple[Tree, ...]) -> _Key:
     return name, tuple(arg['tokens'].shape for arg in args if isinstance(arg, dict) and 'tokens' in arg)
 
 
-# What a learner keeps on its mesh between commands.
+# The state that a learner keeps on its mesh between commands.
 
 
 @dataclasses.dataclass
 class LearnerState:
     """Trees of arrays over the mesh. The programs of an update donate `params` and `optimizer`.
 
-    Every field that a program donates is replaced by its result at once: the old buffers must not be read again.
+    Every field that a program donates is replaced by its result at once: its old buffers must not be read again.
     """
 
     params: Tree  # trained weights, float32
     frozen: Tree  # all other weights, in learner.dtype; empty without adapters
     optimizer: Tree  # see optimizer.Optimizer
-    reference: Tree = None  # trained weights of the reference, in learner.dtype; None where no objective reads it
+    reference: Tree = None  # trained weights of the reference, in learner.dtype; None if the objective reads none
 
     @property
     def weights_and_optimizer(self) -> dict[str, Tree]:
-        """What a checkpoint holds, in one tree for `require_finite`."""
+        """The contents of a checkpoint in one tree, for `require_finite`."""
         return trees.join(self.params, self.frozen) | {'optimizer': self.optimizer}
 
 
@@ -435,7 +435,7 @@ def place_state(
     """Copies weights to the mesh and makes the state of an optimizer that has done no step.
 
     Args:
-      reference: where the objective reads it, weights of the shapes of `trained`; None = those.
+      reference: weights of the shapes of `trained`, if the objective reads a reference; None = `trained`.
     """
     shardings = programs.definitions
     params = _copy(trees.cast(trained, 'float32'), programs)
@@ -448,7 +448,7 @@ def place_state(
 
 
 def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, programs: Programs) -> LearnerState:
-    """The shapes, dtypes and shardings of what `place_state` makes, for compiling before it is there."""
+    """The shapes, dtypes and shardings of `place_state`'s result, to compile before it exists."""
     params = _describe(trained, programs.params, 'float32')
     return LearnerState(
         params=params,
@@ -461,7 +461,7 @@ def describe_state(trained: Params, frozen: Params, settings: LearnerSettings, p
 
 
 def describe_cast(tree: Tree, dtype: str) -> Tree:
-    """Arrays, or descriptions of arrays, as they would be in `dtype`."""
+    """Descriptions of arrays (given as arrays or descriptions) cast to `dtype`."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), tree)
 
 

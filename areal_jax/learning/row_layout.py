@@ -1,4 +1,4 @@
-"""The rows of a learner on its mesh: which shapes they have, how groups are packed into them, where they are placed."""
+"""The rows of a learner on its mesh: their shapes, the packing of groups into them, and their placement."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RowLayout:
             window=config.sliding_window,
             slices=mesh.shape['context'] > 1,
         )
-        # not every backend can show one prompt to several answers
+        # not every attention backend can show one prompt to several answers
         self.packing = settings.learner.packing if shares_prompts(self.attention) else 'ordinary'
         most = BACKENDS[self.attention].max_segments
         self._row_trajectories = most and most - 1  # the padding is a segment too
@@ -111,7 +111,7 @@ class RowLayout:
             yield trim(one, tail_bucket(one, self._buckets))
 
     def join_logprobs(self, logprobs: Sequence[jax.Array]) -> np.ndarray:
-        """float32 [M, R, N] from one array per micro-batch with the N of its bucket; 0 where it was trimmed."""
+        """float32 [M, R, N] from one array per micro-batch, which has the N of its bucket; 0 in trimmed places."""
         settings = self._settings
         shape = (len(logprobs), settings.learner.rows_per_microbatch, settings.learner.row_loss_tokens)
         whole = np.zeros(shape, np.float32)
@@ -120,11 +120,11 @@ class RowLayout:
         return whole
 
     def place(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Rows [R, ...] or [M, R, ...] on the mesh."""
+        """Places rows [R, ...] or [M, R, ...] on the mesh."""
         return place(dict(rows), row_sharding(self._mesh, leading_axes=rows['tokens'].ndim - 2))
 
     def empty_batches(self) -> Iterator[PackedBatch]:
-        """A batch of padding for every shape that an update may bring."""
+        """Yields a batch of padding for every shape that an update may have."""
         settings = self._settings
         sizes = [1]  # micro-batches
         if settings.learner.accumulate == 'scan':

@@ -1,4 +1,4 @@
-"""The settings of an update: sections of the config, and what follows from others."""
+"""The settings of an update: sections of the config, and values derived from other sections."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from areal_jax.learning.objective.objective import PROXIMAL, Objective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """Of the values that an objective reads, see trained_leaves.py."""
+    """The settings of the critic, see trained_leaves.py."""
 
     own_model: bool  # else a head on the policy's trunk
-    trunk_gradient: float  # of such a head: what its loss counts for the weights of the policy, in [0, 1]
+    trunk_gradient: float  # of such a head: the weight of its loss in the gradient of the trunk, in [0, 1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """Everything of an update but the weights, the mesh and the optimizer."""
+    """All settings of an update except the weights, the mesh and the optimizer."""
 
     learner: LearnerSection
     staleness: StalenessSection
     diagnostics: DiagnosticsSection
-    max_microbatches: int  # 'scan' only: `warm_up` compiles for minibatches of up to so many micro-batches
+    max_microbatches: int  # 'scan' only: the largest number of micro-batches for which `warm_up` compiles
     strategy: str
     publish_dtype: str  # of the weights that engines get
-    # versions are files: each process of a mesh over several gets whole leaves of them to write, and one process on a
-    # CPU copies them on the host
+    # versions are files: if a mesh spans processes, each gets whole leaves to write; a single process on a CPU copies
+    # the weights on the host
     publishes_files: bool
     objective: Objective
     temperature: float
     denominator: str  # 'all': groups that filter_equal_rewards leaves out count too
-    truncated_sampling: str  # tokens that top-k or top-p drew; 'full_softmax' trains them all the same
-    scores: bool  # `warm_up` compiles what SpmdLearner.score runs
+    truncated_sampling: str  # tokens drawn with top-k or top-p: 'refuse', or 'full_softmax' to train them anyway
+    scores: bool  # `warm_up` compiles the programs of SpmdLearner.score
     seed: int  # of the run: part of the names of its answers
-    quantized: bool  # whether engines decode in 8 bits: an update then measures by how much that differs
+    quantized: bool  # whether engines decode in 8 bits; if so, an update measures the difference that this makes
     brake: Brake
-    critic: CriticSettings | None  # where the objective trains values
+    critic: CriticSettings | None  # if the objective trains values
     records_routes: bool  # engines record which experts tokens have reached
 
     def __post_init__(self) -> None:
@@ -47,12 +47,12 @@ class LearnerSettings:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of an update, at most."""
+        """The most optimizer steps of an update."""
         return self.learner.n_minibatches * self.learner.epochs
 
     @property
     def recomputes(self) -> bool:
-        """Whether log-probs of the weights before the update outlive its first step."""
+        """Whether log-probs of the weights before the update are needed after its first step."""
         return PROXIMAL in self.objective.reads and self.steps > 1
 
     @property

@@ -1,4 +1,4 @@
-"""What trains a set of leaves of the weights: its programs and passes, on a mesh that may be left for another."""
+"""The programs and passes that train a set of leaves of the weights, and the move of a learner to another mesh."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from areal_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class PartMaker:
-    """What the sets of leaves of one learner have in common."""
+    """Makes the parts of one learner from the values that they share."""
 
     decoder: Decoder
     mesh: Mesh
@@ -38,13 +38,13 @@ class PartMaker:
     optimizer: Optimizer
     layout: RowLayout
     learning_rate: float
-    teacher: TeacherForm | None = None  # whom a step itself reads, and its weights on the mesh
-    teacher_weights: Tree = None
+    teacher: TeacherForm | None = None  # the teacher that a step itself runs
+    teacher_weights: Tree = None  # its weights on the mesh
 
     def make(self, params: Params, trains: Trainable, *, block: int | None = None) -> TrainedPart:
         """The part that trains the leaves of `params` (arrays or descriptions) for whose paths `trains` is true.
 
-        `block`: the number of the part where a learner has several, each of which publishes its own leaves alone.
+        `block`: the number of the part if a learner has several; each then publishes only the leaves that it trains.
         """
         trained, frozen = trees.split(params, trains)
         programs = CompiledPrograms(self._define(trained, frozen, block))
@@ -114,14 +114,14 @@ def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
 
 
 def _paths(tree: Params, prefix: str = '') -> list[str]:
-    """Of all leaves, in order."""
+    """The paths of all leaves, in order."""
     found: list[str] = []
     for name, value in sorted(tree.items()):
         found += _paths(value, f'{prefix}{name}/') if isinstance(value, dict) else [f'{prefix}{name}']
     return found
 
 
-# A model beside the trained one that its objective compares it with: the teacher of distillation.
+# A model with which the objective compares the trained one: the teacher of distillation.
 
 
 def place_teacher(
@@ -132,11 +132,11 @@ def place_teacher(
     optimizer: Optimizer,
     packing: str,
 ) -> tuple[Teacher | None, TeacherForm | None, Tree]:
-    """The teacher of a learner of the shape `trained`, and form and weights of one that the steps themselves read.
+    """(the teacher of a learner of shape `trained`, form and weights of a teacher that the steps themselves run).
 
-    Each is None where the objective has no use for it.
+    Each is None if the objective does not use it.
 
-    Raises ConfigError where the objective lacks one, or compares it over a vocabulary that they do not share.
+    Raises ConfigError if the objective needs a teacher that is not given, or compares different vocabularies.
     """
     reads = settings.objective.reads
     if not reads & FROM_TEACHER:
@@ -154,7 +154,7 @@ def place_teacher(
         settings,
         records_routes=False,
         learner=dataclasses.replace(settings.learner, routes='live', router_aux_loss=0.0),
-    )  # of the trained model
+    )  # routes are of the trained model
     layout = RowLayout(decoder.config, mesh, settings)
     teacher = _place(PartMaker(decoder, mesh, settings, optimizer, layout, 0.0), params, packing)
     return (teacher, teacher.form, teacher.weights) if reads & DIVERGENCES else (teacher, None, None)
@@ -163,7 +163,7 @@ def place_teacher(
 def _place(make: PartMaker, params: Params, packing: str) -> Teacher:
     """Places `params`, in list form; `packing` is the packing of the learner's rows.
 
-    Raises ConfigError where its attention cannot read such rows.
+    Raises ConfigError if its attention cannot read such rows.
     """
     if packing == 'shared_prompt' != make.layout.packing:
         raise ConfigError(
@@ -182,12 +182,12 @@ def _place(make: PartMaker, params: Params, packing: str) -> Teacher:
 
 # Another mesh for a learner: its programs, compiled ahead, and the move of weights and optimizer state to it.
 #
-# learner.py moves between two updates; until then nothing here touches what it computes with.
+# learner.py moves between two updates; until then nothing here touches the mesh and state in use.
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedMesh:
-    """What a learner computes with on one mesh; no weights."""
+    """The row layout and the programs of a learner on one mesh; no weights."""
 
     mesh: Mesh
     layout: RowLayout
@@ -203,7 +203,7 @@ class PreparedMesh:
         return len(declared)
 
     def describe_publication(self) -> Tree:
-        """Shapes and shardings of what `SpmdLearner.publish` returns on this mesh."""
+        """Shapes and shardings of the result of `SpmdLearner.publish` on this mesh."""
         programs, described = self.part.programs.definitions, self.part.described
         shapes = jax.eval_shape(programs.export(), described.params, described.frozen)
         describe = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -211,9 +211,9 @@ class PreparedMesh:
 
 
 def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh:
-    """What the learner of `make` and its only `part` computes with on another mesh.
+    """Prepares another mesh for the learner of `make` and its only `part`.
 
-    Raises ConfigError for a mesh that cannot share out the model or the rows.
+    Raises ConfigError for a mesh over which the model or the rows cannot be sharded.
     """
     layout = RowLayout(make.decoder.config, mesh, make.settings)
     described = trees.join(part.described.params, part.described.frozen)
@@ -224,7 +224,7 @@ def prepare_mesh(make: PartMaker, part: TrainedPart, mesh: Mesh) -> PreparedMesh
 def move_state(state: LearnerState, part: TrainedPart) -> None:
     """Moves weights and optimizer state to the mesh of the part, bit for bit.
 
-    Leaf by leaf: a leaf is on the host when its old buffers are freed, so that a device never holds it twice.
+    Moves leaf by leaf: a leaf is copied to the host and its old buffers are freed, so a device never holds it twice.
     """
     shardings = part.programs.definitions
     state.params = _move(_take(state, 'params'), shardings.params)
@@ -235,14 +235,14 @@ def move_state(state: LearnerState, part: TrainedPart) -> None:
 
 
 def _take(state: LearnerState, name: str) -> Tree:
-    """A field of the state, which lets it go."""
+    """Returns a field of the state and sets it to None."""
     tree = getattr(state, name)
     setattr(state, name, None)
     return tree
 
 
 def _move(tree: Tree, shardings: Tree) -> Tree:
-    """Over the host, which `jax.device_put` between meshes does as well, and from one device after it has compiled."""
+    """Moves over the host, as `jax.device_put` between meshes does too; from one device it would compile first."""
     leaves, structure = jax.tree.flatten(tree)
     del tree
     for index, sharding in enumerate(jax.tree.leaves(shardings)):

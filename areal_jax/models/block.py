@@ -1,8 +1,8 @@
 """The layer of the decoder as Flax modules, whose parameters are the rows of the table of weights.
 
 `decoder` builds a layer once, under nnx.eval_shape, and merges the static graph with weights inside jax.jit: nothing
-else uses nnx. Activations are [T, d] or [d, T], see `activations`. T tokens, H heads, K kv heads, D head_dim, d model
-width.
+else uses nnx. Activations are [T, d] or [d, T], see quantized.Activations. T tokens, H heads, K kv heads, D head_dim, d
+model width.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, rotation: Rotation, attend: AttendLayer, routing: Routing
     ) -> tuple[jax.Array, Tree, Routed | None]:
-        """Activations x -> (x, the layer's entry of the cache, what its router chose).
+        """Activations x -> (x, the layer's entry of the cache, the choices of its router).
 
-        `routing.recorded` is that of the layer, [T, k].
+        `routing.recorded` has the routes of this layer only, [T, k].
         """
         out, entry = self.attention(self._norm(x, self.attention_norm[...]), rotation, attend)
         x = x + out
@@ -149,7 +149,7 @@ class _Linear(nnx.Module):
         self.lora_scale = lora.scale if lora and 'lora_a' in weights else None
 
     def complete(self, x: jax.Array, product: jax.Array) -> jax.Array:
-        """Activations x times the weight, with bias and adapter."""
+        """Adds bias and adapter to `product`, activations x times the weight."""
         y, multiply = product, self.form.multiply
         if self.has_bias:
             y = y + self.form.by_feature(self.bias[...])
@@ -161,7 +161,7 @@ class _Linear(nnx.Module):
 
 
 def _project(x: jax.Array, *linears: _Linear) -> tuple[jax.Array, ...]:
-    """Activations x through each; their products are one call of the form."""
+    """Applies each linear to activations x; their products are one call of the form."""
     products = linears[0].form.multiply(x, *(linear.weight.get_value() for linear in linears))
     return tuple(linear.complete(x, product) for linear, product in zip(linears, products, strict=True))
 

@@ -1,7 +1,7 @@
 """The decoder that generates and is trained, as pure functions of a plain dict of weights.
 
-The decode engine and the learner run it, each with an attention of its own; `weights` lists its weights, `block`
-computes a layer. Shapes: T tokens, H heads, K kv heads, D head_dim, d model width, V vocabulary.
+The decode engine and the learner run it, each with its own attention; `weights` lists its weights, `block` computes a
+layer. Shapes: T tokens, H heads, K kv heads, D head_dim, d model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from areal_jax.types import Tree
 # (q [T, H, D], k [T, K, D], v [T, K, D], cache of the layer, window) -> (out [T, H, D], cache of the layer)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Tree, int | None], tuple[jax.Array, Tree]]
 Constrain = Callable[[jax.Array], jax.Array]
-_Written = tuple[Tree, Routed | None]  # the entry of the cache of a layer, and what its router chose
-# (weights, x, entry of the cache, recorded routes [T, k]) of a layer -> (x, what it wrote)
+_Written = tuple[Tree, Routed | None]  # the entry of the cache of a layer, and the choices of its router
+# (weights, x, entry of the cache, recorded routes [T, k]) of a layer -> (x, the new entry and choices)
 _Block = Callable[[Params, jax.Array, Tree, jax.Array | None], tuple[jax.Array, _Written]]
 _Kind = tuple[int | None, bool]  # of a layer: its window, and whether it has experts
 _MakeBlock = Callable[[_Kind], _Block]
@@ -63,7 +63,7 @@ class Decoder:
         leading axis of layers, and scans over that axis: the time to compile does not grow with depth.
       remat: which intermediates of a layer are saved for the backward pass, see REMAT.
       lora: adds adapters to the projections it names.
-      tokens: 'rows' has activations [T, d], 'columns' [d, T], see `activations`. Results differ by rounding alone.
+      tokens: 'rows' has activations [T, d], 'columns' [d, T], see quantized.Activations. Results differ by rounding.
         'int8_rows' computes with weights and activations in 8 bits, see `quantized`.
 
     Raises ValueError for an unknown `layers`, `remat` or `tokens`.
@@ -96,7 +96,7 @@ class Decoder:
         self._layer_graphs = {has: _layer_graph(config, lora, self._form, has) for has in have_experts}
 
     def __eq__(self, other: object) -> bool:
-        """Equal decoders compute the same."""
+        """Whether both compute the same function."""
         return isinstance(other, Decoder) and self._form_of_all == other._form_of_all
 
     def __hash__(self) -> int:
@@ -107,14 +107,14 @@ class Decoder:
         return self.config, self.layers, self._remat, self.lora, self.tokens
 
     def without_adapters(self) -> Decoder:
-        """The decoder of weights that have none, of the same shape and form."""
+        """The decoder for weights without adapters, of the same shape and form."""
         if self.lora is None:
             return self
         return Decoder(self.config, layers=self.layers, remat=self._remat, tokens=self.tokens)
 
     @property
     def token_axis(self) -> int:
-        """Of the states that `hidden` returns."""
+        """The axis of tokens in the states that `hidden` returns."""
         return 0 if self._form.features == -1 else 1
 
     def abstract(self) -> Params:
@@ -135,11 +135,11 @@ class Decoder:
         return stack_layers(params) if self.layers == 'stacked' else params
 
     def complete(self, params: Params, seed: int, scale: float = 1.0, embedding_scale: float = 1.0) -> Params:
-        """`params`, in list form, with the leaves that it lacks (adapters) as `init` would make them."""
+        """`params`, in list form, completed with the leaves that it lacks (adapters) as `init` would make them."""
         return initial.complete(self._table, params, self.config.n_layers, seed, scale, embedding_scale)
 
     def prepare(self, params: Params) -> Params:
-        """Published weights in the form in which `hidden` and `logits` take them; inside jax.jit or outside."""
+        """Published weights in the form that `hidden` and `logits` need; inside jax.jit or outside."""
         prepared = map_matrices(self._table, params, self._form.stored)
         head = 'embedding' if self.config.tie_embeddings else 'head'
         return {**prepared, head: self._form.stored_table(prepared[head])}
@@ -168,7 +168,7 @@ class Decoder:
             scales the scores by 1/sqrt(D) and returns out [T, H, D] and the new entry.
           cache: a tuple of entries in list form; entries stacked along a leading axis in stacked form.
           constrain: sharding constraint of the residual stream, applied to the embedding and after every layer.
-          wanted: int32 [], only the first so many tokens count, and the others may be left out; None = all.
+          wanted: int32 [], only the first `wanted` tokens count, and the others may be left out; None = all.
           routing: of models with experts.
         """
         return self.hidden_and_routes(params, tokens, positions, attend, cache, constrain, wanted, routing)[:2]
@@ -184,7 +184,7 @@ class Decoder:
         wanted: jax.Array | None = None,
         routing: Routing | None = None,
     ) -> tuple[jax.Array, Tree, Routed | None]:
-        """`hidden`, and what the routers chose; None of a model without experts."""
+        """The results of `hidden`, and the choices of the routers (None for a model without experts)."""
         c = self.config
         x, rotation = self._enter(params, tokens, positions)
         x = constrain(x)
@@ -201,7 +201,7 @@ class Decoder:
         return x, written, routed
 
     def can_step(self, params: Params) -> bool:
-        """Whether `step` takes these prepared weights."""
+        """Whether `step` supports these prepared weights."""
         layers = params['layers'].values() if self.layers == 'list' else ()
         return bool(layers) and all(map(self._is_native, layers)) and native_layers.has_kernel(self.head(params))
 
@@ -214,11 +214,11 @@ class Decoder:
         read: Read,
         temperature: jax.Array,
     ) -> Stepped:
-        """`hidden` and `logits` of one token a row, over the cache of attention/choose.py, as one kernel.
+        """Runs `hidden` and `logits` for one token per row, over the cache of rollout/decode/attention, as one kernel.
 
         Args:
           tokens, positions: int32 [B].
-          read: what attention sees of the cache, and where it is written. A row that sees nothing reaches no expert.
+          read: the part of the cache that attention sees, and where it writes. A row that sees none reaches no expert.
           temperature: float32 [B].
         """
         c = self.config
@@ -232,7 +232,7 @@ class Decoder:
     def _enter(self, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, Rotation]:
         """The embedded tokens, and the rotation of their queries and keys."""
         c = self.config
-        angles = jnp.zeros_like(positions) if c.plain else positions  # 0 turns nothing
+        angles = jnp.zeros_like(positions) if c.plain else positions  # an angle of 0 rotates nothing
         rotation = rotary(angles, c.head_dim, c.rope_theta, c.rope_scaling)
         x = self._form.embed(params['embedding'], tokens)
         if c.plain:
@@ -240,16 +240,16 @@ class Decoder:
         return x, rotation
 
     def _is_native(self, layer: Params) -> bool:
-        whole_norm = self.config.whole_qk_norm and self.tokens != 'native_columns'  # which that of bytes lacks
+        whole_norm = self.config.whole_qk_norm and self.tokens != 'native_columns'  # the 8-bit kernels lack this norm
         ours = self.tokens.startswith('native') and not (self.config.plain or whole_norm)
         return ours and native_layers.can_compute(layer)
 
     def head(self, params: Params) -> Tree:
-        """[V, d], or [output_size, d], as it is stored: the embedding when tied."""
+        """The stored head [V, d], or [output_size, d]: the embedding when tied."""
         return params['embedding'] if self.config.tie_embeddings else params['head']
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """float32 [T, V] of what `hidden` returned."""
+        """Logits float32 [T, V] of the states that `hidden` returned."""
         return self._form.logits(hidden, self.head(params))
 
     def rank(
@@ -261,13 +261,13 @@ class Decoder:
         most: int,
         wanted: jax.Array,
     ) -> Ranking:
-        """Log-probs of the targets behind the tokens of `hidden`, and of the `most` likeliest tokens there.
+        """Log-probs of the targets after the tokens of `hidden`, and of the `most` likeliest tokens there.
 
         Args:
           hidden: states of T tokens in the form in which `hidden` returns them.
           targets: int32 [T].
           temperature: float32 [T], 0 counts as 1.
-          wanted: int32 [], the first so many tokens count; values of the others mean nothing.
+          wanted: int32 [], only the first `wanted` tokens count; values of the others mean nothing.
         """
         head = self.head(params)
         if isinstance(head, Quantized):
@@ -344,7 +344,7 @@ class Decoder:
 
         if self._remat == 'none':
             return block
-        # prevent_cse stops XLA from reusing forward results in the backward pass; a scan separates the two by itself
+        # prevent_cse stops XLA from reusing forward results in the backward pass; a scan already separates the two
         return jax.checkpoint(block, policy=REMAT[self._remat], prevent_cse=self.layers == 'list')
 
 

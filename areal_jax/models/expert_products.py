@@ -1,17 +1,17 @@
-"""Products of a mixture of experts: what the chosen experts make of each token, summed with the token's weights.
+"""Products of a mixture of experts: the outputs of each token's chosen experts, summed with the token's weights.
 
     y[t] = sum over j of weights[t, j] * (silu(x[t] gate[e]) * (x[t] up[e])) down[e],   e = experts[t, j]
 
-Three functions compute it, for processors with and without a compiler and for accelerators; `choose_mixer` says which
-is used. None drops a choice. The sum runs in the order of j, so that a token's output does not depend on its company.
+Three functions compute it, for processors with and without a compiler and for accelerators; `choose_mixer` chooses one.
+No function drops a choice. The sum runs in the order of j, so a token's output does not depend on the other tokens.
 
 T tokens, k choices of each, N = T k, E experts, d model width, F width of an expert; B rows of a block. All take
 
     x [T, d]; experts int32 [T, k], distinct in a token, E = none: such a choice adds nothing and touches no expert;
     weights float32 [T, k]; gate and up [E, d, F]; down [E, F, d], in the dtype of x
 
-and return y [T, d] in the dtype of x. They are differentiable in all but `experts`; an expert that nobody chose has a
-gradient of exactly 0, and so have x and weights where a token chose none.
+and return y [T, d] in the dtype of x. They are differentiable in all but `experts`. The gradient of an expert that no
+token chose is exactly 0, and so are the gradients of x and weights of a token that chose no expert.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Gradients = tuple[jax.Array, None, jax.Array, jax.Array, jax.Array, jax.Array]
 def mix_native(
     x: jax.Array, experts: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
 ) -> jax.Array:
-    """y by the kernels of native/expert_kernels.h, in float32 on one CPU device; library.register has been called."""
+    """y by the kernels of native/expert_kernels.h, in float32 on one CPU device; call library.register first."""
     return _mix_native(x, experts, weights, gate, up, down)[0]
 
 
@@ -43,7 +43,7 @@ def _mix_native(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, experts, weights, gate, up, down = inputs
     rounded = -(-gate.shape[2] // _ROUNDED) * _ROUNDED
     products = jax.ffi.ffi_call(library.EXPERT_PRODUCTS, _floats(experts.size, 2 * rounded))(x, experts, gate, up)
-    # two calls: where the layer is computed again for its gradient, the second one has no use and is left out
+    # two calls: if the layer is recomputed for its gradient, the second one is not needed and left out
     outputs = [_floats(*x.shape), _floats(experts.size, rounded)]
     y, _ = jax.ffi.ffi_call(library.EXPERT_MIX, outputs)(products, experts, weights, down)
     return y, (*inputs, products)
@@ -68,8 +68,8 @@ def _floats(*shape: int) -> jax.ShapeDtypeStruct:
 class _Blocks(NamedTuple):
     """Choices sorted by expert, the rows of each expert padded to whole blocks: rows [M B]."""
 
-    used: jax.Array  # int32 [E], experts, first those that have rows
-    n_used: jax.Array  # int32, how many these are
+    used: jax.Array  # int32 [E], experts, the ones that have rows first
+    n_used: jax.Array  # int32, the number of experts that have rows
     ends: jax.Array  # int32 [E + 1], the first block of each expert
     token: jax.Array  # int32 [M B], T = padding
     weight: jax.Array  # float32 [M B], 0 in padding
@@ -186,22 +186,22 @@ def _cut_blocks(experts: jax.Array, weights: jax.Array, n_experts: int) -> _Bloc
 
 
 def _without_others(experts: jax.Array, n_experts: int) -> jax.Array:
-    """int32 [N], E for all that is not an expert."""
+    """int32 [N], with E in place of every number that is not an expert's."""
     flat = experts.reshape(-1)
     return jnp.where((flat >= 0) & (flat < n_experts), flat, n_experts)
 
 
 def _sort_choices(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(choices sorted by expert [N], the first of each expert [E + 1], how many each has [E])."""
+    """(choices sorted by expert [N], the first of each expert [E + 1], the number of each [E])."""
     order = jnp.argsort(chosen, stable=True)
     first = jnp.searchsorted(chosen[order], jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
     return order, first, first[1:] - first[:-1]
 
 
 def _sum_choices(parts: jax.Array, row: jax.Array) -> jax.Array:
-    """sum over j of parts[row[t, j]], in order, in float32; rows behind the last one are zeros.
+    """sum over j of parts[row[t, j]], in order, in float32; rows after the last one count as zeros.
 
-    The parts are weighted already: a product here would be fused with its sum or not, as the number of tokens has it.
+    The parts are weighted already: whether XLA fused a product here with its sum would depend on the number of tokens.
     """
     total = jnp.zeros((len(row), parts.shape[1]), jnp.float32)
     for j in range(row.shape[1]):
@@ -236,7 +236,7 @@ def mix_ragged(
     chosen = _without_others(experts, len(gate))
     order, first, sizes = _sort_choices(chosen, len(gate))
     is_used = (jnp.arange(chosen.size) < first[-1])[:, None]
-    # what a kernel leaves in rows that have no group is not promised
+    # rows without a group may hold anything after a kernel
     multiply = lambda rows, matrix: jnp.where(is_used, lax.ragged_dot(rows, matrix, sizes), 0)
     rows = jnp.where(is_used, x[order // experts.shape[1]], 0)
     _, _, inner = _activate(multiply(rows, gate), multiply(rows, up))
@@ -246,7 +246,7 @@ def mix_ragged(
 
 
 class _Way(NamedTuple):
-    """A mixer and where it is used."""
+    """A mixer and the conditions under which it is used."""
 
     mix: Mixer
     on_cpu: bool
@@ -263,7 +263,7 @@ WAYS = {  # the first one that can be used is chosen
 
 
 def choose_mixer(device_platform: str, dtype: jax.typing.DTypeLike, devices: int) -> Mixer:
-    """The fastest mixer for arrays of a dtype on so many devices of a platform; on accelerators, check it first."""
+    """The fastest mixer for arrays of `dtype` on `devices` devices of a platform; on accelerators, check it first."""
     return next(
         way.mix
         for way in WAYS.values()

@@ -1,10 +1,10 @@
-"""A layer of experts: a router scores them for each token, and the token is the weighted sum of those with the best.
+"""A layer of experts: a router scores them for each token, and the output is the weighted sum of the best experts'.
 
-With router r, token x and k choices: scores s = softmax(x r) over all experts; e_1..e_k the experts with the largest,
-y = sum_j w_j expert_{e_j}(x), w_j = s_{e_j}, divided by their sum where the model says so (arXiv 2401.04088, section
-2.1; Qwen3-MoE in transformers 5.23). Recorded routes replace the choice alone (routing replay, arXiv 2510.11370): the
-weights come from the scores of these weights, so that the router keeps its gradient. The router computes in float32
-whatever the weights are: in bfloat16 the k-th and the next score are equal in one token of 17.
+With router r, token x and k choices: scores s = softmax(x r) over all experts; e_1..e_k the experts with the largest
+scores, y = sum_j w_j expert_{e_j}(x), w_j = s_{e_j}, divided by their sum if the model says so (arXiv 2401.04088,
+section 2.1; Qwen3-MoE in transformers 5.23). Recorded routes replace only the choice (routing replay, arXiv
+2510.11370): w_j still comes from the scores of the current router, which therefore keeps its gradient. The router
+always computes in float32: in bfloat16 the k-th and the next score are equal in one token of 17.
 
 Shapes: T tokens, E experts, k choices, d model width, M width of an expert, L layers with experts.
 """
@@ -61,33 +61,32 @@ def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
 
 # The check of the mixture of experts at start-up, on the device and in the dtype of the run.
 #
-# Kernels of accelerators differ by version and device: one has given an expert without tokens a gradient, and what
-# they leave in rows without an expert is not promised. So what they compute is compared with plain JAX before it is
-# used.
+# Kernels of accelerators differ by version and device: one has given an expert without tokens a gradient, and rows
+# without an expert may hold anything. So their results are compared with plain JAX before they are used.
 
 
 _TOKENS, _CHOICES, _EXPERTS, _WIDTH, _EXPERT_WIDTH = 96, 2, 6, 64, 48
-_UNUSED, _NONE_SHARE = 4, 0.2  # an expert that nobody chooses, and the share of choices that are none
+_UNUSED, _NONE_SHARE = 4, 0.2  # an expert that no token chooses, and the share of choices without an expert
 # largest error relative to the largest value: wrong rows give 0.1, and accelerators multiply float32 with fewer bits
 _ALLOWED = {'float32': 2e-2, 'bfloat16': 4e-2, 'float16': 2e-2}
 _NAMES = ('output', 'gradient of x', 'gradient of weights', 'gradient of gate', 'gradient of up', 'gradient of down')
 
 
 def choose_checked_mixer(platform: str, dtype: jax.typing.DTypeLike, devices: int) -> tuple[Mixer, str]:
-    """(the mixer to use, why the one of accelerators was rejected); '' where none was.
+    """(the mixer to use, why the accelerator's mixer was rejected); '' if it was not.
 
     Args:
       platform, dtype, devices: of the run, as for choose_mixer; the check runs on the default device.
     """
     mix = choose_mixer(platform, dtype, devices)
     if platform == 'cpu':
-        return mix, ''  # the tests compare these
+        return mix, ''  # the tests compare the mixers of CPUs
     fault = find_fault(mix, dtype)
     return (mix_blocks, fault) if fault else (mix, '')
 
 
 def find_fault(mix: Mixer, dtype: jax.typing.DTypeLike) -> str:
-    """What a mixer computes otherwise than mix_blocks on a small random input, in a sentence; '' = nothing."""
+    """A sentence on how a mixer differs from mix_blocks on a small random input; '' = it does not."""
     try:
         found = jax.device_get(_differentiate(mix, dtype))
     except Exception as error:  # kernels of accelerators fail in many ways
@@ -127,19 +126,19 @@ def _differentiate(mix: Mixer, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, 
     return run(*inputs)
 
 
-# Which product of experts a pass uses, and the same over the devices of a mesh.
+# The mixer that a pass uses, on one device and over a mesh.
 #
 # Each device computes its own tokens; `tensor` cuts the width of every expert, and the parts of an output are summed.
-# `expert` cuts the experts of a layer: the devices of this axis gather each other's tokens, each computes what its
-# own experts make of all of them (choices of other experts are none), and each gets the sum for its own tokens back.
-# So no buffer has a capacity and no token is dropped.
+# `expert` cuts the experts of a layer: the devices of this axis gather each other's tokens, each computes its own
+# experts on all of them (choices of other experts add nothing), and each gets the sum for its own tokens back. So no
+# buffer has a capacity and no token is dropped.
 
 
 def require_experts(config: ModelConfig, expert: int, field: str) -> None:
-    """Raises ConfigError for a model without experts, or with a number that cannot be shared out evenly.
+    """Raises ConfigError for a model without experts, or with a number of experts that `expert` does not divide.
 
     Args:
-      expert: devices that share the experts of a layer, as `field` of the config says.
+      expert: devices that share the experts of a layer, from `field` of the config.
     """
     if expert > 1 and config.experts is None:
         raise ConfigError(
@@ -152,11 +151,11 @@ def require_experts(config: ModelConfig, expert: int, field: str) -> None:
 
 
 def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...] = ()) -> Mixer:
-    """The product for devices of a platform.
+    """The mixer for the devices of a platform.
 
     Args:
       mesh: the devices that hold the tokens; None or one device: no exchange.
-      token_axes: of the mesh, over which the tokens are cut; () = every device has all.
+      token_axes: axes of the mesh over which the tokens are cut; () = every device has all tokens.
     """
 
     def local(
@@ -190,15 +189,15 @@ def make_mix(platform: str, mesh: Mesh | None = None, token_axes: tuple[str, ...
 
 
 def _divides(mesh: Mesh, axis: str, size: int) -> str | None:
-    """The axis, where it cuts something of this size evenly."""
+    """The axis if it has several devices and they divide `size` evenly, else None."""
     return axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
 
 
 def _over_experts(local: Mixer, axis: str, *, cuts_tokens: bool) -> Mixer:
-    """`local` for the experts of one device of `axis`, inside shard_map; the sum is over the experts of all.
+    """`local` with the experts of one device of `axis`, inside shard_map, then the sum over all devices' experts.
 
     Args:
-      cuts_tokens: whether `axis` cuts the tokens; otherwise each device has them all.
+      cuts_tokens: whether `axis` cuts the tokens; otherwise each device has all tokens.
     """
 
     def mix(
@@ -226,14 +225,14 @@ def _choose(platform: str, dtype: str) -> Mixer:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How the tokens of a pass reach experts.
+    """The rules by which the tokens of a pass reach experts.
 
     Args:
-      mix: the product of tokens with their experts; an expert E is none.
+      mix: the product of tokens with their experts; the number E means no expert.
       valid: bool [T], the tokens that count: the others touch no expert; None = all.
-      recorded: int [L, T, k], distinct experts that are taken in place of the choice; a token with an E or more among
-        its k has none recorded and takes its own choice. None = no token has.
-      follows: bool [], False: what is recorded is compared with the choice (Routed.differs) and not taken.
+      recorded: int [L, T, k], distinct experts that replace the choice; a token with a number of E or more has no
+        record and takes its own choice. None = no token has a record.
+      follows: bool [], False: the record is compared with the choice (Routed.differs) but not followed.
     """
 
     mix: Mixer = mix_blocks
@@ -243,12 +242,12 @@ class Routing:
 
 
 class Routed(NamedTuple):
-    """What the routers of a pass chose, whether or not it was followed; of one layer without the leading axis."""
+    """The choices of the routers of a pass, whether or not they were followed; for one layer, without the axis L."""
 
     live: jax.Array  # int32 [L, T, k], in descending order of the scores
-    loads: jax.Array  # float32 [L, E], how many tokens that count reached an expert
-    differs: jax.Array  # bool [L, T], the set that was chosen is another than the recorded one; False without a record
-    scores: jax.Array  # float32 [L, E], the sum of the scores of the tokens that count; 0 where a kernel has chosen
+    loads: jax.Array  # float32 [L, E], the number of tokens that count and reached an expert
+    differs: jax.Array  # bool [L, T], the chosen set is not the recorded one; False without a record
+    scores: jax.Array  # float32 [L, E], the sum of the scores of the tokens that count; 0 if a kernel has chosen
 
     @property
     def columns(self) -> dict[str, jax.Array]:
@@ -292,25 +291,25 @@ def choose_experts(
 
 
 def columns_of_pass(live: jax.Array) -> dict[str, jax.Array]:
-    """ModelConfig.columns of what routers chose, int [L, T, k]: an array [T, *shape] each."""
+    """The arrays of ModelConfig.columns, [T, *shape] each, from the choices of routers, int [L, T, k]."""
     return {ROUTED_EXPERTS.name: jnp.moveaxis(live, 0, 1)}
 
 
 def follow_choice(live: jax.Array, experts: Experts, valid: jax.Array | None) -> Routed:
-    """What is said of a choice int32 [T, k] that the tokens that count have followed; `valid` as in Routing."""
+    """The Routed of a choice int32 [T, k] that the tokens that count have followed; `valid` as in Routing."""
     loads = _count_tokens(_keep_valid(live, experts, valid), experts)
     return Routed(live, loads, jnp.zeros(len(live), bool), jnp.zeros(experts.count, jnp.float32))
 
 
 def measure_balance(scores: jax.Array, loads: jax.Array, choices: int) -> jax.Array:
-    """The part of some tokens in E sum_e f_e P_e, the mean over the layers (arXiv 2101.03961, equation 4).
+    """The contribution of some tokens to E sum_e f_e P_e, the mean over the layers (arXiv 2101.03961, equation 4).
 
-    f_e is the share of expert e in all choices, P_e the mean of its scores. 1 where the load is even. The gradient is
-    that of the scores.
+    f_e is the share of expert e in all choices, P_e the mean of its scores. 1 if the load is even. The gradient flows
+    through the scores only.
 
     Args:
       scores: float32 [L, E], the sum over these tokens.
-      loads: float32 [L, E], how many tokens reached an expert, over all tokens of which these are a part.
+      loads: float32 [L, E], the number of tokens that reached an expert, over all tokens, these included.
       choices: experts of a token.
     """
     total = jnp.maximum(loads.sum(axis=-1, keepdims=True), 1.0)

@@ -1,8 +1,8 @@
 """The model families, and every weight of theirs declared once.
 
-A row says where a weight is in the tree, its shape, its logical axes, its initial values and its names in files of
-Hugging Face and GGUF. `weights` puts in the sizes of a model; initial weights, sharding, loading and export read the
-table from there. A new family is a new entry of FAMILIES: the rows it shares with the others and the rows of its own.
+A row has a weight's place in the tree, its shape, its logical axes, its initial values and its names in files of
+Hugging Face and GGUF. `weights` fills in the sizes of a model; initial weights, sharding, loading and export read the
+table from there. A new family is a new entry of FAMILIES: rows shared with other families, and additional ones.
 
 Sizes are letters: V vocabulary, O tokens that are predicted, C context tokens, d model width, F width of the MLP, D
 head_dim, HD all heads, KD all kv heads, E experts, M width of an expert.
@@ -34,8 +34,8 @@ class Weight:
     shape: str  # a letter per axis, 'd HD'; a leading E: one matrix an expert
     axes: str  # a logical axis per axis, 'embed heads': sharding.rules cuts by them
     init: Init
-    # tensor of Hugging Face, 'model.layers.*.self_attn.q_proj.weight', with a second '*' for the expert's number where
-    # each has a tensor of its own; None = it has none
+    # tensor of Hugging Face, 'model.layers.*.self_attn.q_proj.weight', with a second '*' for the expert's number if
+    # each expert has a separate tensor; None = no tensor
     hf_name: str | None = None
     transposed: bool = False  # whether the tensor of Hugging Face is the transpose of the leaf, or of an expert's part
     gguf_name: str | None = None  # tensor of GGUF, 'blk.*.attn_q.weight'
@@ -63,7 +63,7 @@ def projection(
 
 
 def bias(path: str, shape: str, hf_name: str, when: str | None = None) -> Weight:
-    """The bias of a projection of every layer. Vectors are not cut: that would save nothing."""
+    """The bias of a projection of every layer. Vectors are not sharded: that would save nothing."""
     hf_name = f'model.layers.*.{hf_name}.bias'
     return Weight(f'layers/*/{path}/bias', shape, 'features', Init.ZEROS, hf_name, when=when)
 
@@ -140,7 +140,7 @@ COMMON = (*_BEFORE_MLP, *_MLP, *_BEHIND_MLP)
 
 @dataclasses.dataclass(frozen=True)
 class ExpertFields:
-    """What a family's config.json calls its experts, with the defaults of transformers 5.23."""
+    """The names of a family's fields of experts in config.json, with the defaults of transformers 5.23."""
 
     count: tuple[
         str, int
@@ -158,10 +158,10 @@ EXPERT_COUNTS = ('num_experts', 'num_local_experts')
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """An architecture of Hugging Face: its weights, and what its config.json can say and leaves unsaid."""
+    """An architecture of Hugging Face: its weights, the options of its config.json, and defaults of absent fields."""
 
     architecture: str
-    # what transformers 5.23 takes where config.json is silent
+    # the defaults of transformers 5.23
     context_tokens: int
     n_kv_heads: int | None  # None = as many as query heads
     head_dim: int | None  # None = d_model / query heads
@@ -170,7 +170,7 @@ class Family:
     qk_norm: bool = False
     whole_qk_norm: bool = False  # over all heads together
     windows: Literal['none', 'all', 'flag', 'some'] = 'none'  # layers that may have a sliding window
-    window: int | None = 4096  # where the file has none
+    window: int | None = 4096  # the default if the file has none
     rope_theta: float = 10000.0
     rms_eps: float = 1e-6
     experts: ExpertFields | None = None

@@ -26,18 +26,18 @@ _Results = TypeVar('_Results')
 
 
 def scale_logits(logits: jax.Array, temperature: ArrayLike) -> jax.Array:
-    """logits / temperature in float32: the logits of the policy, whose softmax it is."""
+    """logits / temperature in float32: the policy is the softmax of the result."""
     return logits.astype(jnp.float32) / effective_temperature(temperature)[..., None]
 
 
 def effective_temperature(temperature: ArrayLike) -> jax.Array:
-    """float32; 0 (greedy) counts as 1."""
+    """The temperature in float32; 0 (greedy) counts as 1."""
     temperature = jnp.asarray(temperature, jnp.float32)
     return jnp.where(temperature > 0, temperature, 1.0)
 
 
 def choose_chunk(chunk: int | None, tokens: int, rows: int) -> int:
-    """Vocabulary entries per tile of a head of so many rows: `chunk`, or what fills 32 MB of float32, at least 2048."""
+    """Vocabulary entries per tile of a head with `rows` rows: `chunk`, or as many as fill 32 MB (at least 2048)."""
     if chunk is None:
         chunk = max(TILE_BYTES // (4 * tokens) // 128 * 128, _LEAST_CHUNK)
     return min(chunk, rows)
@@ -46,9 +46,9 @@ def choose_chunk(chunk: int | None, tokens: int, rows: int) -> int:
 def fold_tiles(fold: Callable[[_State, _Heads, Index], _State], state: _State, heads: _Heads, chunk: int) -> _State:
     """Folds `chunk` rows at a time of a head, or of several of equal length, into the state, in a loop, then the rest.
 
-    `fold` gets the state, the rows and the index of the first. The rest is a smaller tile of its own instead of a
-    padded one: padding with -inf gives NaN, with zeros a wrong sum. A loop instead of an unrolled program, in which XLA
-    would keep all tiles in memory at once.
+    `fold` gets the state, the rows and the index of the first. The rest is a smaller tile, not a padded one: padding
+    with -inf gives NaN, with zeros a wrong sum. It is a loop because XLA would keep all tiles of an unrolled program in
+    memory at once.
     """
     rows = len(jax.tree.leaves(heads)[0])
     if chunk == rows:
@@ -66,7 +66,7 @@ def fold_tiles(fold: Callable[[_State, _Heads, Index], _State], state: _State, h
 
 
 def tile_logits(hidden: jax.Array, columns: jax.Array, temperature: jax.Array) -> jax.Array:
-    """float32 [N, rows] of some rows of a head."""
+    """logits / temperature for some rows of a head, float32 [N, rows]."""
     return scale_logits(product('nd,vd->nv', hidden, columns), temperature)
 
 
@@ -85,8 +85,8 @@ def pull_back(
     """The gradients with respect to `hidden` [N, d] and to the first of the heads, in their dtypes.
 
     Args:
-      slopes: from rows of the heads and the index of the first one the gradient with respect to logits / temperature
-        there, float32 [N, rows].
+      slopes: (rows of the heads, index of the first one) -> the gradient with respect to logits / temperature there,
+        float32 [N, rows].
     """
     head = heads[0]
 
@@ -118,7 +118,7 @@ def over_mesh(
     token_axes: Sequence[str],
     vocab_axis: str,
 ) -> _Results:
-    """`compute` of whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
+    """Applies `compute` to whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
 
     Args:
       compute: gets this device's parts of `tokens` and of `heads`, inside jax.shard_map; its results, [N] each and
@@ -152,7 +152,7 @@ TokenFunction = Callable[..., tuple[jax.Array, jax.Array]]  # token_logprobs, to
 
 
 class BlockSums(NamedTuple):
-    """Of each block of the vocabulary of z, float32 [blocks, ...] for z [..., V]."""
+    """The sums of each block of the vocabulary of z, float32 [blocks, ...] for z [..., V]."""
 
     largest: jax.Array
     logsumexp: jax.Array
@@ -162,7 +162,7 @@ class Ranking(NamedTuple):
     """Log-probs of given tokens and of the most likely ones, K of them."""
 
     logprobs: jax.Array  # float32 [N], of the given tokens
-    ids: jax.Array  # int32 [N, K], descending by log-prob; of equal ones the smaller id first
+    ids: jax.Array  # int32 [N, K], descending by log-prob; ties by ascending id
     largest: jax.Array  # float32 [N, K], their log-probs
 
 
@@ -180,9 +180,9 @@ def logprob_of(
 
 
 def sum_blocks(z: jax.Array) -> BlockSums:
-    """Sampling draws from these sums too, so that a program passes over the logits once for both.
+    """Sums z [..., V] by blocks. Sampling draws from these sums too, so a program passes over the logits only once.
 
-    The vocabulary comes first because the logits of a decoder with tokens as columns are stored so.
+    The vocabulary comes first because the logits of a decoder with tokens as columns are stored that way.
     """
     z = jnp.moveaxis(z, -1, 0)
     entries = min(VOCABULARY_BLOCK, len(z))
@@ -207,9 +207,9 @@ def token_logprobs(
     fills 32 MB of float32, at least 2048. Only the log-sum-exp and the entropy are saved; the backward pass recomputes
     the tiles. If a logit of a token is NaN, both its results are NaN and other tokens are unaffected.
 
-    `axis_name` is for use inside `jax.shard_map`; `sharded_token_logprobs` does everything that follows. `head` is then
+    `axis_name` is for use inside `jax.shard_map`; `sharded_token_logprobs` does all of the following. `head` is then
     this device's slice [V/t, d], in the order of the axis. hidden, targets (in the whole vocabulary) and temperature
-    must be equal on all t devices; the results are. The gradients are per device: `d_hidden` is the part that comes
+    must be equal on all t devices; so are the results. The gradients are per device: `d_hidden` is the part that comes
     through this slice of `head`. Do not sum d_hidden over the axis yourself: `shard_map(check_vma=False)` inserts the
     psum when it is differentiated from outside and neither `hidden` nor the outputs are sharded over the axis.
     check_vma=True refuses to differentiate.
@@ -258,9 +258,9 @@ def token_collisions(
     chunk: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of each target and log Σ_v π_v², that two draws are equal, float32 [N] each; forward only.
+    """Log-prob of each target, and log Σ_v π_v², the log-prob that two draws are equal, float32 [N]; forward only.
 
-    Arguments, also inside `jax.shard_map`, and what NaN does: see `token_logprobs`.
+    For the arguments, also inside `jax.shard_map`, and the effect of NaN see `token_logprobs`.
     """
     temperature = jnp.broadcast_to(effective_temperature(temperature), targets.shape)
     local_targets = targets - _first_row(head, axis_name)
@@ -299,11 +299,11 @@ def sharded_token_logprobs(
     chunk: int | None = None,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """`compute` of whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
+    """Applies `compute` to whole arrays, with tokens sharded over `token_axes` and the vocabulary over `vocab_axis`.
 
-    It is `token_logprobs` or `token_collisions`. The results are sharded like the tokens. A device holds V/t rows of
-    `head` and of its gradient, no more. `chunk` is per device. Differentiate this function from outside; gradients are
-    whole. The axes of `mesh` are of type Auto.
+    `compute` is `token_logprobs` or `token_collisions`. The results are sharded like the tokens. A device holds only
+    V/t rows of `head` and of its gradient. `chunk` is per device. Differentiate this function from outside; gradients
+    are whole. The axes of `mesh` are of type Auto.
 
     Raises ValueError if N or V is not a multiple of the number of devices over which it is sharded.
     """

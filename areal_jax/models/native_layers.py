@@ -1,9 +1,9 @@
 """Layers of the decoder as kernels of native/kernels.cc: `block` computes the same in JAX.
 
 A layer of `block` is ten programs of XLA and five kernels, each of which wakes the threads anew. Here a layer of a
-prefill is two kernels around its attention, and a step of decoding one kernel for all layers. For weights in panels:
-of activations.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d]. Layers
-of NativeColumns may have experts, whose own matrices are read as they are published.
+prefill is two kernels around its attention, and a step of decoding one kernel for all layers. The weights are in panels
+of quantized.NativeColumns, with activations [d, T], or of quantized.NativeInt8Rows, with activations [T, d]. Layers of
+NativeColumns may have experts, whose matrices are read in the published form.
 T tokens, B rows, H heads, K kv heads, D head_dim, d model width, V vocabulary, L layers with experts, k choices.
 """
 
@@ -26,13 +26,13 @@ from areal_jax.native import compiled_library as library
 from areal_jax.types import Tree
 
 _DTYPE = jnp.float32  # of matrices that are not in 8 bits
-LEAST_COLUMNS = 8  # that a product computes: fewer rows of a step cost as much (CutColumns in native/products.h)
+LEAST_COLUMNS = 8  # that every product computes: fewer rows of a step cost as much (CutColumns in native/products.h)
 KeysAndValues = tuple[tuple[jax.Array, ...], ...]  # of each layer [blocks, positions, K, D]
 _Attributes = dict[str, np.generic | np.ndarray]
 
 
 class Read(NamedTuple):
-    """What a step reads of the cache and where it writes; M blocks of a table row."""
+    """The places of the cache that a step reads, and where it writes; M blocks of a table row."""
 
     tables: jax.Array  # int32 [B, M], the blocks of each row
     lengths: jax.Array  # int32 [B], positions that a row sees, its own included; 0 = none
@@ -41,12 +41,12 @@ class Read(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a step returns."""
+    """The results of a step."""
 
     cache: KeysAndValues  # with the tokens of the rows, written in place
     logits: jax.Array  # float32 [B, V]
     sums: BlockSums  # of logits / temperature
-    live: jax.Array | None  # int32 [L, B, k], what routers chose; None = no layer has experts
+    live: jax.Array | None  # int32 [L, B, k], the choices of routers; None = no layer has experts
 
     @property
     def columns(self) -> dict[str, jax.Array]:
@@ -76,11 +76,11 @@ def run_layer(
     wanted: jax.Array,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, Tree, jax.Array | None]:
-    """block.Layer: activations x -> (x, the layer's entry of the cache, what its router chose, int32 [T, k]).
+    """Runs a block.Layer: activations x -> (x, its entry of the cache, the choices of its router, int32 [T, k]).
 
     Args:
-      wanted: int32, only the first so many tokens are computed.
-      valid: bool [T], which of these reach experts; None = all.
+      wanted: int32, only the first `wanted` tokens are computed.
+      valid: bool [T], the tokens that reach experts; None = all of these.
     """
     leaves, attributes, tokens = _leaves(config, layer), _attributes(config, [layer]), len(rotation[0])
     names = _name(layer, library.PROJECT, library.BYTE_PROJECT), _name(layer, library.FINISH, library.BYTE_FINISH)
@@ -107,7 +107,7 @@ def run_step(
     read: Read,
     temperature: jax.Array,
 ) -> Stepped:
-    """Decoder.step of activations x."""
+    """Runs Decoder.step on activations x."""
     leaves = [leaf for layer in layers for leaf in _leaves(config, layer)] + [final_norm, *_arrays(head)]
     sides = [side for layer in cache for side in layer]
     first = 2 + len(rotation) + len(read) + len(leaves)  # of their arguments
@@ -133,7 +133,7 @@ def run_step(
 def run_ranking(
     head: jax.Array, x: jax.Array, wanted: jax.Array, targets: jax.Array, temperature: jax.Array, most: int
 ) -> Ranking:
-    """logprobs.rank_tokens of x [d, T] and a head in panels, of the first `wanted` tokens, int32; zeros for others."""
+    """logprobs.rank_tokens of x [d, T] and a head in panels, for the first `wanted` tokens, int32; zeros for others."""
     tokens = x.shape[1]
     number, ranked = jax.ShapeDtypeStruct((tokens,), jnp.float32), (tokens, most)
     rank = jax.ffi.ffi_call(
@@ -176,7 +176,7 @@ def _outputs(head: jax.Array | Quantized) -> int:
 
 
 def _name(layer: Params, floats: str, quantized: str) -> str:
-    """Of the kernel for the matrices of a layer."""
+    """The name of the kernel for the matrices of a layer."""
     return quantized if isinstance(layer['attention']['query']['weight'], Quantized) else floats
 
 

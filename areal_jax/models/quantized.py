@@ -1,8 +1,8 @@
-"""Products of tokens and matrices in 8 bits: a scale for each output of a matrix, and one for each token.
+"""Forms of activations and matrices, among them products in 8 bits: a scale for each output of a matrix and each token.
 
-A scale is the largest magnitude over 127; what is multiplied are whole numbers from -127 to 127, rounded to the
-nearest, ties to even. Their sums are exact, so that a product has the same bits wherever it is computed, and in any
-company. native/bytes.h has the same arithmetic for CPUs. Activations are [T, d]; T tokens, d features, V vocabulary.
+A scale is the largest magnitude over 127; the factors are integers from -127 to 127, rounded to the nearest, ties to
+even. Their sums are exact, so a product has the same bits on every processor and in every batch. native/bytes.h has the
+same arithmetic for CPUs. Activations in 8 bits are [T, d]; T tokens, d features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from areal_jax.types import Tree
 
 
 class Activations(Protocol):
-    """What of the decoder depends on which axis holds the tokens. T tokens, d features, V vocabulary.
+    """The parts of the decoder that depend on the axis of the tokens. T tokens, d features, V vocabulary.
 
-    What is stored is an array, or the arrays of a matrix in 8 bits (`quantized`).
+    A stored matrix is an array or, in 8 bits, a Quantized.
     """
 
     features: int  # axis of the features
@@ -32,11 +32,11 @@ class Activations(Protocol):
     def __hash__(self) -> int: ...
 
     def stored(self, matrix: jax.Array) -> Tree:
-        """A matrix [..., in, out] as `multiply` takes it."""
+        """A matrix [..., in, out] in the form that `multiply` takes."""
         ...
 
     def stored_table(self, table: jax.Array) -> Tree:
-        """A table [V, d] as `embed` and `logits` take it."""
+        """A table [V, d] in the form that `embed` and `logits` take."""
         ...
 
     def multiply(self, x: jax.Array, *matrices: Tree) -> tuple[jax.Array, ...]:
@@ -48,7 +48,7 @@ class Activations(Protocol):
         ...
 
     def embed(self, table: Tree, tokens: jax.Array) -> jax.Array:
-        """Activations from rows `tokens` [T] of a table, stored or as it was."""
+        """Activations from rows `tokens` [T] of a table, in its stored or original form."""
         ...
 
     def split_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
@@ -98,7 +98,7 @@ class Rows:
 class Columns:
     """Activations [d, T], matrices [out, in].
 
-    A product that is transposed next has a barrier between: XLA would turn (W x)' into x' W', the slow product.
+    A barrier separates a product from its transposition: otherwise XLA would turn (W x)' into x' W', the slow product.
     """
 
     features = 0
@@ -130,11 +130,11 @@ class Columns:
 
 
 class NativeColumns(Columns):
-    """Columns with the products of native/kernels.cc, for float32 on one device. library.register has been called.
+    """Columns with the products of native/kernels.cc, for float32 on one device. Call library.register first.
 
-    A matrix is stored in panels of 8 rows [out / 8, in, 8], and the head likewise; one that cannot be cut so, or of
-    another dtype, is stored and multiplied as by Columns. The order of operations of a product does not depend on the
-    number of columns.
+    A matrix is stored in panels of 8 rows [out / 8, in, 8], and the head likewise; a matrix that cannot be cut this
+    way, or has another dtype, is stored and multiplied as in Columns. The order of operations of a product does not
+    depend on the number of columns.
     """
 
     def stored(self, matrix: jax.Array) -> jax.Array:
@@ -159,9 +159,9 @@ class NativeColumns(Columns):
 
 
 def _panels(matrix: jax.Array, *, by_rows: bool) -> jax.Array:
-    """[..., in, out], or with `by_rows` [..., out, in], as [..., out / 8, in, 8] where this is possible.
+    """[..., in, out], or with `by_rows` [..., out, in], as [..., out / 8, in, 8] if this is possible.
 
-    Outside jax.jit no program of XLA runs: it would wait for the update of a learner in the same process.
+    Outside jax.jit no program of XLA runs, because it would wait for the update of a learner in the same process.
     """
     rows = matrix.shape[-2 if by_rows else -1]
     if rows % PANEL_ROWS or matrix.dtype != jnp.float32:
@@ -182,7 +182,7 @@ ACTIVATIONS: dict[str, Activations] = {'rows': Rows(), 'columns': Columns(), 'na
 
 
 _LARGEST = 127
-_LEAST = 1e-30  # magnitude that is divided by
+_LEAST = 1e-30  # the least divisor
 _UNSIGNED = 128  # is added to values in panels
 _MOST_FEATURES = (2**31 - 1) // (255 * 127)  # whose sum fits into 32 bits
 
@@ -190,7 +190,7 @@ _MOST_FEATURES = (2**31 - 1) // (255 * 127)  # whose sum fits into 32 bits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A matrix [in, out] in 8 bits; NaN in an output is NaN in its scale.
+    """A matrix [in, out] in 8 bits; NaN in the weights of an output makes its scale NaN.
 
     Raises ValueError for more than 66,311 features.
     """
@@ -232,7 +232,7 @@ class Int8Rows(Rows):
 
 
 class NativeInt8Rows(Int8Rows):
-    """The same with the products of native/kernels.cc, on one device. library.register has been called."""
+    """Int8Rows with the products of native/kernels.cc, on one device. Call library.register first."""
 
     def stored(self, matrix: jax.Array) -> Quantized:
         return _quantized_panels(matrix, by_rows=False)
@@ -266,7 +266,7 @@ def _sums(tokens: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def byte_product(x: jax.Array, matrix: Quantized, way: int = 0) -> jax.Array:
-    """float32 [T, rows] of x [T, features]; `way`: 0 = with all instructions of this processor; tests try others."""
+    """float32 [T, rows] of x [T, features]. `way`: 0 = use all instructions of this processor; tests try others."""
     shape = jax.ShapeDtypeStruct((len(x), len(matrix.scales)), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(library.BYTE_MULTIPLY, shape)(
         x, matrix.values, matrix.scales, way=np.int64(way)
@@ -283,7 +283,7 @@ def _rows_of(table: Quantized, tokens: jax.Array) -> jax.Array:
 
 
 def _quantized_panels(matrix: jax.Array, *, by_rows: bool) -> Quantized:
-    """[..., in, out], or with `by_rows` [..., out, in]. Outside jax.jit no program of XLA runs, see quantized.py."""
+    """Quantizes [..., in, out], or with `by_rows` [..., out, in]. Outside jax.jit no program runs, see `_panels`."""
     if matrix.ndim == 2 and isinstance(matrix, jax.Array) and (view := host_view(matrix)) is not None:
         packed, scales = pack_bytes(view, by_rows=by_rows)
         put = lambda array: jax.device_put(array, matrix.sharding)

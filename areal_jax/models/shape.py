@@ -38,12 +38,12 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The experts in the place of the MLP, and how a token chooses among them; see models/experts.py."""
+    """The experts that replace the MLP, and how a token chooses among them; see models/experts.py."""
 
     count: int
-    per_token: int  # that a token reaches
-    d_expert: int  # width of one
-    normalised: bool = True  # the scores of the chosen ones are divided by their sum
+    per_token: int  # experts that a token reaches
+    d_expert: int  # width of an expert
+    normalised: bool = True  # the scores of the chosen experts are divided by their sum
     dense_layers: tuple[int, ...] = ()  # ascending; these have an MLP
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Experts:
 
     @property
     def route_dtype(self) -> str:
-        """Of recorded routes: the smallest integers that hold all experts and one value more, for none."""
+        """The dtype of recorded routes: the smallest integers that hold all experts and one more value, for none."""
         return 'uint8' if self.count <= np.iinfo(np.uint8).max else 'uint16'
 
 
@@ -74,11 +74,11 @@ class ModelConfig:
     n_heads: int
     n_kv_heads: int  # divides n_heads
     head_dim: int  # even
-    d_ff: int  # of the MLP, where a layer has one
+    d_ff: int  # of the MLP, if a layer has one
     rope_theta: float  # base of the rotary wavelengths
     rms_eps: float = 1e-5
     tie_embeddings: bool = True  # the head is the embedding
-    output_size: int | None = None  # rows of a head of its own: only the first tokens are predicted; None = all
+    output_size: int | None = None  # rows of a separate head: only the first tokens are predicted; None = all
     context_tokens: int = 8192  # longest sequence the weights were made for
     family: str = 'llama'
     qkv_bias: bool = False  # of the query, key and value projections
@@ -116,7 +116,7 @@ class ModelConfig:
             raise ConfigError(f'dense layers {self.experts.dense_layers} must be layers, 0 to {self.n_layers - 1}')
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a token attends to in this layer, itself included; None = all before it."""
+        """The number of tokens that a token attends to in this layer, itself included; None = all before it."""
         return self.sliding_window if layer >= self.first_window_layer else None
 
     def has_experts(self, layer: int) -> bool:
@@ -124,12 +124,12 @@ class ModelConfig:
 
     @property
     def n_expert_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers that have experts."""
         return 0 if self.experts is None else self.n_layers - len(self.experts.dense_layers)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What a pass tells of each token that it reads; engines record all (rollout.record_routes) or none."""
+        """The columns that a pass gives for each token; engines record all (rollout.record_routes) or none."""
         return () if self.experts is None else (self.routes,)
 
     @property
@@ -139,10 +139,10 @@ class ModelConfig:
         return ROUTED_EXPERTS.of_model(self.experts.route_dtype, (self.n_expert_layers, self.experts.per_token))
 
 
-# Which rows of its family's table a model has, and the sizes of their letters; free of jax.
+# The rows of its family's table that a model has, and the sizes of their letters; free of jax.
 
 
-LAYERS = 'layers/*/'  # how the path of a weight begins that layers have one of their own each
+LAYERS = 'layers/*/'  # prefix of the path of a weight that layers have
 
 
 def rows_of(config: ModelConfig) -> list[Weight]:
@@ -160,7 +160,7 @@ def letter_sizes(c: ModelConfig) -> dict[str, int]:
 
 
 def layers_of(row: Weight, config: ModelConfig) -> tuple[int, ...]:
-    """Which layers have the weight, ascending; () = it is in no layer."""
+    """The layers that have the weight, ascending; () = it is in no layer."""
     if not row.path.startswith(LAYERS):
         return ()
     kinds = {'all': (False, True), 'dense': (False,), 'experts': (True,)}[row.layers]

@@ -30,10 +30,10 @@ _Reduce = Callable[[jax.Array], jax.Array]
 
 
 class _Edge(NamedTuple):
-    """Which entries of the vocabulary count at a token, float32 [N] each."""
+    """The edge of the entries of the vocabulary that count at a token, float32 [N] each."""
 
     logit: jax.Array  # entries with larger logits count
-    share: jax.Array  # what one with this very logit counts
+    share: jax.Array  # the weight of an entry with exactly this logit
 
 
 _Saved = tuple[jax.Array, jax.Array, jax.Array, _Edge, jax.Array, jax.Array]
@@ -59,15 +59,15 @@ def clamped_entropy(
       H = -Σ_{v in K} q_v log q_v,   q_v = e^{z_v} / Σ_{u in K} e^{z_u},   dH/dz_v = -[v in K] q_v (log q_v + H)
 
     The clamped entropy of AEnt, "On Entropy Control in LLM-RL Algorithms", arXiv 2509.03493. K is constant in the
-    gradient with respect to `hidden` [N, d] and `head` [V, d]. Of entries that tie for the last places of K each counts
-    the same share. `kept` of all V is the entropy of the whole distribution.
+    gradient with respect to `hidden` [N, d] and `head` [V, d]. Entries that tie for the last places of K have equal
+    shares of these. With `kept` = V it is the entropy of the whole distribution.
 
-    The edge of K needs all logits of a token at once: it is found for `block` tokens at a time (None: so many that
-    their logits fill 32 MB), and lies between two logits, so that rounding does not decide. Sums and gradient then go
-    by tiles of the vocabulary, which the backward pass computes again. That is one product with the head more than
-    token_logprobs has, and 32 passes over its logits.
+    The edge of K needs all logits of a token at once: it is found for `block` tokens at a time (None: as many as fill
+    32 MB with their logits), and is put between two logits, so that rounding does not decide. Sums and gradient are
+    then computed by tiles of the vocabulary, which the backward pass recomputes. Compared with token_logprobs, this
+    costs one more product with the head, and 32 passes over its logits.
 
-    `chunk`, `axis_name` and what NaN does: see logprobs.token_logprobs; `kept` counts in the whole vocabulary.
+    For `chunk`, `axis_name` and the effect of NaN see logprobs.token_logprobs; `kept` counts in the whole vocabulary.
     """
     temperature = jnp.broadcast_to(effective_temperature(temperature), (len(hidden),))
     if block is None:
@@ -91,7 +91,7 @@ def _find_edges(
 
 
 def _find_edge(z: jax.Array, kept: int, axis_name: str | None) -> _Edge:
-    """Of logits [c, V], or of this device's columns of them."""
+    """The edge of logits [c, V], given whole or as this device's columns."""
     total: _Reduce = lambda x: x if axis_name is None else jax.lax.psum(x, axis_name)
     largest: _Reduce = lambda x: x if axis_name is None else jax.lax.pmax(x, axis_name)
     count: _Reduce = lambda chosen: total(jnp.sum(chosen, axis=-1, dtype=jnp.int32))
@@ -99,7 +99,7 @@ def _find_edge(z: jax.Array, kept: int, axis_name: str | None) -> _Edge:
     above, equal = count(z > last[:, None]), count(z == last[:, None])
     below = largest(jnp.max(jnp.where(z < last[:, None], z, LOWEST), axis=-1))
     between = below + (last - below) / 2
-    fits = above + equal == kept  # no tie reaches over the edge
+    fits = above + equal == kept  # no tie crosses the edge
     logit = jnp.where(fits & (between > below), between, last)
     return _Edge(logit, jnp.where(fits, 1.0, (kept - above) / equal))
 
@@ -119,7 +119,7 @@ def _kept_largest(z: jax.Array, kept: int, count: _Reduce) -> jax.Array:
 
 
 def _count_entries(z: jax.Array, edge: _Edge) -> jax.Array:
-    """What each entry counts, in [0, 1]."""
+    """The weight of each entry, in [0, 1]."""
     inside = (z > edge.logit[:, None]).astype(jnp.float32)
     return jnp.where(z == edge.logit[:, None], edge.share[:, None], inside)
 
@@ -170,15 +170,15 @@ _entropy.defvjp(_forward, _backward)
 
 
 class Divergences(NamedTuple):
-    """Of the distributions π of the policy and q of the teacher at each token, float32 [N], nats."""
+    """Divergences of the policy's distribution π and the teacher's q at each token, float32 [N], nats."""
 
     reverse: jax.Array  # KL(π ‖ q) = Σ_v π_v (log π_v - log q_v)
     forward: jax.Array  # KL(q ‖ π)
 
 
 class _VocabularyDivergenceSums(NamedTuple):
-    """Of one model over the entries so far, with z its logits and x those of the policy minus those of the teacher,
-    each less their largest."""
+    """Running sums of one model over the vocabulary. z: this model's logits; x: policy minus teacher logits, each
+    shifted by its maximum."""
 
     top: jax.Array  # largest z
     total: jax.Array  # sum of e^(z - top)
@@ -186,7 +186,7 @@ class _VocabularyDivergenceSums(NamedTuple):
 
 
 class _VocabularyDivergenceSaved(NamedTuple):
-    """What the backward pass reads, beside the arguments."""
+    """The values that the backward pass reads in addition to the arguments."""
 
     lse: jax.Array  # log-sum-exp of the policy
     teacher_lse: jax.Array
@@ -211,10 +211,11 @@ def token_divergences(
 
     Differentiable in `hidden` [N, d] and `head` [V, d]; `teacher_hidden` [N, d'] and `teacher_head` [V, d'] are
     constant. With π and q of a token, d reverse / dz_v = π_v (log π_v - log q_v - reverse) and d forward / dz_v =
-    π_v - q_v. Of the vocabulary only log-sum-exps and the reverse divergence are saved; the backward pass computes the
-    tiles again. Equal models give exactly 0, and gradients of exactly 0. Log-ratios are not clamped.
+    π_v - q_v. Only log-sum-exps and the reverse divergence are saved; the backward pass recomputes the tiles of the
+    vocabulary. Equal models give exactly 0, and gradients of exactly 0. Log-ratios are not clamped.
 
-    `chunk`, `axis_name` and what NaN does: see logprobs.token_logprobs; inside jax.shard_map both heads are slices.
+    For `chunk`, `axis_name` and the effect of NaN see logprobs.token_logprobs; inside jax.shard_map both heads are
+    slices.
     """
     rate = jnp.broadcast_to(effective_temperature(temperature), (len(hidden),))
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_head))
@@ -269,7 +270,7 @@ def _forward_vocabulary_divergence(
 
 
 def _move(state: _Pair, top: jax.Array, teacher_top: jax.Array) -> _Pair:
-    """The sums with other values in the place of the largest logits."""
+    """Rescales the sums to new values of the largest logits."""
     ours, theirs = state
     by = (ours.top - top) - (theirs.top - teacher_top)  # is added to every x
 

@@ -33,7 +33,7 @@ ADAPTERS = ('lora_a', 'lora_b')  # leaves A and B
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which projections get adapters, and how large they are."""
+    """The projections that get adapters, and the adapters' rank and scale."""
 
     rank: int
     alpha: float
@@ -153,16 +153,16 @@ class WeightSpec:
     hf_name: str | None
     transposed: bool
     gguf_name: str | None
-    layers: tuple[int, ...]  # which have one of their own, ascending; () = it is in no layer
+    layers: tuple[int, ...]  # the layers that have it, ascending; () = it is in no layer
 
     @property
     def in_layers(self) -> bool:
-        """Whether layers have one of their own each."""
+        """Whether it is a weight of layers, one for each."""
         return self.path.startswith(LAYERS)
 
     @property
     def paths(self) -> list[str]:
-        """Of the leaves in list form."""
+        """The paths of its leaves in list form."""
         return [at_layer(self.path, layer) for layer in self.layers] if self.in_layers else [self.path]
 
     @property
@@ -172,7 +172,7 @@ class WeightSpec:
 
     @property
     def stacked_path(self) -> str:
-        """The path where layers are stacked: 'layers/mlp_norm' of 'layers/*/mlp_norm'."""
+        """The path if layers are stacked: 'layers/mlp_norm' of 'layers/*/mlp_norm'."""
         return self.path.replace('*/', '', 1)
 
     @property
@@ -216,7 +216,7 @@ def weight_table(config: ModelConfig, lora: Lora | None = None) -> Mapping[str, 
 
 
 def logical_axes(config: ModelConfig) -> WeightAxes:
-    """The logical axes of whatever weights a model of this family can have, adapters included: for param_shardings."""
+    """The logical axes of all weights that a model of this family can have, with adapters: for param_shardings."""
     rows = _with_adapters(FAMILIES[config.family].weights)
     units = {'heads': config.n_heads, 'kv_heads': config.n_kv_heads}
     return WeightAxes({row.path: tuple(row.axes.split()) for row in rows}, units)
@@ -237,12 +237,12 @@ def leaf_at(tree: Tree, path: str) -> Tree:
 
 
 def find_leaf(tree: Tree, path: str) -> Tree | None:
-    """`leaf_at`, or None where the tree lacks the leaf."""
+    """`leaf_at`, or None if the tree lacks the leaf."""
     return functools.reduce(lambda node, key: None if node is None else node.get(key), path.split('/'), tree)
 
 
 def map_matrices(table: Mapping[str, WeightSpec], params: Params, change: Callable[[jax.Array], jax.Array]) -> Params:
-    """`params`, layers listed or stacked, with every matrix [..., in, out] replaced by `change` of it."""
+    """`params`, layers listed or stacked, with every matrix [..., in, out] replaced by `change(matrix)`."""
     matrices = {path for spec in table.values() if spec.is_matrix for path in (spec.path, spec.stacked_path)}
     pattern = lambda path: re.sub(r'^layers/\d+/', LAYERS, path_name(path))
     leaf = lambda path, value: change(value) if pattern(path) in matrices else value
@@ -266,7 +266,7 @@ def _with_adapters(rows: Iterable[Weight], targets: tuple[str, ...] | None = Non
             yield Weight(b, f'r {fan_out}', 'rank embed', Init.ZEROS)
 
 
-# Draws initial weights from the table of weights.
+# Drawing of initial weights, from the table of weights.
 
 
 def complete(

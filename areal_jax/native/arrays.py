@@ -1,7 +1,7 @@
 """Kernels that Python calls with arrays on the host: checksums, and the form of matrices for decoding.
 
-They run in the calling thread, without the interpreter's lock and on no thread of XLA. XLA's own programs wait for the
-update of a learner that is under way in the same process.
+They run in the calling thread, without the interpreter's lock and not on XLA's threads: XLA's own programs would wait
+for an update that a learner runs in the same process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numpy.typing import DTypeLike
 from areal_jax.native import compiled_library as library
 
 PANEL_ROWS = 8  # of the kernels
-BYTE_ROWS, BYTE_GROUP = 16, 4  # of panels of matrices in 8 bits: rows, and entries of a row side by side
-_LINE = 64  # bytes, at which jax takes an array as it is
-# the bits that are all set in NaN and infinity, of the floats that are counted here
+BYTE_ROWS, BYTE_GROUP = 16, 4  # of panels of 8-bit matrices: rows, and adjacent entries of a row
+_LINE = 64  # bytes: jax uses arrays of this alignment without a copy
+# the bits that are all set in NaN and infinity, for the float dtypes that are counted here
 _EXPONENTS = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
 
 
 def host_view(leaf: np.ndarray | jax.Array) -> np.ndarray | None:
-    """The values as they lie in the memory of the host, row by row; None where they lie elsewhere, or in parts."""
+    """A view of the values in the memory of the host, row by row; None if they are elsewhere or not contiguous."""
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, jax.core.Tracer) or not leaf.is_fully_addressable:
             return None
@@ -36,9 +36,9 @@ def host_view(leaf: np.ndarray | jax.Array) -> np.ndarray | None:
 
 
 def sum_words(leaf: np.ndarray) -> tuple[int, int, int] | None:
-    """(the two sums of publication/manifest.py, how many values are NaN or infinite) of a host_view.
+    """(the two sums of publication/manifest.py, the number of values that are NaN or infinite) of a host_view.
 
-    None for dtypes that it does not know, and where there is no library.
+    None for unknown dtypes, and without the library.
     """
     counted = np.issubdtype(leaf.dtype, np.floating) or leaf.dtype.kind == 'V'
     if leaf.dtype not in _EXPONENTS and (counted or leaf.dtype.kind not in 'iub'):
@@ -54,9 +54,9 @@ def sum_words(leaf: np.ndarray) -> tuple[int, int, int] | None:
 
 
 def pack_panels(matrix: np.ndarray, *, by_rows: bool) -> np.ndarray:
-    """float32 [in, out], or [out, in] with `by_rows`, as [out / PANEL_ROWS, in, PANEL_ROWS]; memory that jax can take.
+    """Packs float32 [in, out], or [out, in] with `by_rows`, as [out / PANEL_ROWS, in, PANEL_ROWS].
 
-    The library must be registered, and PANEL_ROWS divide `out`.
+    The memory is aligned for jax. The library must be registered, and PANEL_ROWS must divide `out`.
     """
     features, rows = reversed(matrix.shape) if by_rows else matrix.shape
     packed = empty_aligned((rows // PANEL_ROWS, features, PANEL_ROWS))
@@ -68,9 +68,9 @@ def pack_panels(matrix: np.ndarray, *, by_rows: bool) -> np.ndarray:
 
 
 def pack_bytes(matrix: np.ndarray, *, by_rows: bool) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [in, out], or [out, in] with `by_rows`, as (uint8 [out / 16, in / 4, 16, 4], float32 scales [out]).
+    """Packs float32 [in, out], or [out, in] with `by_rows`, as (uint8 [out / 16, in / 4, 16, 4], float32 scales [out]).
 
-    Whole panels and groups, see native/bytes.h; memory that jax can take. The library must be registered.
+    Panels and groups are filled up, see native/bytes.h. The memory is aligned for jax. The library must be registered.
     """
     features, rows = reversed(matrix.shape) if by_rows else matrix.shape
     panels = empty_aligned((-(-rows // BYTE_ROWS), -(-features // BYTE_GROUP), BYTE_ROWS, BYTE_GROUP), np.uint8)
@@ -83,7 +83,7 @@ def pack_bytes(matrix: np.ndarray, *, by_rows: bool) -> tuple[np.ndarray, np.nda
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
-    """From the beginning of a cache line on, in memory of compiled_library.py. The library must be registered."""
+    """An uninitialised array that begins at a cache line, allocated by the library, which must be registered."""
     kernels, size = library.register(), math.prod(shape) * np.dtype(dtype).itemsize
     allocate = kernels.areal_jax_allocate
     allocate.restype = ctypes.c_void_p
@@ -96,7 +96,7 @@ def empty_aligned(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.n
     return np.frombuffer(memoryview(memory), dtype).reshape(shape)
 
 
-# Kernels for the changes between two versions of an array of 16 bits; native/changes.h says what they compute.
+# Kernels for the changes between two versions of a 16-bit array; native/changes.h documents the computation.
 #
 # They run in the calling thread, without the interpreter's lock. publication/delta.py has the same in numpy.
 
@@ -105,12 +105,12 @@ Lists = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # gaps uint8, lar
 
 
 def find_changes(base: np.ndarray, current: np.ndarray, exponent: int, lists: Lists) -> tuple[int, ...] | None:
-    """Fills `lists` with what differs between uint16 [n] and [n], and makes `base` equal to `current`.
+    """Fills `lists` with the changes from `base` to `current`, uint16 [n] each, and makes `base` equal to `current`.
 
-    The lists have room for n entries, the large gaps for n / 256.
+    The lists must have room for n entries, the large gaps for n / 256.
 
     Returns (changes, large gaps, new values whose bits under `exponent` are all set, the change of the two sums of the
-    digest mod 2^32); None where there is no library.
+    digest mod 2^32); None without the library.
     """
     if not library.is_available():
         return None
@@ -125,8 +125,8 @@ def find_changes(base: np.ndarray, current: np.ndarray, exponent: int, lists: Li
 def apply_changes(words: np.ndarray, rows: int, lists: Lists, *, back: bool) -> tuple[int, int] | None:
     """Adds changes to uint16 [n], or with `back` subtracts them; returns the change of the two sums of the digest.
 
-    `rows` > 0: positions are those of a matrix of so many rows, whose transpose the words are. None, with an unknown
-    part of the changes made, where a position is outside. The library must be registered.
+    `rows` > 0: positions count in a matrix of `rows` rows, and `words` is its transpose. Returns None if a position is
+    outside; an unknown part of the changes is made then. The library must be registered.
     """
     found = (ctypes.c_uint64 * 2)()
     apply = library.register().areal_jax_apply_changes

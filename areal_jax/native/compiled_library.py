@@ -1,7 +1,7 @@
 """The library of kernels: compiled once for a machine, with the C++ compiler that is found, and registered with XLA.
 
-There is no compiled code in the package: which instructions a machine has is known on the machine alone, and where
-there is no compiler the same work is done by XLA.
+The package has no compiled code, because the instructions of a machine are only known there. Without a compiler, XLA
+does the same work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
-# in the source
+# names in the source
 ATTEND, WRITE, MULTIPLY = 'areal_jax_cache_attend', 'areal_jax_cache_write', 'areal_jax_multiply'
 PROJECT, FINISH, STEP = 'areal_jax_project', 'areal_jax_finish', 'areal_jax_step'
 RANK = 'areal_jax_rank'
@@ -44,12 +44,12 @@ COMPILE_S = 120.0
 
 
 class NativeError(Exception):
-    """The kernels can not be had on this machine; the message says why."""
+    """The kernels are not available on this machine; the message says why."""
 
 
 @functools.cache
 def register() -> ctypes.CDLL:
-    """Makes the kernels known to XLA under the names above, once a process. Raises NativeError."""
+    """Registers the kernels with XLA under the names above, once per process. Raises NativeError."""
     path = find_or_compile(_cache_directory())
     try:
         library = ctypes.CDLL(str(path))
@@ -61,13 +61,13 @@ def register() -> ctypes.CDLL:
 
 
 def registered() -> ctypes.CDLL | None:
-    """The library, where `register` has succeeded."""
+    """The library if `register` has succeeded, else None."""
     return register() if register.cache_info().currsize else None
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether `register` has succeeded or will."""
+    """Whether `register` succeeds; calls it."""
     try:
         register()
     except NativeError:
@@ -76,7 +76,7 @@ def is_available() -> bool:
 
 
 def find_or_compile(directory: pathlib.Path) -> pathlib.Path:
-    """The library for this source, compiler and processor."""
+    """The path of the library for this source, compiler and processor; compiles it if it does not exist."""
     compiler = find_compiler()
     command = [compiler, *FLAGS, f'-isystem{jax.ffi.include_dir()}', str(SOURCE), '-o']
     parts = [*_texts(), *command, _version(compiler), jaxlib.__version__, describe_processor()]
@@ -89,9 +89,9 @@ def find_or_compile(directory: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _hold(directory: pathlib.Path) -> Iterator[None]:
-    """One process of this machine at a time, so that engines which start together compile once.
+    """Admits one process of this machine at a time, so that engines that start together compile once.
 
-    Where the directory can not be locked, they compile side by side.
+    If the directory cannot be locked, they compile concurrently.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -105,9 +105,9 @@ def _hold(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _compile(command: list[str], path: pathlib.Path) -> pathlib.Path:
-    """Where the library lies: at `path`, or for this process alone where nothing can be written there."""
+    """Compiles to `path`, or to a temporary file for this process if nothing can be written there; returns the path."""
     try:
-        # whoever could not lock the directory may compile at the same time: each its own file, and the last one stays
+        # processes that could not lock the directory may compile at once: each into its own file; the last one stays
         handle, made = tempfile.mkstemp(dir=path.parent, suffix='.so')
         os.close(handle)
     except OSError:
@@ -129,9 +129,9 @@ def _compile(command: list[str], path: pathlib.Path) -> pathlib.Path:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """The exit code and stderr; what the command has started ends with it, also where it takes too long.
+    """The exit code and stderr; after a timeout or interruption, the command and its children are killed.
 
-    The compiler proper is a child of the command, and would go on for minutes.
+    The compiler proper is a child of the command, and would run on for minutes.
     """
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
@@ -143,12 +143,12 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 
 def _texts() -> list[str]:
-    """Of the source and of what it includes from its folder."""
+    """The texts of the source and of the headers in its folder."""
     return [SOURCE.read_text(), *(path.read_text() for path in sorted(SOURCE.parent.glob('*.h')))]
 
 
 def find_compiler() -> str:
-    """The path of $CXX, or of the first usual compiler that is there. Raises NativeError where there is none."""
+    """The path of $CXX, or else of the first usual compiler that is installed. Raises NativeError without any."""
     asked = os.environ.get('CXX')
     for name in (asked,) if asked else _COMPILERS:
         if found := shutil.which(name):
@@ -164,7 +164,7 @@ def _version(compiler: str) -> str:
 
 
 def describe_processor() -> str:
-    """What -march=native depends on: machines of a cluster may share a home directory."""
+    """The processor features on which -march=native depends: machines of a cluster may share a home directory."""
     info = pathlib.Path('/proc/cpuinfo')
     lines = info.read_text().splitlines() if info.exists() else []
     named = [line for line in lines if line.startswith(('model name', 'flags', 'Features', 'CPU part'))]
@@ -176,7 +176,7 @@ def _cache_directory() -> pathlib.Path:
     return pathlib.Path(home) / 'areal_jax'
 
 
-# Memory that XLA frees is given to it again: the settings of blocks.h for this process.
+# Reuse of the memory that XLA frees: the settings of blocks.h for this process.
 
 
 _XLA = b'libjax_common'  # part of the file name of XLA's library
@@ -187,13 +187,13 @@ class BlockCounts(NamedTuple):
 
     kept_bytes: int  # free, for XLA alone
     used_bytes: int
-    given_again: int  # blocks
+    given_again: int  # number of blocks that were reused
 
 
 def keep_blocks() -> bool:
-    """For the rest of this process, where it computes on a CPU; True where blocks are kept.
+    """Keeps freed blocks for XLA for the rest of this process, if it computes on a CPU; True if blocks are kept.
 
-    What is in use and what is kept are together at most 5/4 of what was in use at once, since the last
+    Used and kept bytes together are at most 5/4 of the most bytes that were in use at once since the last
     `free_kept_blocks`.
     """
     if not _has_kernels():
@@ -204,35 +204,35 @@ def keep_blocks() -> bool:
 
 
 def free_kept_blocks() -> None:
-    """Returns what is kept to the system, before something else needs much memory."""
+    """Returns kept blocks to the system, before something else needs much memory."""
     if _has_kernels():
         register().areal_jax_free_kept_blocks()
 
 
 def count_blocks() -> BlockCounts:
-    """The library must be registered."""
+    """Counts the blocks; the library must be registered."""
     counts = (ctypes.c_uint64 * 3)()
     register().areal_jax_count_blocks(counts)
     return BlockCounts(*map(int, counts))
 
 
 def _has_kernels() -> bool:
-    """Elsewhere than on a CPU they are not compiled for this alone."""
+    """Whether this process computes on a CPU and has the kernels; compiles them only on a CPU."""
     return jax.default_backend() == 'cpu' and is_available()
 
 
-# Decoding gives way to training where both run on the processors of one process.
+# Decoding gives way to training if both run on the processors of one process.
 #
-# An update that shares the processors with decoding ends late, and decoding has ended before it: new weights then
-# find no answer under way. Kernels that give way run on threads of their own, when no other thread wants the
-# processor (threads.h).
+# An update that shares the processors with decoding ends late, and decoding ends before it: then no answer is left in
+# progress when the new weights arrive. Kernels that give way run on separate threads, and only while no other thread
+# wants the processor (threads.h).
 
 
 @contextlib.contextmanager
 def preferred() -> Iterator[None]:
-    """While it is open, kernels that decode in this process give way to all other work; no result changes.
+    """While the context is open, kernels that decode in this process give way to all other work; no result changes.
 
-    Nothing happens where no kernel has been used.
+    Does nothing if the library is not registered.
     """
     kernels = registered()
     if kernels is None:

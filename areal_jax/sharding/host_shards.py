@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostShards:
-    """The part that this process saves of an array over several processes: copies on the host; no shard is saved twice.
+    """The part of an array over several processes that this one saves: copies on the host; no shard is saved twice.
 
     An integer index selects an entry of the first axis, as for an array; the result is a view.
     """

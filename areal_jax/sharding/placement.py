@@ -1,4 +1,4 @@
-"""Arrays onto a mesh and back, also where the mesh spans several processes."""
+"""Moves arrays onto a mesh and back, also if the mesh spans several processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Place: TypeAlias = Any  # jax.Device | Tree: one device of this process, or a tr
 
 
 def place(tree: Tree, shardings: Tree) -> Tree:
-    """The leaves (numpy or jax arrays) with the given shardings: one for all, or a tree of them.
+    """Places the leaves (numpy or jax arrays) with the given shardings: one for all leaves, or a tree of them.
 
     If the shardings include devices of other processes, every process must call this with the same values; the values
     are not compared. A leaf that need not move may share its buffer with the result.
@@ -83,9 +83,9 @@ def place_regions(read: Callable[[Region], np.ndarray], shape: tuple[int, ...], 
 
 
 def move_to(tree: Tree, place: Place) -> Tree:
-    """The arrays whole on one device of this process, or cut over several; leaves that are there are returned as such.
+    """Moves arrays to one device of this process, or shards them over several; a leaf already there is returned as is.
 
-    The shards go from device to device and are joined on the last one; a leaf that is cut anew is whole, for a moment,
+    The shards go from device to device and are joined on the last one; a leaf that is resharded is whole, for a moment,
     on the first of its devices. `jax.device_put` would gather a sharded array in the memory of the host. Runs no
     collective, so that another thread may use the source devices meanwhile.
     """
@@ -96,7 +96,7 @@ def move_to(tree: Tree, place: Place) -> Tree:
 
 
 def compile_move(described: Tree, place: Place) -> None:
-    """Compiles what `move_to` runs for arrays of these shapes and shardings, before there are any; moves nothing."""
+    """Compiles the programs of `move_to` for arrays of these shapes and shardings before they exist; moves nothing."""
     first = place if isinstance(place, jax.Device) else jax.tree.leaves(place)[0].mesh.devices.flat[0]
     for leaf in jax.tree.leaves(described):
         if len(leaf.sharding.device_set) == 1 or leaf.sharding.is_fully_replicated:
@@ -145,7 +145,7 @@ def _join(parts: list[jax.Array], starts: tuple[tuple[int, ...], ...], shape: tu
 def gather(leaf: Leaf) -> np.ndarray:
     """The whole array on the host, in memory that no update writes to.
 
-    A collective where other processes hold parts of it: all must call it.
+    A collective if other processes hold parts of it: all must call it.
     """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         return np.array(multihost_utils.process_allgather(leaf, tiled=True), copy=True)
@@ -161,9 +161,9 @@ def copy_shards(leaf: Leaf) -> np.ndarray | HostShards:
 
 
 def view_shards(leaf: Leaf) -> np.ndarray | HostShards:
-    """As `copy_shards`, but where an array of jax lies in the host's memory already, it is not copied.
+    """Like `copy_shards`, but a jax array that is already in the host's memory is not copied.
 
-    While such a view lives, a program that the array is donated to computes in other memory.
+    While such a view lives, a program to which the array is donated computes in other memory.
     """
     return _take_shards(leaf, lambda leaf: jax.device_get(leaf) if isinstance(leaf, jax.Array) else _copy(leaf))
 
@@ -180,7 +180,7 @@ def _take_shards(leaf: Leaf, take: Callable[[Leaf], np.ndarray]) -> np.ndarray |
 
 
 def _copy(leaf: Leaf) -> np.ndarray:
-    """The array on the host, in memory of its own.
+    """The array on the host, in memory that no update writes to.
 
     On CPU, device_get returns a view that blocks donation of the buffer, so we copy. On accelerators it already returns
     a host copy (cached by JAX); copying again would double a save's memory.

@@ -1,4 +1,4 @@
-"""From the logical axes of weights to the axes of the mesh, one table per strategy.
+"""Maps the logical axes of weights to the axes of the mesh, with one table per strategy.
 
 models/families.py declares the logical axes of each weight; callers pass them as WeightAxes. `cluster.strategy` chooses
 the table.
@@ -47,9 +47,9 @@ def make_mesh(
 def mesh_of(layout: LearnerLayout, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the sizes of the layout, over the first of `devices` (default: all, of all processes).
 
-    On CPU and GPU devices are in row-major order; on TPU jax orders them by their links.
+    On CPU and GPU the devices are in row-major order; on TPU jax orders them by their links.
 
-    Raises ConfigError where the mesh needs more devices than there are, or fewer than a run of several processes has.
+    Raises ConfigError if the mesh needs more devices than there are, or fewer than a run of several processes has.
     """
     available = jax.devices() if devices is None else list(devices)
     require_fit(layout, EnginesLayout(), len(available), available[0].platform)
@@ -62,9 +62,9 @@ def mesh_of(layout: LearnerLayout, devices: Sequence[jax.Device] | None = None) 
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-# Which devices are the learner's and which each engine's, as `cluster.learner` and `cluster.engines` say.
+# The devices of the learner and of each engine, from `cluster.learner` and `cluster.engines`.
 #
-# app/ hands the mesh to the learner and its devices to each engine; config/cluster.py has the sizes.
+# app/ gives the learner its mesh and each engine its devices; config/cluster.py has the sizes.
 
 
 EngineDevices: TypeAlias = tuple[jax.Device, ...]  # of one engine and of this process, one or more
@@ -72,7 +72,7 @@ EngineDevices: TypeAlias = tuple[jax.Device, ...]  # of one engine and of this p
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """The devices of a run, by who uses them."""
+    """The devices of the learner and of each engine of a run."""
 
     learner: Mesh  # data x fsdp x expert x context x tensor, over all processes
     engines: tuple[EngineDevices, ...]  # by engine
@@ -84,7 +84,7 @@ class Allocation:
 
     @property
     def lanes_own_devices(self) -> bool:
-        """Whether the learner and every engine have accelerators of their own; virtual CPU devices share the cores."""
+        """Whether the learner and every engine have separate accelerators; virtual CPU devices share the cores."""
         shared = any(self.engine_shares(index) for index in range(len(self.engines)))
         used = (*self.learner.devices.flat, *itertools.chain(*self.engines))
         return not shared and all(device.platform != 'cpu' for device in used)
@@ -105,11 +105,11 @@ class Allocation:
 def allocate(learner: LearnerLayout, engines: EnginesLayout, *, from_end: bool = False) -> Allocation:
     """The learner's mesh over the first devices, and the devices of the engines.
 
-    An engine of its own devices has them after the learner's; engines that share decode on the first local device.
-    With `from_end` the first engine has the last devices: where engines come and go, those that stay keep theirs.
+    Engines that do not share devices get the ones after the learner's; engines that share decode on the first local
+    device. With `from_end` the first engine has the last devices, so that engines keep theirs when others come and go.
 
-    Raises ConfigError where there are too few devices, or where engines would have their own in a run of several
-    processes, which is not built yet.
+    Raises ConfigError if there are too few devices, or if engines do not share devices in a run of several processes,
+    which is not built yet.
     """
     available = jax.devices()
     if engines.devices and jax.process_count() > 1:
@@ -127,9 +127,9 @@ def allocate(learner: LearnerLayout, engines: EnginesLayout, *, from_end: bool =
 
 
 def allocate_engines(engines: EnginesLayout) -> Allocation:
-    """The devices of engines without a learner, the first ones; the mesh is the first engine's device.
+    """The devices of engines without a learner, the first ones; the mesh is the first device.
 
-    Raises ConfigError where there are too few devices.
+    Raises ConfigError if there are too few devices.
     """
     devices = jax.local_devices()
     needed = 1 if engines.shared else engines.devices
@@ -156,7 +156,7 @@ def _share_out(devices: Sequence[jax.Device], engines: EnginesLayout) -> tuple[E
 
 @dataclasses.dataclass(frozen=True)
 class WeightAxes:
-    """What is known of a model's weights: their logical axes. Producer: models/weights.py."""
+    """The logical axes of a model's weights. Producer: models/weights.py."""
 
     by_path: Mapping[str, tuple[str, ...]]  # {'layers/*/attention/query/weight': ('embed', 'heads')}
     units: Mapping[
@@ -165,7 +165,7 @@ class WeightAxes:
 
 
 _ANY = ('embed', 'mlp', 'vocab', 'heads', 'kv_heads')  # what fsdp may shard, best first
-_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: each part is computed without the others
+_SPLIT = ('heads', 'kv_heads', 'mlp', 'vocab')  # what tensor may shard: parts are computed independently
 
 _EXPERTS = {'expert': ('experts',)}  # the axis of the mesh exists for them, whatever else a strategy shards
 
@@ -203,7 +203,7 @@ def param_shardings(params: Tree, axes: WeightAxes, mesh: Mesh, strategy: str) -
 
 
 def axes_of(axes: WeightAxes, path: str, n_axes: int) -> tuple[str, ...]:
-    """('embed', 'heads') of 'layers/0/attention/query/weight'; 'layers' comes first where layers are stacked."""
+    """('embed', 'heads') of 'layers/0/attention/query/weight'; 'layers' comes first if layers are stacked."""
     own = axes.by_path.get(re.sub(r'^layers/(\d+/)?', 'layers/*/', path))
     if own is None or n_axes - len(own) not in (0, 1):
         raise ValueError(f'the table of weights has no logical axes for the parameter {path!r} with {n_axes} axes')
@@ -251,9 +251,9 @@ def path_name(path: KeyPath) -> str:
 #
 # The learner's program of publication ends with `Shares.spread`, publication/export.py reads the result. Leaves
 # of equal shape are stacked, one for each process; a program whose result is cut along that axis moves every shard to
-# the process of its leaf, as an all-to-all. Where fewer leaves than processes are left, the others get zeros, which
-# are never read. Inside a process a leaf is cut over the devices again, so that no device holds more than its part of
-# it.
+# the process of its leaf, as an all-to-all. If fewer leaves than processes are left, the other processes get zeros,
+# which are never read. Inside a process a leaf is cut over the devices again, so that no device holds more than its
+# part.
 
 
 _PROCESS, _DEVICE = 'process', 'device'
@@ -261,23 +261,23 @@ _PROCESS, _DEVICE = 'process', 'device'
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Leaves that travel together, one for each process."""
+    """Leaves that are exchanged together, one for each process."""
 
     paths: tuple[str | None, ...]  # by process
     shape: tuple[int, ...]
     dtype: np.dtype
-    axis: int | None  # is cut over the devices of the process; None: each device has all of the leaf
+    axis: int | None  # the axis cut over the devices of the process; None: each device has the whole leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedLeaf:
-    """A leaf of which one process holds all: shapes are known everywhere, values to the owner alone."""
+    """A leaf that one process, the owner, holds whole: other processes know its shape, but not its values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     owner: int  # process
     pieces: tuple[jax.Array, ...]  # [1, ...] by device of the owner, as it was cut; () in all other processes
-    axis: int | None  # that they are cut along; None: each is all of the leaf
+    axis: int | None  # the axis along which the pieces are cut; None: each is the whole leaf
 
     @property
     def ndim(self) -> int:
@@ -286,7 +286,7 @@ class SharedLeaf:
     def join(self) -> np.ndarray:
         """The whole leaf on the host of its owner.
 
-        No program of the devices: it would wait there for the update that is under way.
+        Runs no program on the devices, because it would wait for the update that is running there.
         """
         if self.axis is None:
             return np.asarray(self.pieces[0])[0]
@@ -296,7 +296,7 @@ class SharedLeaf:
 
 
 class Shares:
-    """Which process gets which leaves of a tree over a mesh, about equally many bytes each.
+    """Assigns each leaf of a tree over a mesh to a process, about equally many bytes to each.
 
     Args:
       tree: arrays or descriptions of them, with their shardings over `mesh`.
@@ -326,11 +326,11 @@ class Shares:
 
     @property
     def shardings(self) -> list[NamedSharding]:
-        """Of the results of `spread`."""
+        """The shardings of the results of `spread`."""
         return [self._result for _ in self._stacks]
 
     def spread(self, tree: Tree) -> list[jax.Array]:
-        """Inside a program over the mesh: the stacks, each cut so that every device gets its part of its leaf."""
+        """Makes the stacks, inside a program over the mesh, cut so that every device gets its part of its leaf."""
         leaves = dict(zip(self._paths, jax.tree.leaves(tree), strict=True))
         return [self._spread(leaves, stack) for stack in self._stacks]
 
@@ -363,7 +363,7 @@ class Shares:
         return stacks
 
     def _axis(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> int | None:
-        """The axis with the most shards on the mesh, of those that the devices of a process divide."""
+        """The axis with the most shards on the mesh whose size the number of devices of a process divides."""
         shards = [
             size // max(part, 1) for size, part in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)
         ]
@@ -388,5 +388,5 @@ class Shares:
 
 
 def is_shared(tree: Tree) -> bool:
-    """Whether the tree is one of SharedLeaf."""
+    """Whether the leaves of the tree are SharedLeaf."""
     return any(isinstance(leaf, SharedLeaf) for leaf in jax.tree.leaves(tree))

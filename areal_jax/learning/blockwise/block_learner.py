@@ -1,4 +1,4 @@
-"""The learner that trains one block of leaves after the other; blocks.py says which.
+"""The learner that trains one block of leaves after the other; blocks.py chooses the block.
 
 The trained block is on the mesh with its gradients and moments. All other leaves are frozen there: a pass takes no
 gradient of them, and saves no activations of the layers below the block. Moments of other blocks are on the host.
@@ -36,10 +36,10 @@ _BLOCKS, _MOMENTS = 'blocks', 'transform'  # in a checkpoint: blocks/2/transform
 class BlockLearner(SpmdLearner):
     """`protocols.Learner` whose updates each train one block. For one process, with layers as a list.
 
-    `publish` returns leaves that have not changed since the last publication as the same arrays: a channel carries the
-    others only.
+    `publish` returns leaves that have not changed since the last publication as the same arrays, so that a channel
+    sends only the others.
 
-    config/training.py refuses what cannot be trained in blocks.
+    config/training.py refuses settings that cannot be trained in blocks.
 
     Raises ConfigError for more blocks than the model has layers.
     """
@@ -60,7 +60,7 @@ class BlockLearner(SpmdLearner):
         self._block = 0  # the one that is trained on the mesh
         self._moments: dict[int, Tree] = {}  # of other blocks that have been trained, on the host
         self._published: Tree = None  # the last publication
-        self._changed = set(range(blocks.blocks))  # blocks that it does not have as they are
+        self._changed = set(range(blocks.blocks))  # blocks that differ from the last publication
         super().__init__(
             decoder,
             params,
@@ -138,7 +138,7 @@ class BlockLearner(SpmdLearner):
         self.require_finite('the checkpoint', 'remove it to go on from the one before, or start again')
 
     def _turn_to(self, block: int) -> None:
-        """Makes `block` the trained one; the moments of the one before go to the host, or are dropped."""
+        """Makes `block` the trained one; the moments of the previous block move to the host or are dropped."""
         if block != self._block:
             state, part = self.state, self.parts[block]
             if self.blocks.keeps_moments:
@@ -148,10 +148,10 @@ class BlockLearner(SpmdLearner):
             state.params, self._block = None, block
             self._begin(part, trained, step)
         if not self.blocks.keeps_moments:
-            self._moments.clear()  # a checkpoint at the end of a turn has those of the block before
+            self._moments.clear()  # a checkpoint at the end of a turn has the moments of the previous block
 
     def _begin(self, part: TrainedPart, trained: Params, step: jax.Array) -> None:
-        """Puts copies of the leaves, which updates may write to, and their moments on the mesh."""
+        """Puts copies of the leaves, to which updates may write, and their moments on the mesh."""
         state, programs = self.state, part.programs
         state.params = programs.run('copy', trained)
         state.optimizer = {**programs.run('initial_state', state.params), 'step': step}
@@ -166,7 +166,7 @@ class BlockLearner(SpmdLearner):
         return {'step': optimizer['step'], _BLOCKS: {str(b): {_MOMENTS: moments[b]} for b in sorted(moments)}}
 
     def _describe(self, state_of: Callable[[TrainedPart], Tree], step: Tree, blocks: Sequence[int]) -> Tree:
-        """What `_whole_optimizer` has for these blocks, of another kind of leaf."""
+        """The tree of `_whole_optimizer` for these blocks, with the leaves of `state_of`: shapes or shardings."""
         own = {str(block): {_MOMENTS: state_of(self.parts[block])[_MOMENTS]} for block in blocks}
         return {'step': step, _BLOCKS: own} if own else {'step': step}
 
@@ -178,7 +178,7 @@ class BlockLearner(SpmdLearner):
         return trees.join(definitions.params, definitions.frozen)
 
     def _export(self, block: int, whole: Params) -> Tree:
-        """The leaves of one block as engines read them, in buffers of their own."""
+        """The leaves of one block as engines read them, in new buffers."""
         part = self.parts[block]
         own, _ = trees.split(whole, part.trains)
         return self._host_copies.copy(own) if self._host_copies else part.programs.run('export', own, {})

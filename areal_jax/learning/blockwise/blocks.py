@@ -1,4 +1,4 @@
-"""Which leaves of the weights are one block, and which block an update trains. Pure functions; no jax.
+"""Cuts the leaves of the weights into blocks, and chooses the block that an update trains. Pure functions; no jax.
 
 Block 0 has the leaves outside the layers: embedding, positions, final norm and head. Every other block has consecutive
 layers.
@@ -21,7 +21,7 @@ _LAYER = re.compile(r'layers/(\d+)/')
 
 @dataclasses.dataclass(frozen=True)
 class BlockOrder:
-    """Which block an update trains; with a number of blocks above 1."""
+    """Chooses the block that an update trains; needs more than one block."""
 
     settings: OptimizerSection
     seed: int  # of the run: of the shuffled order
@@ -41,7 +41,10 @@ class BlockOrder:
         return self.block_of_turn(self.turn_of(version))
 
     def turn_of(self, version: int) -> int:
-        """The turn, from 0, of that update: consecutive updates of one block. A round has a turn for each block."""
+        """The turn, from 0, of the update from `version`. A turn is `block_updates` consecutive updates of one block.
+
+        A round has a turn for each block.
+        """
         return version // self.settings.block_updates
 
     def block_of_turn(self, turn: int) -> int:
@@ -61,8 +64,8 @@ def cyclic(blocks: int, seed: int, number: int) -> list[int]:
 def shuffled(blocks: int, seed: int, number: int) -> list[int]:
     """A permutation of the blocks, a function of (seed, round) alone; no block ends a round and begins the next one.
 
-    The first two blocks change places where the first one was the last of the round before. With two blocks that would
-    change the last one too, so all rounds have the order of round 0.
+    If the first block was the last one of the previous round, the first two blocks change places. With two blocks that
+    would change the last one too, so all rounds have the order of round 0.
     """
     if blocks < 3:
         return _permute(blocks, seed, 0)
@@ -117,7 +120,7 @@ def layer_of(path: str) -> int | None:
 
 
 def _cut_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where each part of consecutive entries ends, exclusive: nearest to an equal share of the sum, no part empty."""
+    """The exclusive ends of parts of consecutive entries, nearest to equal shares of the sum; no part is empty."""
     sums = [0, *itertools.accumulate(sizes)]
     ends: list[int] = []
     for part in range(1, parts):

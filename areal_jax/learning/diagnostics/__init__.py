@@ -1,1 +1,1 @@
-"""What an update reports besides its loss."""
+"""Measurements that an update reports besides its loss."""

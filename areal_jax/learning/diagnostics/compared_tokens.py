@@ -1,6 +1,6 @@
-"""What the steps of an update made of its tokens, by the functions of the loss: by age, and of single answers.
+"""Measures with the functions of the loss how an update's steps treated its tokens: by age, and for single answers.
 
-Made from the log-probs that the steps of the update have computed anyway: no pass of its own. numpy only.
+Uses the log-probs that the steps have computed anyway, so that no pass is added. numpy only.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def metrics_by_age(
     known: Sequence[KnownTokens],
     version: int,
 ) -> dict[str, float]:
-    """Of the trained tokens of each range of ages, over all steps of the update; a range without tokens is absent.
+    """Metrics of the trained tokens in each range of ages, over all steps of the update; no entry without tokens.
 
       effective sample size  (Σ w)² / (n Σ w²),   w the correction
       clip fraction          share of the tokens on which an edge of the surrogate acts; above, below: by edge
-      masked                 share that a gate, a mask or the veto leaves out, where there is one
+      masked                 share that a gate, a mask or the veto leaves out, if there is one
       kl                     mean of k - 1 - log k,   k = π_θ / π_behav
       kl of proximal         mean of ρ - 1 - log ρ,   ρ = π_prox / π_behav: staleness and mismatch
       kl of the update       mean of r - 1 - log r,   r = π_θ / π_prox
 
-    Summed over all ranges, they equal the metrics loss/... of the same names, to rounding; a test checks it. An own
-    objective has none.
+    Summed over all ranges, they equal the metrics loss/... of the same names, to rounding; a test checks it. {} unless
+    the objective is a PolicyObjective.
 
     Args:
-      results: of the steps, whose number i is of batch i % len(batches).
+      results: one for each step; step i is on batch i % len(batches).
       known: per batch, as the steps after the first used them.
       version: of the weights before the update.
     """
@@ -71,7 +71,7 @@ def metrics_by_age(
 
 
 class ComparedTokens(NamedTuple):
-    """Of each token of a batch, float64 [M, R, N], 0 where it is masked."""
+    """Values for each token of a batch, float64 [M, R, N], 0 at masked tokens."""
 
     policy: np.ndarray  # log-probs, of the weights that took the gradient
     proximal: np.ndarray  # log-probs as the loss read them
@@ -87,11 +87,11 @@ def compare_tokens(
     version: int,
     prepared: Mapping[str, np.ndarray],
 ) -> ComparedTokens:
-    """What a step made of the tokens of its batch, by the functions of the loss.
+    """Evaluates the functions of the loss on the tokens of a step's batch.
 
     Args:
       policy: log-probs [M, R, N] of the step.
-      recomputed: those of the weights before the update, where the objective reads them.
+      recomputed: log-probs of the weights before the update, if the objective reads them.
       version: of the weights before the update.
       prepared: see Objective.prepare.
     """
@@ -106,7 +106,7 @@ def compare_tokens(
 
 
 def _measure(compared: ComparedTokens, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """float64 [trained tokens] each: what is summed by age."""
+    """The values that are summed by age, float64 [trained tokens] each."""
     policy, proximal, behavior, terms = compared
     found = {
         'tokens': np.ones_like(policy), 'weight': terms.weight, 'weight_sq': terms.weight**2,
@@ -118,7 +118,7 @@ def _measure(compared: ComparedTokens, mask: np.ndarray) -> dict[str, np.ndarray
 
 
 def _sum_rows(values: np.ndarray, loss_mask: np.ndarray, sequence_starts: np.ndarray) -> np.ndarray:
-    """sums.sequence_sums of [M, R, N]."""
+    """ratios.sequence_sums of [M, R, N]."""
     rows = lambda x: x.reshape(-1, x.shape[-1])
     return sequence_sums(rows(values), rows(loss_mask), rows(sequence_starts)).reshape(values.shape)
 
@@ -156,14 +156,14 @@ def _proximal(
     return np.reshape(recomputed, policy.shape).astype(np.float64)
 
 
-# What an update knew of single tokens, for the answers that a run keeps (telemetry/rollout_writer.py): made for the
-# rows with these answers only.
+# Values of single tokens in an update, for the answers that a run keeps (telemetry/rollout_writer.py): computed only
+# for the rows with these answers.
 
 
 def read_tokens(update: Update, settings: LearnerSettings, draws: Sequence[int]) -> list[list[TokenArrays]]:
-    """Of each of these groups, for each of its trajectories; [] for a group that was not trained.
+    """The arrays of each trajectory of the groups in `draws`; [] for a group that was not trained.
 
-    Several steps on a token (learner.epochs): those of the last one.
+    If several steps trained a token (learner.epochs), the values are of the last one.
 
       policy_logprobs    float32, of the weights that took the gradient
       advantages         float32
@@ -174,7 +174,7 @@ def read_tokens(update: Update, settings: LearnerSettings, draws: Sequence[int])
       clip               int8, 1 where the upper edge of the surrogate acts, -1 where the lower does
       closed             bool: a gate, a mask or the veto takes it out of the loss
 
-    Those from the proximal log-probs on are of policy objectives, and 0 outside the loss mask.
+    The arrays from `proximal_logprobs` on exist for policy objectives only, and are 0 outside the loss mask.
     """
     numbers: dict[int, range] = {}
     first = 0
@@ -187,7 +187,7 @@ def read_tokens(update: Update, settings: LearnerSettings, draws: Sequence[int])
 
 
 def _of_trajectories(update: Update, settings: LearnerSettings, wanted: Set[int]) -> Iterator[tuple[int, TokenArrays]]:
-    """(number of the trajectory in the update, its arrays)."""
+    """Yields (number of the trajectory in the update, its arrays)."""
     batches, results = update.trained.batches, update.trained.results
     for index, batch in enumerate(batches):
         rows = np.asarray(np.isin(batch.trajectory_ids, list(wanted)).any(axis=-1))  # [M, R]
@@ -220,7 +220,7 @@ def _of_batch(
     version: int,
     prepared: Mapping[str, np.ndarray],
 ) -> TokenArrays:
-    """By name, [1, rows, N] each."""
+    """Arrays by name, [1, rows, N] each."""
     mask = batch.loss_mask
     found = {
         'policy_logprobs': policy.astype(np.float32),

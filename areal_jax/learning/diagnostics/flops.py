@@ -11,8 +11,8 @@ L layers, H query heads of width D, T tokens of the sequence. What is special he
   - T is the length of the token's own sequence: prompt and answer, or the prompt alone for a prompt that the answers of
     a group share, which is read once. A sliding window bounds T. As in PaLM, the causal mask does not halve T.
   - LoRA needs no gradient of the frozen weights: 4 N for them, 6 for every weight of an adapter.
-  - Of experts N has those that a token reaches, and the router.
-  - Not counted: what `learner.remat` computes again, padding, and passes that only compute log-probs (proximal with
+  - N counts the router, and only the experts that a token reaches.
+  - Not counted: recomputation by `learner.remat`, padding, and passes that only compute log-probs (proximal with
     several optimizer steps, reference). So this is the utilisation by the model (MFU), not by the hardware.
 """
 
@@ -33,8 +33,8 @@ def work_metrics(
     """Tokens that the passes of an update read, and the floating-point operations of these passes.
 
     Args:
-      groups: those that are trained.
-      packing: 'shared_prompt' reads the prompt of a group once, 'ordinary' once an answer.
+      groups: the trained ones.
+      packing: 'shared_prompt' reads the prompt of a group once, 'ordinary' once per answer.
     """
     body, head = matrix_flops(config, lora)
     spans = [span for group in groups for span in _spans(group, packing)]
@@ -53,7 +53,7 @@ def matrix_flops(config: ModelConfig, lora: Lora | None = None) -> tuple[int, in
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Weights that a token meets: all but those of experts that it does not reach."""
+    """The number of weights that a token meets: all except the weights of experts that it does not reach."""
     table = weight_table(config, None).values()
     return sum(
         _active(spec, config) if spec.in_layers and len(spec.shape) > 1 else math.prod(spec.shape) * len(spec.paths)
@@ -62,7 +62,7 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def _active(spec: WeightSpec, config: ModelConfig) -> int:
-    """Weights of all layers that a token meets: of experts, those that it reaches."""
+    """The number of weights in all layers that a token meets; of experts, only the ones that it reaches."""
     if len(spec.shape) == 2:
         return math.prod(spec.shape) * len(spec.layers)
     assert config.experts is not None

@@ -1,4 +1,4 @@
-"""What an update reports, measured after its last step from what the steps computed anyway. numpy only."""
+"""The metrics of an update, measured after its last step from values that the steps computed anyway. numpy only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_jax.telemetry.metrics import merge
 from areal_jax.telemetry.names import MISMATCH_OF, MISMATCH_OF_TURN, age_ranges, range_label
 from areal_jax.types import NOT_GENERATED, PackedBatch, TrajectoryGroup
 
-_MOST_TURNS = 8  # that have a metric each: the last one has those behind it too
+_MOST_TURNS = 8  # with a metric each; the last metric includes all later turns
 Metrics = Mapping[str, Any]  # floats by name, and for a histogram a list of floats
 
 
@@ -36,7 +36,7 @@ def measure(
 
     Args:
       state: the weights after the update.
-      split: measures the split of the importance ratio, where that is asked for.
+      split: measures the split of the importance ratio, if asked for.
     """
     trained, kept, version = update.trained, update.kept, update.version
     results, batches = trained.results, trained.batches
@@ -107,11 +107,11 @@ def fate_metrics(
     applied: Sequence[bool],
     version: int,
 ) -> Metrics:
-    """What became of every generated token of the update's groups, for the token ledger: lists by age.
+    """Counts by age, for the token ledger, what became of every generated token of the update's groups.
 
     Args:
-      groups: all of the update; `kept` are those that the filter of equal rewards left.
-      applied: per batch, whether one of its optimizer steps was.
+      groups: all groups of the update; `kept` are the ones that the filter of equal rewards left.
+      applied: per batch, whether one of its optimizer steps was applied.
     """
     everything, left = _generated_by_age(groups, version), _generated_by_age(kept, version)
     size = len(everything)
@@ -130,7 +130,7 @@ def fate_metrics(
 
 
 def useful_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> dict[str, float]:
-    """Trained tokens that move the weights: of batches with an applied step, those whose advantage is not 0."""
+    """The number of trained tokens that move the weights: in batches with an applied step, with an advantage != 0."""
     useful = [
         np.count_nonzero(batch.advantages[batch.loss_mask])
         for batch, was_applied in zip(batches, applied, strict=True)
@@ -140,10 +140,10 @@ def useful_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> d
 
 
 def inside_metrics(batches: Sequence[PackedBatch], applied: Sequence[bool]) -> dict[str, float]:
-    """Optimizer steps of the update that come before the one that trains a token: over tokens and epochs.
+    """Mean and maximum, over tokens and epochs, of the applied steps of the update before the one that trains a token.
 
     Args:
-      applied: per step, whose number i is of batch i % len(batches).
+      applied: per step; step i is on batch i % len(batches).
     """
     if not batches:
         return {}
@@ -163,7 +163,7 @@ def mismatch_metrics(
 
     Args:
       logprobs: per batch float32 [M, R, N] of the weights of `version`, i.e. before the update.
-      engines: of each trajectory of the update the one that generated its last segment; () = not by engine.
+      engines: for each trajectory of the update, the engine of its last segment; () = no metrics by engine.
     """
     differences, trajectories, turns = [np.zeros(0)], [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
     for batch, learned in zip(batches, logprobs, strict=True):
@@ -185,7 +185,7 @@ def mismatch_metrics(
 
 
 def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engines: Sequence[str]) -> dict[str, float]:
-    """Of each engine the number of tokens and their mean."""
+    """The number of tokens of each engine and their mean difference."""
     found = {}
     for engine in sorted(set(engines)):
         own = differences[np.isin(trajectories, [index for index, name in enumerate(engines) if name == engine])]
@@ -196,7 +196,7 @@ def _mismatch_by_engine(differences: np.ndarray, trajectories: np.ndarray, engin
 
 
 def _mismatch_by_turn(differences: np.ndarray, turns: np.ndarray) -> dict[str, float]:
-    """Of each turn of rows the number of tokens and their mean; nothing where no row has a second one."""
+    """The number of tokens in each turn and their mean difference; {} if no row has a second turn."""
     turns = np.minimum(turns, _MOST_TURNS)
     found: dict[str, float] = {}
     for turn in np.unique(turns) if turns.max(initial=1) > 1 else ():
@@ -209,9 +209,9 @@ def _mismatch_by_turn(differences: np.ndarray, turns: np.ndarray) -> dict[str, f
 
 
 def _number_turns(batch: PackedBatch) -> np.ndarray:
-    """int64 [M, R, N]: 1 for the first generated tokens of a trajectory, 2 behind those of its environment, and so on.
+    """int64 [M, R, N]: 1 for the first generated tokens of a trajectory, 2 after its environment's tokens, and so on.
 
-    Loss tokens are generated ones alone, so those of the environment are a gap in their positions.
+    All loss tokens are generated, so the tokens of the environment are a gap in their positions.
     """
     is_first = np.diff(batch.trajectory_ids, axis=-1, prepend=-2) != 0
     positions = np.take_along_axis(batch.positions, batch.sources, axis=-1)
@@ -221,7 +221,7 @@ def _number_turns(batch: PackedBatch) -> np.ndarray:
 
 
 def _generated_by_age(groups: Sequence[TrajectoryGroup], version: int) -> np.ndarray:
-    """int64: generated tokens of age 0, 1, ...; counted from segments, as packing leaves some groups out."""
+    """int64: generated tokens of age 0, 1, ...; counted from segments, because packing leaves some groups out."""
     segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version != NOT_GENERATED]
     ages = np.array([version - s.policy_version for s in segments], np.int64)
     return np.bincount(ages, [len(s.tokens) for s in segments]).astype(np.int64)
@@ -231,11 +231,10 @@ def _join(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.hstack([np.zeros(0, dtype), *(array.ravel() for array in arrays)])
 
 
-# How far a policy in 8 bits, which generated, is from the one whose weights were published.
+# How far the 8-bit policy that generated is from the policy whose weights were published.
 #
-# μ is the policy of the engines, whose log-probs answers carry; π_u is the learner's policy of the same version u.
-# Tokens of the version n that is trained have log π_n from the passes of the update, so that nothing is computed for
-# this.
+# μ is the policy of the engines, whose log-probs are recorded in answers; π_u is the learner's policy of the same
+# version u. The passes of the update give log π_n of tokens of the trained version n, so this needs no other pass.
 
 
 def quantization_metrics(
@@ -270,22 +269,21 @@ def quantization_metrics(
     }
 
 
-# Which experts the tokens of an update reach: the choice of the routers, what engines recorded, loads.
+# Which experts the tokens of an update reach: the choice of the routers, the engines' record, loads.
 #
-# Always of the choice of the routers, also where the recorded one is followed (learner.routes='replay'): so the
-# metrics of two runs, with and without replay, mean the same. Measured with the weights before the update, on the
-# minibatch of the first step: at age 0 a difference comes from numerics alone, above it from the updates in between
-# too.
+# Always measures the choice of the routers, even if the recorded one is followed (learner.routes='replay'), so that
+# metrics of runs with and without replay mean the same. Measured with the weights before the update, on the minibatch
+# of the first step: at age 0 a difference comes from numerics alone, at higher ages also from the updates in between.
 
 
 def route_metrics(
     kept: Sequence[TrajectoryGroup], batches: Sequence[PackedBatch], results: Sequence[StepResult], version: int
 ) -> dict[str, float]:
-    """{} of a model without experts; the parts that need a record only where there is one.
+    """Metrics of the routes; {} for a model without experts. Without a record, the parts that need it are absent.
 
     Args:
       kept: the groups that were packed.
-      results: of the steps; the first is of the first batch.
+      results: one for each step; the first is of the first batch.
       version: of the weights before the update.
     """
     if not results or results[0].routes is None:
@@ -298,14 +296,14 @@ def route_metrics(
 
 
 def _loads(loads: Sequence[np.ndarray]) -> dict[str, float]:
-    """Of all steps together, tokens of prompts included."""
+    """Metrics of the load of experts over all steps, tokens of prompts included."""
     total = np.sum(loads, axis=0, dtype=np.float64)  # [layers, experts]
     fullest = total.max(axis=1) / np.maximum(total.mean(axis=1), 1e-30)
     return {str(names.EXPERT_LOAD): float(fullest.mean()), str(names.EXPERTS_DEAD): float((total == 0).sum())}
 
 
 def _differences(batch: PackedBatch, recorded: np.ndarray, differs: np.ndarray, version: int) -> dict[str, float]:
-    """By the age of the loss tokens whose prediction has a record."""
+    """Metrics of changed routes, over all loss tokens whose prediction has a record, and by their age."""
     layers = recorded.shape[-2]
     first = np.take_along_axis(recorded[..., 0, 0], batch.sources, axis=-1)  # [M, R, N]
     known = batch.loss_mask & (first != np.iinfo(recorded.dtype).max)
@@ -322,7 +320,7 @@ def _differences(batch: PackedBatch, recorded: np.ndarray, differs: np.ndarray, 
 
 
 def _shares(prefix: str, changed: np.ndarray, layers: int) -> dict[str, float]:
-    """`changed` int [tokens]: layers in which the sets differ."""
+    """Shares of changed routes; `changed` int [tokens]: the number of layers in which the sets differ."""
     return {
         f'{prefix}tokens': float(len(changed)),
         f'{prefix}sets_changed': float(changed.mean() / layers),
@@ -331,7 +329,7 @@ def _shares(prefix: str, changed: np.ndarray, layers: int) -> dict[str, float]:
 
 
 def count_differing_prompts(groups: Sequence[TrajectoryGroup]) -> int:
-    """Answers for whose prompt their engine recorded something else than for the first answer of the group.
+    """The number of answers whose engine recorded other routes for the prompt than for the group's first answer.
 
     New weights arrived between the two; such answers do not share a copy of the prompt.
     """
@@ -353,7 +351,7 @@ def merge_metrics(metrics: Sequence[Mapping[str, np.ndarray]]) -> dict[str, floa
 
 
 def loss_metrics(results: Sequence[StepResult], settings: LearnerSettings) -> dict[str, float]:
-    """The loss, its mean over the steps, and what the objective measures of it."""
+    """The mean loss of the steps, the metrics of the objective, and the balance of routers if experts are evened."""
     merged = merge_metrics([microbatch for result in results for microbatch in result.microbatches])
     metrics = {'loss/value': merged['loss_sum'] / len(results)} if results else {}
     metrics |= settings.objective.metrics(merged)
@@ -363,14 +361,14 @@ def loss_metrics(results: Sequence[StepResult], settings: LearnerSettings) -> di
 
 
 def batches_before(trained: Trained) -> tuple[Sequence[PackedBatch], list[np.ndarray]]:
-    """(batches, their log-probs float32 [M, R, N] under the weights before the update), where these are known."""
+    """(batches whose log-probs under the weights before the update are known, these log-probs float32 [M, R, N])."""
     before = [first_logprobs(trained.results, trained.batches)] if trained.results else []
     before += [known.proximal for known in trained.known[1:] if known.proximal is not None]
     return trained.batches[: len(before)], before
 
 
 def staleness_metrics(brake: Brake, results: Sequence[StepResult], batches: Sequence[PackedBatch]) -> dict[str, float]:
-    """What brakes of the learning rate read, the mean over the steps."""
+    """Means over the steps of the values that brakes of the learning rate read."""
     if not results:
         return {}
     mean = lambda values: sum(values) / len(results)

@@ -7,11 +7,11 @@ For token a, generated at version u by the engine's policy μ and trained at wei
                           engine and learner
 
 π_j is the learner's forward pass under its own weights of version j, at the temperature of training. So the mismatch
-comes from the engine's program and the rounding of publication, and the drift from the updates alone; every other
-measure of stale tokens has only their sum.
+comes from the engine's program and the rounding of publication, and the drift from the updates alone; other measures
+of stale tokens only have the sum of both.
 
-The chain takes its versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one
-of them breaks the identity, which is measured (`ratio/identity_error`).
+The drift takes versions from the packed batch, the mismatch from the segments of the answer: a wrong version in one of
+them breaks the identity, whose error is measured (`ratio/identity_error`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Parts:
 
     @property
     def error(self) -> float:
-        """Largest difference between both sides."""
+        """Largest difference between both sides of the identity."""
         return float(np.abs(self.total - (self.mismatch + self.drift + self.inside)).max(initial=0.0))
 
 
@@ -72,7 +72,7 @@ class Tokens:
 
 
 def is_sampled(seed: int, draw: int, sample: int, share: float) -> bool:
-    """Whether the answer is in a sample of this share: a function of its name alone, the same in every run."""
+    """Whether the answer is in a sample of this share: a function of (seed, draw, sample), the same in every run."""
     digest = hashlib.sha256(f'ratio/{seed}/{draw}/{sample}'.encode()).digest()
     return int.from_bytes(digest[:8], 'big') < share * 2**64
 
@@ -114,8 +114,8 @@ def measure_split(
       kept: the groups that were packed.
       policy_logprobs: per batch float32 [M, R, N], see Tokens.policy.
       version: n, of the weights before the update.
-      held: the versions whose weights can be had, ascending, without a gap, up to n.
-      score_routing: log-probs with the recorded experts less those with the live ones; None = nothing is recorded.
+      held: the versions whose weights are available, ascending, without a gap, up to n.
+      score_routing: log-probs with the recorded experts minus log-probs with the live ones; None = no record.
     """
     chosen, trained, table = _collect(kept, batches, policy_logprobs, is_chosen)
     in_ring = trained & (table.versions >= held[0])
@@ -134,7 +134,7 @@ def measure_split(
 
 
 def _describe_routing(routing: np.ndarray | None, ages: np.ndarray) -> dict[str, float]:
-    """Of the weights before the update, all tokens together and by their ages."""
+    """Metrics of the routing term under the weights before the update: over all tokens, and by age."""
     if routing is None:
         return {}
     metrics = _moments(f'{names.RATIO}routing', routing)
@@ -209,7 +209,7 @@ def _describe(tokens: Tokens, parts: Parts, version: int) -> dict[str, float]:
 
 
 def _drift_of_updates(by_update: np.ndarray, versions: np.ndarray, version: int) -> dict[str, float]:
-    """The terms of the sum by how many updates back they are: 1 is the update that made version n."""
+    """Metrics of the drift by how many updates ago it happened: 1 is the update that made version n."""
     back = np.arange(len(by_update), 0, -1)[:, None] + np.zeros_like(versions)  # [updates, tokens]
     is_own = (version - versions) >= back  # the update came after the token
     metrics: dict[str, float] = {}
@@ -242,16 +242,16 @@ _FIELD = 'diagnostics.ring_bytes'
 
 
 class WeightRing:
-    """Copies of the trained weights by version, as passes compute with them; the oldest leaves when room is needed.
+    """Copies of the trained weights by version, as passes compute with them; drops the oldest when it needs room.
 
     Frozen weights are not copied, so that a ring of adapters is small. On a mesh that spans processes, each process
     has the whole weights in its ring, and all must call `add` and `read` in the same order.
 
     Args:
-      most_bytes: of all copies together.
+      most_bytes: the limit of all copies together.
       weights: arrays, or descriptions of them, like the trees that `add` will get.
 
-    Raises ConfigError where not even one version fits.
+    Raises ConfigError if not even one version fits.
     """
 
     def __init__(self, most_bytes: int, weights: Tree):
@@ -267,11 +267,11 @@ class WeightRing:
 
     @property
     def versions(self) -> Sequence[int]:
-        """Ascending, without a gap."""
+        """The versions in the ring, ascending, without a gap."""
         return list(self._held)
 
     def add(self, version: int, weights: Tree) -> None:
-        """Keeps a copy. A version that does not follow the newest one starts the ring anew."""
+        """Keeps a copy. Clears the ring first if the version neither is nor follows the newest one."""
         if self._held and version not in (last := max(self._held), last + 1):
             self.clear()
         while len(self._held) >= self._most and version not in self._held:
@@ -297,7 +297,7 @@ class RatioSampler:
     Args:
       weights: described, as Passes.working gives them.
 
-    Raises ConfigError where the ring does not hold one version.
+    Raises ConfigError if the ring does not hold one version.
     """
 
     def __init__(
@@ -314,12 +314,12 @@ class RatioSampler:
         self._keep_s += time.perf_counter() - began_s
 
     def require(self, version: int, state: LearnerState) -> None:
-        """As `keep`, where the version was not published by this learner."""
+        """Calls `keep` if the ring lacks the version, because this learner did not publish it."""
         if version not in self._ring.versions:
             self.keep(version, state)
 
     def forget(self) -> None:
-        """The learner takes other weights: versions kept so far are of another history."""
+        """Drops all versions, because the learner takes other weights: these are of another history."""
         self._ring.clear()
 
     def measure_update(self, update: Update, state: LearnerState) -> dict[str, float]:
@@ -361,7 +361,7 @@ class RatioSampler:
     ) -> np.ndarray:
         """float32 [versions, generated tokens]. The rows are packed once, so that equal weights give equal floats.
 
-        `follows` as of Passes.logprobs.
+        `follows`: see Passes.logprobs.
         """
         ones = [np.ones(len(group.trajectories), np.float32) for group in groups]
         (batch,), _ = self._layout.pack(groups, ones, n_minibatches=1)

@@ -1,9 +1,9 @@
-"""Advantages: the rewards of an update become one number for each answer, an episode. numpy only.
+"""Advantages: the rewards of an update become one number for each answer (an episode). numpy only.
 
-All rows of an episode have its advantage. Named estimators see one group at a time, in shaped rewards. An own one,
-loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all [answers], where
-`groups` numbers the group of each answer; one with a third parameter gets the answers too, each as its first row
-(types.Trajectory).
+All rows of an episode have its advantage. Named estimators see the shaped rewards of one group at a time. An own
+estimator, loss.advantage='FILE.py:FUNCTION', sees a whole update: function(rewards, groups) -> advantages, all
+[answers], where `groups` numbers the group of each answer; a function with a third parameter gets the answers too, each
+as its first row (types.Trajectory).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from areal_jax.types import PackedBatch, TrajectoryGroup
 OwnEstimator: TypeAlias = Callable[..., object]
 # float64 [n] rewards, [n] generated tokens of the answers of a group -> [n] advantages
 GroupEstimator: TypeAlias = Callable[[np.ndarray, np.ndarray, PolicyChoices], np.ndarray]
-# groups, and of each what a pass says -> per group float32 [its rows]
+# (groups, results of a pass for each group or None) -> per group float32 [its rows]
 Estimator: TypeAlias = Callable[[Sequence[TrajectoryGroup], 'Sequence[Passed] | None'], list[np.ndarray]]
 
 _FIELD = 'loss.advantage'
-_NOTHING = np.zeros(0)  # float64: in front of arrays of which there may be none
-STD_FLOOR = 1e-4  # keeps the advantage finite where the rewards of a group hardly differ
-SAMPLE_FLOOR = 1e-6  # the papers' constant, beside the deviation with ddof 1
-WHITEN_FLOOR = 1e-8  # of a variance
+_NOTHING = np.zeros(0)  # float64: goes before a list of arrays that may be empty
+STD_FLOOR = 1e-4  # keeps the advantage finite if the rewards of a group hardly differ
+SAMPLE_FLOOR = 1e-6  # the papers' constant, with ddof 1 and in `optimal_baseline`
+WHITEN_FLOOR = 1e-8  # added to a variance
 
 
 def shape_rewards(group: TrajectoryGroup, choices: PolicyChoices) -> np.ndarray:
@@ -64,7 +64,7 @@ def count_generated_of_rows(group: TrajectoryGroup) -> np.ndarray:
 
 
 def sum_rows(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
-    """float64 [rows of the group] -> [episodes]; where each has one row the values themselves, bit for bit."""
+    """float64 [rows of the group] -> [episodes]; if each episode has one row, the values themselves, bit for bit."""
     sizes = [len(rows) for rows in group.episodes]
     return values if len(sizes) == len(values) else np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
@@ -75,11 +75,11 @@ def to_rows(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
 
 
 class Passed(NamedTuple):
-    """What passes before the update say of the answers of a group, float64 [n] each."""
+    """Results of passes before the update for the answers of a group, float64 [n] each."""
 
-    penalty: np.ndarray  # is taken from the reward
-    log_weights: np.ndarray  # log Π π / π_behav, for 'optimal_baseline' as what follows
-    norms: np.ndarray  # squared norm of the gradient of the log-prob of the answer, to a factor
+    penalty: np.ndarray  # subtracted from the reward
+    log_weights: np.ndarray  # log Π π / π_behav; for 'optimal_baseline', like `norms`
+    norms: np.ndarray  # squared norm of the gradient of the log-prob of the answer, up to a factor
 
 
 def group_normalized(rewards: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 
 def relative_to_mean(rewards: np.ndarray) -> np.ndarray:
-    """(r - mean) / mean, 0 where all are 0 (MaxRL, arXiv 2602.02710); raises BatchError for a reward below 0."""
+    """(r - mean) / mean, 0 if all rewards are 0 (MaxRL, arXiv 2602.02710); raises BatchError for a reward below 0."""
     if rewards.min() < 0:
         raise BatchError(
             f"loss.advantage='max_rl' divides by the mean reward of a group, and a reward is {rewards.min():g}: give "
@@ -114,16 +114,16 @@ def relative_to_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def length_baseline(rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """r - Σ n r / Σ n with n generated tokens: the optimal baseline if the norm of a gradient grows with them.
+    """r - Σ n r / Σ n with n generated tokens: the optimal baseline if the norm of a gradient grows with n.
 
-    OPO, arXiv 2505.23585, equation 7; without any token the plain mean.
+    OPO, arXiv 2505.23585, equation 7; without any token, r - the plain mean.
     """
     total = tokens.sum()
     return rewards - ((tokens * rewards).sum() / total if total else rewards.mean())
 
 
 def optimal_value(rewards: np.ndarray, beta: float) -> np.ndarray:
-    """r - V with the soft maximum V = β log mean exp(r / β), which is the larger the smaller β is. Their sum is not 0.
+    """r - V with the soft maximum V = β log mean exp(r / β), which grows as β shrinks. The sum of advantages is not 0.
 
     OAPL, arXiv 2602.19362, equation 2.
     """
@@ -138,7 +138,7 @@ def optimal_baseline(rewards: np.ndarray, log_weights: np.ndarray, norms: np.nda
     VCPO, arXiv 2602.17616, with the population's deviation; without any trained token b is the mean.
 
     Args:
-      log_weights: log w, of which differences alone count.
+      log_weights: log w; only differences matter.
       norms: n, at least 0.
     """
     logs = np.where(norms > 0, np.nan_to_num(log_weights, nan=-np.inf), -np.inf)
@@ -165,8 +165,8 @@ CONTRASTS = frozenset(ESTIMATORS) - {'reward', 'optimal_value'}
 def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Passed | None = None) -> np.ndarray:
     """One advantage for each answer, constant over the tokens of its rows: float32 [rows of the group].
 
-    Groups may be partial. Where advantages contrast answers, equal rewards and a group of one give exactly 0, whatever
-    the rounding of the mean. Raises ValueError for an unknown estimator.
+    Groups may be partial. If advantages contrast answers, equal rewards and a group of one give exactly 0, whatever the
+    rounding of the mean. Raises ValueError for an unknown estimator.
     """
     if choices.advantage == 'gae':  # a critic makes them, after its pass
         return to_rows(group, _rewards(group, choices, passed).astype(np.float32))
@@ -183,9 +183,9 @@ def group_advantages(group: TrajectoryGroup, choices: PolicyChoices, passed: Pas
 
 
 def make_estimator(choices: PolicyChoices) -> Estimator:
-    """The advantages of all groups of an update, before loss.whiten, which advantages.py does over loss tokens.
+    """Returns the estimator of the advantages of all groups of an update; loss.whiten comes later, over loss tokens.
 
-    An own function is loaded here, once. Raises UserError for one that cannot be loaded.
+    An own function is loaded here, once. Raises UserError if it cannot be loaded.
     """
     if is_own(choices.advantage):
         function = load_function(choices.advantage, _FIELD)
@@ -202,7 +202,7 @@ def whiten(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
     Args:
       values: float64 [k].
-      tokens: float64 [k], how many tokens have each of them.
+      tokens: float64 [k], the number of tokens that have each value.
     """
     total = tokens.sum()
     if total < 2:
@@ -218,7 +218,7 @@ def own_advantages(
     choices: PolicyChoices,
     passed: Sequence[Passed] | None = None,
 ) -> list[np.ndarray]:
-    """Per group float32 [its rows], from one call of an own function over all of them.
+    """Per group float32 [its rows], from one call of an own function over all groups.
 
     Raises UserError if the function raises, or returns another shape or a number that is not finite.
     """
@@ -268,9 +268,9 @@ def _takes_answers(function: OwnEstimator) -> bool:
     return sum(parameter.kind in positional for parameter in parameters) > 2
 
 
-# Advantages of packed loss tokens: those that need a pass before the first step (a critic, an optimal baseline, a KL
+# Advantages of packed loss tokens: the ones that need a pass before the first step (a critic, an optimal baseline, a KL
 # in the reward), and all that are whitened. Whitening reads the loss tokens of all minibatches of the update, each
-# once, and no others. `trajectory_ids` tells the answer of a token.
+# once, and no others. `trajectory_ids` gives the answer of a token.
 
 
 def generalized_advantages(
@@ -286,21 +286,21 @@ def generalized_advantages(
 ) -> np.ndarray:
     """A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} - V_t over the trained tokens of each answer.
 
-    Schulman et al., arXiv 1506.02438, equations 11 and 16. Tokens that are not trained are no steps: A and V of the
-    next trained one pass over them, so that no reward is lost. Nothing passes from one answer to another.
+    Schulman et al., arXiv 1506.02438, equations 11 and 16. Tokens that are not trained are not steps: A and V of the
+    next trained token are carried over them, so that no reward is lost. Nothing is carried from one answer to another.
 
     Args:
       values: V, [..., N], of the state before each token.
       token_rewards: [..., N].
-      last_rewards: [..., N], of which the one at the last trained token of an answer is added to its reward.
-      last_values: [..., N], of which the one there is the value behind it: 0 where the answer has ended.
+      last_rewards: [..., N]; only the entry at the last trained token of an answer is read, and added to its reward.
+      last_values: [..., N]; only the entry at that token is read, the value after it: 0 if the answer has ended.
       loss_mask: bool [..., N].
-      trajectory_ids: int [..., N]; the tokens of an answer stand side by side.
+      trajectory_ids: int [..., N]; the tokens of an answer are contiguous.
       discount: γ.
       decay: λ.
 
     Returns:
-      float64 [..., N]; 0 where the mask is.
+      float64 [..., N]; 0 at masked tokens.
     """
     rows = lambda x, dtype=np.float64: np.where(loss_mask, x, 0).reshape(-1, loss_mask.shape[-1]).astype(dtype)
     v, r, ends, behind = map(rows, (values, token_rewards, last_rewards, last_values))
@@ -330,13 +330,13 @@ def packed_advantages(
     batches: Sequence[PackedBatch],
     known: Sequence[Known],
 ) -> list[TokenAdvantages]:
-    """Per minibatch those of its tokens, 0 outside the loss.
+    """The advantages of the tokens of each minibatch, 0 outside the loss.
 
-    With the advantage 'gae' returns are A + V before whitening. With kl_in='reward' an answer has the reward R - β Σ kₜ
-    before its group is compared; with the advantages 'reward' and 'gae' the token t has the reward -β kₜ, so that for
-    'reward' its advantage is the return without discount, R - β Σ kₛ over s >= t (REINFORCE++, arXiv 2501.03262). k
-    estimates KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens. Where no pass is needed,
-    `estimate` has made the advantages of the batches, which are whitened alone.
+    With the advantage 'gae', returns are A + V before whitening. With kl_in='reward', the reward of an answer is
+    R - β Σ kₜ when its group is compared; with the advantages 'reward' and 'gae', token t has the reward -β kₜ, so that
+    for 'reward' its advantage is the undiscounted return, R - β Σ kₛ over s >= t (REINFORCE++, arXiv 2501.03262). k
+    estimates KL(behavior ‖ reference) from the log-probs of the policy that drew the tokens. If no pass is needed, the
+    batches already have the advantages of `estimate`, which are only whitened.
     """
     divergences = [_divergences(choices, *of) for of in zip(batches, known, strict=True)]
     if choices.advantage == 'gae':
@@ -378,7 +378,7 @@ def _measure_answers(
     known: Sequence[Known],
     divergences: Sequence[np.ndarray],
 ) -> list[Passed]:
-    """By group what `estimate` reads: sums over the loss tokens of each answer, in all of its rows.
+    """The input of `estimate` for each group: sums over the loss tokens of each answer, in all of its rows.
 
     Args:
       sizes: rows of each group.
@@ -410,7 +410,7 @@ def _returns(
     batches: Sequence[PackedBatch],
     divergences: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
-    """Of each loss token R - β Σ kₛ over the loss tokens from it to the end of its answer; whitened if asked for."""
+    """R - β Σ kₛ at each loss token, over the loss tokens from it to the end of its answer; whitened if asked for."""
     rewards = _spread_rewards(choices, groups, batches)
     later = [_sum_later(*of) for of in zip(batches, divergences, strict=True)]
     returns = [r - choices.kl_coefficient * k for r, k in zip(rewards, later, strict=True)]
@@ -424,7 +424,7 @@ def _of_critic(
     known: Sequence[Known],
     divergences: Sequence[np.ndarray],
 ) -> list[TokenAdvantages]:
-    """From the values of the critic; the reward of an answer comes with the last trained token of each row."""
+    """Advantages and returns from a critic's values; each row's last trained token gets the reward of the answer."""
     rewards = _spread_rewards(choices, groups, batches)
     values = [_trained(batch, of[VALUES]).astype(np.float64) for batch, of in zip(batches, known, strict=True)]
     advantages = [
@@ -455,7 +455,7 @@ def _sum_rows(batches: Sequence[PackedBatch], arrays: Sequence[np.ndarray], rows
 
 
 def _of_rows(batches: Sequence[PackedBatch], rows: int) -> np.ndarray:
-    """float64 [rows of the update]: the advantage of the loss tokens of each, 0 where it has none."""
+    """float64 [rows of the update]: the advantage of each row's loss tokens, 0 for a row without any."""
     found = np.zeros(rows)
     for batch in batches:
         found[batch.trajectory_ids[batch.loss_mask]] = batch.advantages[batch.loss_mask]
@@ -463,7 +463,7 @@ def _of_rows(batches: Sequence[PackedBatch], rows: int) -> np.ndarray:
 
 
 def _spread(batches: Sequence[PackedBatch], values: np.ndarray) -> list[np.ndarray]:
-    """At each loss token the value of its row."""
+    """Spreads values [rows] over [M, R, N]: each loss token has the value of its row, the others 0."""
     return [np.where(b.loss_mask, values[np.where(b.loss_mask, b.trajectory_ids, 0)], 0.0) for b in batches]
 
 
@@ -475,7 +475,7 @@ def _spread_rewards(
 
 
 def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
-    """At each loss token the sum over it and the later ones of its answer, which stand side by side in a row."""
+    """At each loss token the sum over it and the later tokens of its answer, which are contiguous in a row."""
     by_row = lambda x: x.reshape(-1, x.shape[-1])
     mask, starts = by_row(batch.loss_mask), by_row(find_starts(batch.trajectory_ids))
     kept = np.where(mask, by_row(values), 0.0)
@@ -485,7 +485,7 @@ def _sum_later(batch: PackedBatch, values: np.ndarray) -> np.ndarray:
 
 
 def _whiten(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Values of loss tokens [M, R, N] each, 0 elsewhere."""
+    """Whitens the values of the loss tokens of all batches together; [M, R, N] each, 0 elsewhere."""
     masks = [batch.loss_mask for batch in batches]
     trained = np.hstack([_NOTHING, *(v[mask] for v, mask in zip(values, masks, strict=True))])
     whitened, found = whiten(trained, np.ones(len(trained))), [np.zeros(mask.shape) for mask in masks]

@@ -1,4 +1,4 @@
-"""What an update counts: groups that train something, tokens that it reads, weights and denominators. numpy only.
+"""Counts for an update: groups that train something, tokens that it reads, weights and denominators. numpy only.
 
 A controller without a learner counts too, to price an update.
 """
@@ -23,7 +23,7 @@ _LARGEST_REWARD = 1e30
 def rewards_of(group: TrajectoryGroup) -> np.ndarray:
     """float64 [episodes of the group].
 
-    Raises BatchError where a reward is not finite, or so large that its square is not: it would poison every
+    Raises BatchError for a reward that is not finite, or so large that its square is not: it would spoil every
     trajectory of its group.
     """
     rewards = np.array([t.reward for t in group.heads], np.float64)
@@ -38,7 +38,7 @@ def rewards_of(group: TrajectoryGroup) -> np.ndarray:
 
 
 def has_signal(group: TrajectoryGroup) -> bool:
-    """False where all rewards are equal (a group of one included): every advantage would be 0.
+    """False if all rewards are equal (a group of one included): every advantage would be 0.
 
     Raises BatchError as `rewards_of`.
     """
@@ -61,19 +61,19 @@ def data_metrics(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGro
 
 
 def count_generated(trajectory: Trajectory) -> int:
-    """Tokens of a row that the policy generated in it: those that may be trained."""
+    """The number of tokens of a row that the policy generated there: the ones that may be trained."""
     return sum(len(segment.tokens) for segment in trajectory.segments if segment.policy_version != NOT_GENERATED)
 
 
 # Tokens drawn from a part of the softmax only (rollout.top_k, rollout.top_p): refused, or trained and measured.
 #
-# The learner's log-probs and `behavior_logprobs` are taken from the full softmax, but the engine drew from the part
-# that top-k or top-p kept, of mass Z. The ratio to the policy that acted therefore has a factor of Z per token, which
-# the loss leaves out.
+# The learner's log-probs and `behavior_logprobs` are of the full softmax, but the engine drew from the part that top-k
+# or top-p kept, of mass Z. So the ratio to the policy that acted has a factor of Z per token, which the loss leaves
+# out.
 
 
 def require_full_softmax(groups: Sequence[TrajectoryGroup]) -> None:
-    """Raises ConfigError where a token was drawn from a cut softmax."""
+    """Raises ConfigError if a token was drawn from a cut softmax."""
     for group in groups:
         for trajectory in group.trajectories:
             if any(_is_cut(segment) for segment in trajectory.segments):
@@ -88,8 +88,8 @@ def kept_mass_metrics(groups: Sequence[TrajectoryGroup], oldest_version: int | N
     """Mean and minimum of the mass Z = exp(behavior - sampling log-prob) over the trained tokens; {} without a cut.
 
     Args:
-      groups: those that are trained.
-      oldest_version: tokens generated before it are not trained; None = all are.
+      groups: the trained ones.
+      oldest_version: tokens of an earlier version are not trained; None = all are.
     """
     oldest = NOT_GENERATED + 1 if oldest_version is None else max(oldest_version, NOT_GENERATED + 1)
     segments = [s for g in groups for t in g.trajectories for s in t.segments if s.policy_version >= oldest]
@@ -104,16 +104,16 @@ def _is_cut(segment: Segment) -> bool:
     return SAMPLING_LOGPROBS.name in segment.columns
 
 
-# What an update costs before it is made, in tokens.
+# The cost of an update in tokens, before it runs.
 
 
 class UpdatePrice(NamedTuple):
-    """How the tokens of an update are counted."""
+    """Counts the tokens that an update reads."""
 
     packing: str  # 'shared_prompt' | 'ordinary', as the attention of the learner allows
     epochs: int
     filters: bool  # groups of equal rewards are left out
-    masks_truncated: bool = False  # answers that ended at their limit are
+    masks_truncated: bool = False  # answers that ended at their limit are left out
 
     def tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
         """Tokens that an update of these groups would read."""
@@ -124,7 +124,7 @@ class UpdatePrice(NamedTuple):
         return [group for group in groups if not self.filters or has_signal(group)]
 
     def read(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the rows that an update reads of them; those without any are left out."""
+        """The groups with only the rows that an update reads; groups without any are left out."""
         if not self.masks_truncated:
             return list(groups)
         rows = [(group, tuple(t for t in group.trajectories if t.finish_reason != 'length')) for group in groups]
@@ -159,7 +159,7 @@ def token_weights(
 
     Args:
       length_constant: C of 'constant'.
-      prompts: int [trajectories of the update], the number of each one's group; 'prompt_mean' alone needs it.
+      prompts: int [trajectories of the update], the number of each trajectory's group; only 'prompt_mean' needs it.
 
     Returns:
       (weights float32 [M, R, N], denominator); 0 at padding.
@@ -187,7 +187,7 @@ def token_weights(
 
 
 def count_denominator(aggregation: str, counts: Counts) -> float:
-    """What a sum over so many tokens, answers and prompts is divided by; raises ValueError for an unknown name."""
+    """The divisor of a sum over the tokens, answers and prompts of `counts`; raises ValueError for an unknown name."""
     denominators = {
         'token_mean': counts.tokens, 'sequence_mean': counts.answers, 'sequence_sum': counts.answers,
         'constant': counts.answers, 'prompt_mean': counts.prompts, 'token_sum': 1,
@@ -200,16 +200,16 @@ def count_denominator(aggregation: str, counts: Counts) -> float:
 def denominator_scale(groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], aggregation: str) -> float:
     """The factor for denominators that count all `groups` of the update, not only the `kept` ones.
 
-    It is the ratio of what `aggregation` counts in both. Every minibatch gets the same factor; if there is only one
-    minibatch, its denominator is exactly the one of all groups. Loss, 'loss/value' and gradient norm shrink by the
-    factor. Returns 1 if no group is kept.
+    It is the ratio of the two counts that `aggregation` divides by. Every minibatch gets the same factor; a single
+    minibatch has exactly the denominator of all groups. Loss, 'loss/value' and gradient norm shrink by the factor.
+    Returns 1 if no group is kept.
     """
     whole, part = (count_denominator(aggregation, _count(side)) for side in (groups, kept))
     return whole / part if part else 1.0
 
 
 def _count(groups: Sequence[TrajectoryGroup]) -> Counts:
-    """Of generated tokens."""
+    """Counts generated tokens, and the answers and groups that have any."""
     counts = [
         [sum(len(s.tokens) for s in t.segments if s.policy_version != NOT_GENERATED) for t in g.trajectories]
         for g in groups
@@ -222,9 +222,9 @@ def _count(groups: Sequence[TrajectoryGroup]) -> Counts:
 
 
 def find_starts(trajectory_ids: np.ndarray) -> np.ndarray:
-    """int32 of the same shape [..., N]: where in its row each answer has its first loss token.
+    """int32 of the same shape [..., N]: the place in the row of the first loss token of the same answer.
 
-    The loss tokens of an answer stand side by side, and padding counts as one more answer.
+    The loss tokens of an answer are contiguous, and padding counts as one more answer.
     """
     places = np.arange(trajectory_ids.shape[-1], dtype=np.int32)
     is_first = np.ones(trajectory_ids.shape, bool)

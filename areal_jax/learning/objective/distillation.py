@@ -1,4 +1,4 @@
-"""The objectives of distillation: the policy samples, and comes nearer to a teacher on its own tokens."""
+"""The objectives of distillation: move the policy towards a teacher on tokens that the policy sampled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SampledDistillation(Objective):
 
       L(θ) = -Σₜ mₜ uₜ wₜ Aₜ log π_θ(yₜ|sₜ) / N,   Aₜ = log π_teacher(yₜ|sₜ) - log π_θ(yₜ|sₜ),   wₜ = π_θ / π_behav
 
-    A and w are constant. With y drawn from π_behav the expected gradient at a state is that of the divergence there:
+    A and w are constant. With y drawn from π_behav, the expected gradient at a state is the gradient of the divergence:
     Σ_y π_θ(y) (log π_θ(y) - log π_teacher(y)) ∇ log π_θ(y). States keep the weight with which they were visited.
     Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, section 3, with the reverse
     divergence: no gradient goes through the sampling of states. Rewards are not read; log w is clamped to ±20.
@@ -36,7 +36,7 @@ class SampledDistillation(Objective):
     Raises ConfigError for a value that its field may not hold.
     """
 
-    behavior_weight_cap: float | None = None  # w is at most that
+    behavior_weight_cap: float | None = None  # the upper bound of w
     aggregation: str = 'token_mean'
     length_constant: int = 1
     reads: ClassVar[frozenset[str]] = frozenset({TEACHER})  # type: ignore[misc]
@@ -64,7 +64,7 @@ class SampledDistillation(Objective):
         return tokens.mean(-weight * advantage * policy), jax.lax.stop_gradient(metrics)
 
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
-        """Per trained token of the update; nothing for no token.
+        """Metrics per trained token of the update; {} without any.
 
         'loss/teacher_kl' estimates KL(π_θ ‖ π_teacher) of a token, nats, by w (e^A - 1 - A): every term is at least 0.
         """
@@ -88,13 +88,13 @@ class SampledDistillation(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyDistillation(Objective):
-    """A divergence of each next token over the whole vocabulary, with its own gradient; states are those visited.
+    """A divergence of each next token over the whole vocabulary, differentiated itself, at the states visited.
 
       L(θ) = Σₜ mₜ uₜ Dₜ / N,   'reverse': D = KL(π_θ ‖ π_teacher)   'forward': D = KL(π_teacher ‖ π_θ)
 
     Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, section 3: no gradient goes through
-    the sampling of states. D is no estimate from the token that was drawn, so it has no importance weight; states keep
-    the weight with which the policy that sampled visited them. Rewards are not read. `aggregation`: see Objective.
+    the sampling of states. D is not estimated from the token drawn, so it has no importance weight; states keep the
+    weight with which the sampling policy visited them. Rewards are not read. `aggregation`: see Objective.
 
     Raises ConfigError for an unknown divergence.
     """
@@ -120,7 +120,7 @@ class VocabularyDistillation(Objective):
         return loss, jax.lax.stop_gradient(metrics)
 
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
-        """Per trained token of the update, nats; nothing for no token. 'loss/teacher_kl' is KL(π_θ ‖ π_teacher)."""
+        """Metrics per trained token of the update, nats; {} without any. 'loss/teacher_kl' is KL(π_θ ‖ π_teacher)."""
         n = merged.get('token_count', 0.0)
         if not n:
             return {}

@@ -1,8 +1,7 @@
-"""The seam between an update and what it optimizes: a learner calls an Objective, and knows none of its names.
+"""The interface between an update and its objective: a learner calls an Objective, and knows no concrete class.
 
-An own objective (loss.objective='FILE.py:FUNCTION', docs/own_objective.md) is a class of this kind; those of this
-project are in objectives.py, distillation.py and preference.py. Shapes are those of learning/__init__.py; n answers of
-an update.
+An own objective (loss.objective='FILE.py:FUNCTION', docs/own_objective.md) implements it; this project's objectives are
+in objectives.py, distillation.py and preference.py. For shapes see learning/__init__.py; n answers of an update.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ Metrics = dict[str, jax.Array]  # sums `*_sum`, `*_count`, and maxima `*_max`
 PROXIMAL = 'proximal'  # log-probs of the weights before the update
 REFERENCE = 'reference'  # log-probs of loss.reference
 TEACHER = 'teacher'  # log-probs of loss.teacher; not together with REFERENCE
-POLICY = 'policy'  # log-probs right before a step, for `prepare`: a pass of its own
+POLICY = 'policy'  # log-probs right before a step, for `prepare`; costs one more pass
 COLLISION = 'collision'  # log Σ π² and log-probs of the weights before the update, for `token_advantages`
 VALUES = 'values'  # of the critic, of the weights before the update; brings POLICY, for `token_advantages`
-# with VALUES: of the state behind the last token of a row that ended at its limit, else 0; for `token_advantages`
+# with VALUES: the value of the state after the last token of a row that ended at its limit, else 0; `token_advantages`
 END_VALUES = 'end_values'
 # of each token over the vocabulary, differentiable: see LossTokens.statistic
 REVERSE_KL = 'reverse_kl'  # KL(π_θ ‖ π_teacher); the teacher's pass is a part of each step
@@ -55,18 +54,18 @@ DIVERGENCES = frozenset({REVERSE_KL, FORWARD_KL})
 STATISTICS = DIVERGENCES | {CLAMPED_ENTROPY}
 FROM_TEACHER = DIVERGENCES | {TEACHER}
 INPUTS = STATISTICS | {PROXIMAL, REFERENCE, TEACHER, POLICY, COLLISION, VALUES, END_VALUES}
-RETURNS = 'returns'  # what the critic's values are compared with, of `token_advantages`
+RETURNS = 'returns'  # targets of the critic's values, from `token_advantages`
 
 
 class UndeclaredInputError(UserError):
-    """An objective reads what its `reads` does not name, so that nothing computes it."""
+    """An objective reads an input that its `reads` does not name, so that no pass computes it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossTokens:
-    """The loss tokens of a micro-batch, [R, N] each, and what their sums are divided by."""
+    """The loss tokens of a micro-batch, [R, N] each, and the denominator of their sums."""
 
-    policy_logprobs: jax.Array  # log π_θ, the only differentiated one beside entropy and statistics
+    policy_logprobs: jax.Array  # log π_θ, differentiated; so are entropy, values and statistics, and no other field
     entropy: jax.Array  # of the whole distribution
     behavior_logprobs: jax.Array
     advantages: jax.Array
@@ -77,11 +76,11 @@ class LossTokens:
     denominator: jax.Array  # scalar, of the minibatch
     version: jax.Array  # int scalar, of the weights before the update
     known: Mapping[str, jax.Array]  # what `reads` names, and what `prepare` returned
-    values: jax.Array | None = None  # of the critic, differentiated; where the objective trains one
+    values: jax.Array | None = None  # of the critic, differentiated; None if the objective trains no critic
     statistics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # STATISTICS that `reads` names
 
     def read(self, name: str) -> jax.Array:
-        """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, VALUES and with it RETURNS, or an array of `prepare`."""
+        """Constant [R, N]: PROXIMAL, REFERENCE, TEACHER, VALUES (and RETURNS with it), or an array of `prepare`."""
         return jax.lax.stop_gradient(_require_declared(self.known, name, ', or in `prepares`'))
 
     def statistic(self, name: str) -> jax.Array:
@@ -89,7 +88,7 @@ class LossTokens:
         return _require_declared(self.statistics, name)
 
     def mean(self, values: jax.Array) -> jax.Array:
-        """This micro-batch's part of the mean of the minibatch over the loss tokens: float32 scalar."""
+        """This micro-batch's part of the minibatch's mean over loss tokens: float32 scalar."""
         return masked_sum(values, self.loss_mask, self.token_weights) / self.denominator
 
     def total(self, values: jax.Array) -> jax.Array:
@@ -113,14 +112,14 @@ def _require_declared(arrays: Mapping[str, jax.Array], name: str, otherwise: str
 
 
 class TokenAdvantages(NamedTuple):
-    """Of the loss tokens of a minibatch, float32 [M, R, N] each."""
+    """Advantages and returns of the loss tokens of a minibatch, float32 [M, R, N] each."""
 
     advantages: np.ndarray
     returns: np.ndarray | None = None  # of an objective that reads VALUES
 
 
 class Objective(abc.ABC):
-    """What an update optimizes. Objects are immutable and hashable: they are a part of the key of compiled programs."""
+    """The objective of an update. Immutable and hashable, because it is part of the key of compiled programs."""
 
     reads: frozenset[str] = frozenset()  # of INPUTS
     prepares: tuple[str, ...] = ()  # arrays of `prepare`, float32 [M, R, N]
@@ -128,14 +127,14 @@ class Objective(abc.ABC):
     length_constant: int = 1  # of aggregation 'constant'
     entropy_clamp: float = 0.0  # share of the vocabulary, its least likely tokens, that CLAMPED_ENTROPY leaves out
     contrasts: bool = False  # a group of equal rewards changes nothing, so that learner.filter_equal_rewards may act
-    replaces_advantages: bool = False  # `token_advantages` makes them, of packed tokens before the first step
-    keeps_groups: bool = False  # all answers of a group lie in one row
+    replaces_advantages: bool = False  # `token_advantages` makes them from packed tokens before the first step
+    keeps_groups: bool = False  # all answers of a group are packed into one row
     masks_truncated: bool = (
         False  # answers that ended at their limit train nothing, and do not count in the denominator
     )
     learns_from_answers: ClassVar[bool] = True  # of engines: groups have rewards, tokens versions and ages
     scores_answers: ClassVar[bool] = False  # it trains `tokens.values` without reading VALUES
-    source: str = ''  # FILE.py:FUNCTION of an own one, which errors name; set where it is loaded
+    source: str = ''  # FILE.py:FUNCTION of an own objective, which errors name; set by load_objective
 
     @property
     def trains_values(self) -> bool:
@@ -143,7 +142,7 @@ class Objective(abc.ABC):
         return self.scores_answers or VALUES in self.reads
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
-        """Per group float32 [its answers], one number an answer; `groups` are all of the update."""
+        """Per group float32 [its answers], one number per answer; `groups` are all groups of the update."""
         return [np.ones(len(group.trajectories), np.float32) for group in groups]
 
     def token_advantages(
@@ -152,13 +151,13 @@ class Objective(abc.ABC):
         batches: Sequence[PackedBatch],
         passed: Sequence[Mapping[str, np.ndarray]],
     ) -> list[TokenAdvantages]:
-        """Per minibatch those of its tokens, in place of `advantages` where it `replaces_advantages`.
+        """The advantages of each minibatch's tokens, instead of `advantages`, if it `replaces_advantages`.
 
         Args:
-          groups: those that are trained; trajectory ids of the batches number their answers.
+          groups: the trained ones; trajectory ids of the batches number their answers.
           batches: with `advantages` at their tokens.
-          passed: per minibatch what `reads` names of REFERENCE, COLLISION, VALUES and END_VALUES, of which COLLISION
-            and VALUES bring POLICY; float32 [M, R, N], END_VALUES the same at all tokens of a row.
+          passed: per minibatch the arrays among REFERENCE, COLLISION, VALUES and END_VALUES that `reads` names, and
+            POLICY with COLLISION or VALUES; float32 [M, R, N], END_VALUES the same at all tokens of a row.
         """
         return [TokenAdvantages(batch.advantages) for batch in batches]
 
@@ -172,19 +171,19 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
-        """(this micro-batch's part of the loss of its minibatch, metrics); pure, traced once a shape."""
+        """(this micro-batch's part of the loss of its minibatch, metrics); pure, traced once per shape."""
 
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
         """Names and values for metrics.jsonl, from the sums and maxima of all micro-batches of an update."""
         return {}
 
     def measure_held_out(self, batch: PackedBatch, passed: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """What supervised training measures on data that it does not train on; by default the likelihood.
+        """Measures supervised training on data that it does not train on; by default the likelihood.
 
         Args:
-          passed: POLICY, with a reference REFERENCE, where values are trained VALUES; float32 [M, R, N].
+          passed: POLICY, REFERENCE with a reference, VALUES if values are trained; float32 [M, R, N].
 
-        Raises NonFiniteError where it is no number.
+        Raises NonFiniteError if the result is not finite.
         """
         return held_out_likelihood(passed[POLICY][batch.loss_mask])
 

@@ -1,4 +1,4 @@
-"""The objectives that loss.objective names: given answers, a combination of choices, and those of the user's own.
+"""The objectives that loss.objective names: likelihood of given answers, combinations of choices, own objectives.
 
 config/objectives.py names the methods; docs/own_objective.md says how to write one.
 """
@@ -72,7 +72,7 @@ class Likelihood(Objective):
         return loss, jax.lax.stop_gradient(metrics)
 
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
-        """Per trained token of the update, in nats; nothing for no token."""
+        """Metrics per trained token of the update, in nats; {} without any."""
         n = merged.get('token_count', 0.0)
         if not n:
             return {}
@@ -149,7 +149,7 @@ class PolicyObjective(Objective):
         return loss, metrics
 
     def _proximal(self, tokens: LossTokens) -> jax.Array:
-        """log π_prox; the behavior log-probs where the combination has no use for it."""
+        """log π_prox; the behavior log-probs if the combination does not use it."""
         kind = self.choices.proximal if self.choices.uses_proximal else 'behavior'
         if PROXIMAL in self.reads:
             return tokens.read(PROXIMAL)
@@ -196,9 +196,9 @@ def _derive(choices: PolicyChoices) -> dict[str, object]:
 
 
 def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
-    """What FUNCTION(**options) returns, checked.
+    """Returns FUNCTION(**options), checked.
 
-    Raises UserError, naming the field and the spec, where it returns no Objective, or one that cannot be trained.
+    Raises UserError, naming the field and the spec, if that is not an Objective, or one that cannot be trained.
     """
     function = load_function(spec, FIELD)
     with raising_user_error(spec, FIELD):
@@ -234,7 +234,7 @@ def load_objective(spec: str, options: Mapping[str, object]) -> Objective:
 
 
 def require_loss(objective: Objective, tokens: LossTokens) -> tuple[jax.Array, Metrics]:
-    """What its `loss` returns; raises UserError where an own one returns no scalars, or raises itself."""
+    """Returns `objective.loss`; raises UserError if an own objective returns no scalars, or raises itself."""
     if not objective.source:
         return objective.loss(tokens)
     try:
@@ -256,7 +256,7 @@ def require_loss(objective: Objective, tokens: LossTokens) -> tuple[jax.Array, M
 
 
 def require_advantages(objective: Objective, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
-    """Per group float32 [its answers]; raises UserError where an own one returns something else, or raises itself."""
+    """Per group float32 [its answers]; raises UserError if an own objective returns anything else, or raises."""
     if not objective.source:
         return objective.advantages(groups)
     with raising_user_error(objective.source, FIELD):
@@ -278,7 +278,7 @@ def require_token_advantages(
     batches: Sequence[PackedBatch],
     passed: Sequence[Mapping[str, np.ndarray]],
 ) -> list[TokenAdvantages]:
-    """What `token_advantages` returns; raises UserError where an own one returns something else, or raises itself."""
+    """Returns `objective.token_advantages`; raises UserError if an own one returns anything else, or raises itself."""
     with raising_user_error(objective.source, FIELD) if objective.source else contextlib.nullcontext():
         returned = [TokenAdvantages(*of) for of in objective.token_advantages(groups, batches, passed)]
     if not objective.source:
@@ -299,7 +299,7 @@ def require_token_advantages(
 def require_prepared(
     objective: Objective, batch: PackedBatch, policy_logprobs: np.ndarray | None
 ) -> Mapping[str, np.ndarray]:
-    """What `prepare` returns; raises UserError where an own one returns other names or shapes, or raises itself."""
+    """Returns `objective.prepare`; raises UserError if an own one returns other names or shapes, or raises itself."""
     if not objective.source:
         return objective.prepare(batch, policy_logprobs)
     with raising_user_error(objective.source, FIELD):
@@ -317,7 +317,7 @@ def require_prepared(
 
 
 def require_finite_loss(objective: Objective, loss: float, version: int) -> None:
-    """Raises UserError for a loss that is not finite of an own objective, whose steps would all be skipped."""
+    """Raises UserError if the loss of an own objective is not finite: all its steps would be skipped."""
     if objective.source and not math.isfinite(loss):
         raise UserError(
             f'{FIELD}={objective.source}: the loss of update {version + 1} is {loss}: {type(objective).__name__}.loss '

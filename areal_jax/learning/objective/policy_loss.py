@@ -34,8 +34,8 @@ KINDS = choices('loss.proximal')
 def recomputed_logprobs(policy_logprobs: jax.Array, known: jax.Array, weights_are_proximal: jax.Array) -> jax.Array:
     """log π_prox under the weights before the update, constant, of the shape of `policy_logprobs`.
 
-    In the first optimizer step the policy still has these weights, so that its log-probs are taken
-    (`weights_are_proximal`, a scalar); later steps take the `known` ones of a pass before the update.
+    In the first optimizer step the policy still has these weights, so its log-probs are used (`weights_are_proximal`, a
+    scalar); later steps use `known`, the log-probs of a pass before the update.
     """
     return jnp.where(weights_are_proximal, jax.lax.stop_gradient(policy_logprobs), known)
 
@@ -66,7 +66,7 @@ def proximal_logprobs(
 def loglinear_logprobs(
     policy_logprobs: jax.Array, behavior_logprobs: jax.Array, policy_versions: jax.Array, version: jax.Array
 ) -> jax.Array:
-    """A-3PO: the proximal policy as a point between behavior and policy, without a pass of its own.
+    """A-3PO: the proximal policy as a point between behavior and policy, without an additional pass.
 
       log π_prox ≈ log π_behav + α (log π_θ - log π_behav),   α = e / (e + 1),   e = V - v
 
@@ -87,11 +87,11 @@ def loglinear_logprobs(
 
 # Corrections for stale and mismatched behavior: a constant weight, and which tokens are trained. numpy and jax alike.
 #
-# Weights multiply after the surrogate, so that any of them goes with any of those.
+# Weights multiply after the surrogate, so that every weight can be combined with every surrogate.
 
 
 def behavior_weight(choices: PolicyChoices, log_ratio: Array, over_sequence: SumSequence) -> Array:
-    """w of each token from log π_prox - log π_behav, or log π_θ - log π_behav where there is no ratio; constant.
+    """w of each token from log π_prox - log π_behav, or log π_θ - log π_behav without a ratio; constant.
 
     'truncate': min(w, loss.behavior_weight_cap), TIS. 'mask': w inside the bounds, else 0, MIS and IcePop. A mask reads
     the raw weight.
@@ -112,7 +112,7 @@ def behavior_weight(choices: PolicyChoices, log_ratio: Array, over_sequence: Sum
 
 
 def is_vetoed(choices: PolicyChoices, log_ratio: Array, over_sequence: SumSequence) -> Array:
-    """bool: whether a token of the same answer has π_prox / π_behav below loss.veto."""
+    """bool: whether any token of the same answer has π_prox / π_behav below loss.veto."""
     xp = namespace(log_ratio)
     if choices.veto is None:
         return xp.zeros_like(log_ratio, dtype=bool)
@@ -121,7 +121,7 @@ def is_vetoed(choices: PolicyChoices, log_ratio: Array, over_sequence: SumSequen
 
 
 def shifts_too_far(choices: PolicyChoices, policy: Array, denominator: Array, advantages: Array) -> Array:
-    """bool: π_θ is further than loss.gate_threshold from π, in the direction in which the advantage pushes it.
+    """bool: π_θ is further than loss.gate_threshold from π, in the direction in which the advantage moves it.
 
     The total-variation mask of DPPO, arXiv 2602.04879: A > 0 is kept while π_θ - π <= δ, others while it is >= -δ.
     """
@@ -130,14 +130,14 @@ def shifts_too_far(choices: PolicyChoices, policy: Array, denominator: Array, ad
     return xp.where(advantages > 0, shift > choices.gate_threshold, shift < -choices.gate_threshold)
 
 
-# Decisions over a whole minibatch that a loss cannot make in a micro-batch: made on the host before a step.
+# Decisions that need a whole minibatch, and so cannot be made in the loss of a micro-batch: on the host before a step.
 
 
 def keep_second_moment(batch: PackedBatch, policy_logprobs: np.ndarray, threshold: float) -> np.ndarray:
-    """float32 [M, R, N]: 0 at the tokens with the largest (log π_θ - log π_behav)² until the mean of the rest is below.
+    """float32 [M, R, N]: 0 at the tokens with the largest (log π_θ - log π_behav)², else 1.
 
-    M2PO, arXiv 2510.01161, equation 6 and algorithm 1, over the minibatch: the result does not depend on packing. Equal
-    squares go together, the fewest tokens that suffice.
+    The fewest tokens are removed that bring the mean square of the rest below `threshold`; equal squares are removed
+    together. M2PO, arXiv 2510.01161, equation 6 and algorithm 1, over the minibatch: independent of packing.
     """
     mask = batch.loss_mask
     squares = (policy_logprobs[mask].astype(np.float64) - batch.behavior_logprobs[mask]) ** 2
@@ -164,7 +164,7 @@ def keep_share(batch: PackedBatch, values: np.ndarray, share: float) -> np.ndarr
 
 
 def uniform_numbers(batch: PackedBatch, seed: int) -> np.ndarray:
-    """float32 [M, R, N] in [0, 1): from the seed, the token and its place in the answer, wherever that is packed."""
+    """float32 [M, R, N] in [0, 1), from the seed, the answer, the token and its place; independent of packing."""
     fields = (batch.trajectory_ids, _places(batch.trajectory_ids), batch.targets)
     mixed = np.full(batch.targets.shape, np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15), np.uint64)
     for values in (*fields, batch.policy_versions, batch.behavior_logprobs.view(np.int32)):
@@ -173,7 +173,7 @@ def uniform_numbers(batch: PackedBatch, seed: int) -> np.ndarray:
 
 
 def _places(trajectory_ids: np.ndarray) -> np.ndarray:
-    """int: the number of a loss token in its answer, of which a row holds all or none."""
+    """int: the number of a loss token in its answer; no answer is split over rows."""
     return np.arange(trajectory_ids.shape[-1]) - find_starts(trajectory_ids)
 
 
@@ -184,7 +184,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-# Penalties that stand beside a policy loss: divergence from a reference policy.
+# Penalties added to a policy loss: divergence from a reference policy.
 #
 # Arrays are [R, N] (learning/__init__.py) or of any other common shape, written [...].
 
@@ -208,24 +208,24 @@ def kl_penalty(
       'k1': ℓ    'k2': ℓ²/2    'k3': e^-ℓ - 1 + ℓ    'unbiased': q (e^-ℓ - 1 + ℓ), q = π_θ / π_behav
 
     Schulman, "Approximating KL Divergence" (2020). The gradients with respect to log π_θ are 1, ℓ and 1 - π_ref/π_θ.
-    That of k1 is zero in expectation, so k1 is no penalty: use it to measure only. These three assume tokens sampled
-    from π_θ, and are not corrected for tokens of older policies. In 'unbiased' a gradient flows through q too, so that
-    it is q ℓ: over tokens of π_behav its expectation is the gradient of KL(π_θ ‖ π_ref) at the state, as that of k2 is
-    over tokens of π_θ (Tang and Munos, arXiv 2506.09477; DeepSeek-V3.2, arXiv 2512.02556). -ℓ and log q are
-    clamped to ±20 where exp is taken of them, and there alone: beyond, k1 and k2 go on, k3 goes on by its term ℓ, and
-    the gradient of 'unbiased' stays q ℓ.
+    The gradient of k1 is zero in expectation, so k1 is not a penalty: use it only to measure. These three assume tokens
+    sampled from π_θ, and are not corrected for tokens of older policies. In 'unbiased' the gradient also flows through
+    q, so it is q ℓ: its expectation over tokens of π_behav is the gradient of KL(π_θ ‖ π_ref) at the state, like the
+    expectation of k2's gradient over tokens of π_θ (Tang and Munos, arXiv 2506.09477; DeepSeek-V3.2, arXiv 2512.02556).
+    -ℓ and log q are clamped to ±20, but only where exp is taken of them: beyond, k1 and k2 are unchanged, k3 keeps its
+    term ℓ, and the gradient of 'unbiased' stays q ℓ.
 
     Args:
       policy_logprobs: float [...], log π_θ; the only differentiated input.
       reference_logprobs: float [...], log π_ref, constant.
-      loss_mask: bool [...], tokens the loss may touch; values elsewhere are not read.
+      loss_mask: bool [...], tokens that the loss may read; values elsewhere are not read.
       denominator: float scalar > 0, of the whole minibatch, counted before any token is rejected.
       token_weights: float [...], the weight of each token in the sum; None = 1.
       estimator: see KL_ESTIMATORS.
-      behavior_logprobs: float [...], log π_behav, constant; 'unbiased' alone reads it.
+      behavior_logprobs: float [...], log π_behav, constant; only 'unbiased' reads it.
 
     Returns:
-      (penalty, metrics), float32; 'reference_kl_sum' is of the estimates without weights. An empty mask gives 0 and
+      (penalty, metrics), float32; 'reference_kl_sum' sums the estimates without weights. An empty mask gives 0 and
       gradient 0.
 
     Raises ValueError for an unknown estimator.
@@ -263,14 +263,14 @@ def estimate_kl(log_ratio: Array, estimator: str) -> Array:
     return kl_term(-log_ratio)
 
 
-# The loss of a critic, and what is measured of it.
+# The loss of a critic, and its metrics.
 
 
 def value_loss(tokens: LossTokens, clip: float) -> tuple[jax.Array, Metrics]:
     """(loss, metrics): the mean of ½ max((V - R)², (clip(V, V₀ - ε, V₀ + ε) - R)²) with the aggregation of the policy.
 
     V₀ are the values before the update, R the returns; ε = 0 leaves the second term out. PPO, arXiv 1707.06347, as its
-    published code clips values. At V = V₀ ± ε the gradient is that of the unclipped term.
+    published code clips values. At V = V₀ ± ε the gradient is the one of the unclipped term.
     """
     assert tokens.values is not None, 'the learner gives values to an objective that reads them'
     mask = tokens.loss_mask
@@ -291,7 +291,7 @@ def value_loss(tokens: LossTokens, clip: float) -> tuple[jax.Array, Metrics]:
 
 
 def finalize_critic_metrics(merged: Mapping[str, float]) -> dict[str, float]:
-    """Per trained token of the update; nothing without a critic, or for no token.
+    """Metrics of the critic per trained token of the update; {} without a critic or without any token.
 
     'critic/explained_variance' is 1 - Var(R - V₀) / Var(R): 1 for values that predict every return, 0 for a constant.
     """
@@ -301,7 +301,7 @@ def finalize_critic_metrics(merged: Mapping[str, float]) -> dict[str, float]:
     mean = lambda name: merged[f'critic_{name}_sum'] / n
     variance = mean('return_sq') - mean('return') ** 2
     unexplained = mean('error_sq') - mean('error') ** 2
-    # sums are float32: what rounding leaves of equal returns is no variance
+    # sums are float32: the rounding error of equal returns must not count as a variance
     explained = {'critic/explained_variance': 1 - unexplained / variance} if variance > 1e-6 * mean('return_sq') else {}
     return explained | {
         'critic/loss': mean('loss'),
@@ -324,7 +324,7 @@ def finalize_critic_metrics(merged: Mapping[str, float]) -> dict[str, float]:
 
 
 class Terms(NamedTuple):
-    """Of each token, [..., N]."""
+    """Terms of the loss for each token, [..., N]."""
 
     loss: Array
     weight: Array  # the correction, constant
@@ -344,7 +344,7 @@ def token_terms(
 ) -> Terms:
     """The terms of tokens with log-probs and advantages [..., N], 0 where they are masked; numpy and jax alike.
 
-    `proximal` is log π_prox; where the combination has no use for it, any values do. Only `policy` is differentiated.
+    `proximal` is log π_prox; if the combination does not use it, any values will do. Only `policy` is differentiated.
     """
     xp, policy_now = namespace(policy), fixed(policy)
     denominator = behavior if choices.ratio_denominator == 'behavior' else proximal
@@ -383,7 +383,7 @@ def policy_loss(choices: PolicyChoices, tokens: LossTokens, proximal: jax.Array)
 
 
 def prepared_names(choices: PolicyChoices) -> tuple[str, ...]:
-    """What PolicyObjective.prepare computes on the host before a step."""
+    """Names of the arrays that PolicyObjective.prepare computes on the host before a step."""
     if choices.gate == 'second_moment' or _draws(choices, 'kondo'):
         return ('gate',)
     return ('uniform',) if _draws(choices, 'bernoulli') else ()
@@ -411,7 +411,7 @@ def _ratio_metrics(log_full_ratio: jax.Array, terms: Terms, loss_mask: jax.Array
 
 
 def finalize_policy_metrics(merged: Mapping[str, float]) -> dict[str, float]:
-    """Per trained token of the update; nothing for no token."""
+    """Metrics per trained token of the update; {} without any."""
     n = merged.get('token_count', 0.0)
     if not n:
         return {}

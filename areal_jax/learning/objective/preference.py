@@ -1,4 +1,4 @@
-"""The objectives of pairs: the chosen answer shall have a higher score than the rejected one."""
+"""The objectives of pairs: the chosen answer should have a higher score than the rejected one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from areal_jax.types import PackedBatch, TrajectoryGroup
 
 _PAIR_STARTS = 'pair_starts'  # the place in the row of the first loss token of the same pair
 _ENDS = 'ends'  # 1 at the last loss token of an answer, else 0
-_CHOSEN, _REJECTED = 1.0, -1.0  # what stands in the place of the advantages
+_CHOSEN, _REJECTED = 1.0, -1.0  # used as the advantages
 
 
 class PairObjective(Objective):
     """The mean over the pairs of -log σ(score of the chosen answer - score of the rejected one).
 
-    A group is a pair, the chosen answer first, and lies in one row, so that the loss of a micro-batch is exact.
+    A group is a pair, the chosen answer first, and is packed into one row, so that the loss of a micro-batch is exact.
     """
 
     prepares: ClassVar[tuple[str, ...]] = (_PAIR_STARTS,)  # type: ignore[misc]
@@ -41,10 +41,10 @@ class PairObjective(Objective):
 
     @abc.abstractmethod
     def score_held_out(self, passed: Mapping[str, np.ndarray], ends: np.ndarray) -> np.ndarray:
-        """The same from what passes say of a batch, [M, R, N]; `ends` is 1 at the last loss token of an answer."""
+        """[M, R, N]: as `score_tokens`, from the passes over a batch; `ends` is 1 at an answer's last loss token."""
 
     def advantages(self, groups: Sequence[TrajectoryGroup]) -> list[np.ndarray]:
-        """1 for the chosen answer, -1 for the rejected one; raises ValueError for a group that is no pair."""
+        """1 for the chosen answer, -1 for the rejected one; raises ValueError for a group that is not a pair."""
         if sizes := {len(group.trajectories) for group in groups} - {2}:
             raise ValueError(f'a group of {sizes.pop()} answers is no pair of a chosen and a rejected one')
         return [np.array([_CHOSEN, _REJECTED], np.float32) for _ in groups]
@@ -70,7 +70,7 @@ class PairObjective(Objective):
         return loss, jax.lax.stop_gradient(metrics)
 
     def metrics(self, merged: Mapping[str, float]) -> dict[str, float]:
-        """Means over the pairs of the update; nothing for no pair. An equal pair counts as half right."""
+        """Means over the pairs of the update; {} without any. A pair with equal scores counts as half right."""
         n = merged.get('answer_count', 0.0)
         if not n:
             return {}
@@ -85,7 +85,7 @@ class PairObjective(Objective):
     def measure_held_out(self, batch: PackedBatch, passed: Mapping[str, np.ndarray]) -> dict[str, float]:
         """{'preference_loss', 'margin', 'pair_accuracy', 'pairs'}.
 
-        The margin is the mean of Δ, the score of the chosen answer less that of the rejected one; the accuracy the
+        The margin is the mean of Δ, the score of the chosen answer minus the rejected answer's; the accuracy is the
         share with Δ > 0, where Δ = 0 counts half.
         """
         mask = batch.loss_mask
@@ -130,7 +130,7 @@ class DirectPreference(PairObjective):
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel(PairObjective):
-    """The score of an answer is the value of the state before its last token, which has read all before.
+    """The score of an answer is the value of the state before its last token, which has read all earlier tokens.
 
     Bradley and Terry's model, as Ouyang et al., arXiv 2203.02155, equation 1, train it on pairs.
     """

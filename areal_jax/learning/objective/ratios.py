@@ -1,7 +1,7 @@
 """Importance ratios: of a token, of a whole answer, or of its geometric mean. For arrays of numpy and of jax alike.
 
-A log-ratio is bounded where exp is taken of it, and nowhere else: what is linear or quadratic in a log-ratio keeps its
-value and its gradient at any distance.
+A log-ratio is bounded only where exp is taken of it: terms that are linear or quadratic in a log-ratio keep their value
+and gradient at any distance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK = 32  # numbers that are added one after the other: float32 sums of 131,0
 
 
 def fixed(x: Array) -> Array:
-    """The same values, through which no gradient flows."""
+    """Returns `x` with its gradient stopped."""
     return x if isinstance(x, np.ndarray) else jax.lax.stop_gradient(x)
 
 
@@ -29,10 +29,10 @@ def masked_sum(values: jax.Array, loss_mask: jax.Array, token_weights: jax.Array
 
 
 def sequence_sums(values: Array, loss_mask: Array, sequence_starts: Array) -> Array:
-    """[R, N]: at each loss token Σ m x over the loss tokens of its answer, of which a row holds all or none.
+    """[R, N]: at each loss token Σ m x over the loss tokens of its answer; no answer is split over rows.
 
-    Sums and gradients are made in chunks of chunks, counted from the start of an answer, so that they are as exact for
-    100,000 tokens as for 100, and do not depend on the place in the row.
+    Sums and gradients are computed in chunks of chunks, counted from the start of an answer, so that they are as exact
+    for 100,000 tokens as for 100, and do not depend on the place in the row.
 
     Args:
       sequence_starts: int [R, N], the place in the row of the first loss token of the same answer.
@@ -85,7 +85,7 @@ def bounded_exp(log_ratio: Array) -> Array:
 def kl_term(log_ratio: Array) -> Array:
     """k - 1 - log k from log k, at least 0: for k = π'/π and tokens of π its mean estimates KL(π ‖ π').
 
-    k alone is bounded: beyond, the term -log k goes on with its gradient.
+    Only k is bounded: beyond the bound, the term -log k keeps its value and gradient.
     """
     return namespace(log_ratio).expm1(clamp(log_ratio)) - log_ratio
 
@@ -110,7 +110,7 @@ def level_log_ratio(log_ratio: Array, level: str, over_sequence: SumSequence) ->
 
 
 class PolicyRatio(NamedTuple):
-    """Of each token, [..., N], differentiable in log π_θ."""
+    """The ratio of each token, [..., N], differentiable in log π_θ."""
 
     log: Array
     value: Array  # its bounded exp
@@ -119,8 +119,9 @@ class PolicyRatio(NamedTuple):
 def policy_ratio(unit: str, policy: Array, denominator: Array, over_sequence: SumSequence) -> PolicyRatio:
     """The ratio that a surrogate reads.
 
-    'geometric' is GSPO's sᵢ = (Π rₜ)^(1/n), whose gradient goes through all tokens of the answer; 'geometric_token' has
-    its value and the gradient of the own token alone: sg(sᵢ) π_θ / sg(π_θ). GSPO, arXiv 2507.18071, equations 7 and 14.
+    'geometric' is GSPO's sᵢ = (Π rₜ)^(1/n), whose gradient flows through all tokens of the answer; 'geometric_token'
+    has the same value, but its gradient flows through the token itself only: sg(sᵢ) π_θ / sg(π_θ). GSPO, arXiv
+    2507.18071, equations 7 and 14.
     """
     if unit == 'none':
         xp = namespace(policy)

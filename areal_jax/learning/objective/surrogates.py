@@ -1,9 +1,9 @@
-"""Surrogates: what a policy loss does with a ratio q and an advantage A. For arrays of numpy and of jax alike.
+"""Surrogates: how a policy loss combines a ratio q and an advantage A. For arrays of numpy and of jax alike.
 
 The loss of a token is -w·f·A + w·e, with w the correction, f the factor of a surrogate and e its term without A. The
-coefficient g of a surrogate is f's derivative by log π_θ: -w·g·A is the gradient (docs/objectives.md has all). Clips
-are explicit, because libraries differ in the gradients of minimum and clip at a tie: a token whose ratio is exactly at
-an edge keeps its gradient.
+coefficient g of a surrogate is f's derivative by log π_θ: -w·g·A is the gradient (docs/objectives.md lists all g).
+Clips are explicit, because libraries differ in the gradients of minimum and clip at a tie: a token whose ratio is
+exactly at an edge keeps its gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_jax.learning.objective.ratios import Array, fixed, namespace
 
 
 class SurrogateInputs(NamedTuple):
-    """Of each token, [..., N]."""
+    """The inputs of a surrogate for each token, [..., N]."""
 
     ratio: Array  # q, whose log is bounded, differentiable
     log_ratio: Array  # not bounded, differentiable
@@ -29,7 +29,7 @@ class SurrogateInputs(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """Of each token, [..., N]."""
+    """The results of a surrogate for each token, [..., N]."""
 
     factor: Array
     above: Array  # bool: the upper edge acts on the token
@@ -52,7 +52,7 @@ def clip(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
 
 
 def dual_clip(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
-    """`clip`, and q at most c = loss.dual_clip where A < 0 (Ye et al., arXiv 1912.09729, equation 3); g = 0 above."""
+    """`clip`, with q at most c = loss.dual_clip where A < 0 (Ye et al., arXiv 1912.09729, equation 3); g = 0 above."""
     xp = namespace(x.ratio)
     clipped = clip(choices, x)
     over = (x.advantages < 0) & (clipped.factor > choices.dual_clip)
@@ -102,7 +102,7 @@ def quadratic(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
 def oapl(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
     """(β Δ - A)² with Δ = log q of the whole answer, the same at each token. OAPL, arXiv 2602.19362, equation 3.
 
-    A mean over the tokens of an answer is therefore the one value of it.
+    So the mean over the tokens of an answer is that value.
     """
     residual = choices.oapl_beta * x.log_ratio - x.advantages
     return _unclipped(x, namespace(x.log_ratio).zeros_like(x.policy))._replace(extra=residual**2)
@@ -112,7 +112,7 @@ def delight(choices: PolicyChoices, x: SurrogateInputs) -> Surrogate:
     """f = sg(v) log π_θ with v by advantage times surprisal χ = -A log π_θ; g = v.
 
     'sigmoid': v = σ(χ / η). 'bernoulli': 1 with that probability, drawn from the run's seed. 'kondo': 1 for a share
-    of the minibatch's tokens, those with the largest χ, else 0. 'additive': v = σ(((1 - u) A - u log π_θ) / η).
+    of the minibatch's tokens, the ones with the largest χ, else 0. 'additive': v = σ(((1 - u) A - u log π_θ) / η).
     "Delightful Policy Gradient", arXiv 2603.14608; Kondo gate: arXiv 2603.20526. A biased weight: neither ratio nor
     versions are read.
     """

@@ -1,1 +1,1 @@
-"""Gradients become new weights."""
+"""The optimizers: turn gradients into new weights."""

@@ -1,4 +1,4 @@
-"""Two optimizers in one step: the policy's, and one for the critic beside it."""
+"""Two optimizers in one step: the policy's and the critic's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from areal_jax.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class CriticOptimizer(Optimizer):
-    """The policy's optimizer, and one for the critic that clips, steps and skips by itself.
+    """The policy's optimizer, and one for the critic that clips, steps and skips independently.
 
-    The state is the policy's, with that of the critic under CRITIC.
+    The state is the policy's, with the critic's under CRITIC.
     """
 
-    critic_rate: float = 0.0  # learning rate of the critic, on the schedule of the policy's
+    critic_rate: float = 0.0  # learning rate of the critic, with the policy's schedule
 
     def init(self, params: Tree) -> OptimizerState:
         return super().init(policy_leaves(params)) | {CRITIC: super().init(params[CRITIC])}

@@ -1,6 +1,7 @@
 """The directions that optimizers step in, before clipping, schedule and learning rate.
 
-A direction is an optax transformation of gradients; `used_if` of a field of OptimizerSection says which read it.
+A direction is an optax transformation of gradients. `used_if` of a field of OptimizerSection says which directions read
+the field.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def adamw8bit(settings: OptimizerSection) -> optax.GradientTransformation:
 def adafactor(settings: OptimizerSection) -> optax.GradientTransformation:
     """arXiv 1804.04235: nearly no state.
 
-    The second moment is stored as row and column means where two axes have at least 128 entries. Its decay is
-    1 - n^-0.8 at step n, and the direction of a matrix is clipped to a root mean square of 1. There is no first moment,
-    and the learning rate is not relative to the weights.
+    The second moment is stored as row and column means if two axes have at least 128 entries. Its decay is 1 - n^-0.8
+    at step n, and the direction of a matrix is clipped to a root mean square of 1. There is no first moment, and the
+    learning rate is not relative to the weights.
     """
     return optax.chain(optax.scale_by_factored_rms(), clip_by_layer_rms(1.0))
 
@@ -77,7 +78,7 @@ def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
 
     def decay(path: KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         name = path_name(path)
-        is_matrix = param.ndim - is_stacked(name) >= 2  # experts are matrices behind one another
+        is_matrix = param.ndim - is_stacked(name) >= 2  # a leaf of experts is a stack of matrices
         return update + weight_decay * param if is_matrix and name != 'embedding' else update
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(decay, updates, params))
@@ -86,7 +87,7 @@ def decay_matrices(weight_decay: float) -> optax.GradientTransformation:
 def clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
     """Scales every matrix to a root mean square of at most `threshold` (arXiv 1804.04235, section 6).
 
-    In a leaf that stacks layers (models/weights.py), each layer is scaled by itself, so that both forms of the weights
+    In a leaf that stacks layers (models/weights.py), each layer is scaled separately, so that both forms of the weights
     take the same step.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizer: gradients become new weights. The learning rate is an argument, so no value of it recompiles.
+"""The optimizer: gradients become new weights. The learning rate is an argument, so a new value recompiles nothing.
 
 directions.py has the update rule of each optimizer.
 """
@@ -21,8 +21,8 @@ from areal_jax.learning.brakes import compare_gradients, take_along
 from areal_jax.learning.optimizer.directions import make_direction
 from areal_jax.types import Tree
 
-BRAKES = ('brake', 'gradient_cosine')  # metrics of a step that are there with some settings only
-CRITIC_METRICS = ('critic_grad_norm', 'critic_skip_count')  # those of a critic's own optimizer
+BRAKES = ('brake', 'gradient_cosine')  # metrics of a step that exist with some settings only
+CRITIC_METRICS = ('critic_grad_norm', 'critic_skip_count')  # metrics of a critic's own optimizer
 OptimizerState: TypeAlias = dict[str, Tree]
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
@@ -35,7 +35,7 @@ class Schedule:
     """
 
     kind: str  # 'constant' | 'cosine' | 'linear'
-    warmup_steps: int  # the step with this number is the first with the whole rate
+    warmup_steps: int  # the step with this number is the first at the full rate
     total_steps: int  # number of the last step, after which `final_ratio` holds; 'constant' does not read it
     final_ratio: float  # in [0, 1]; 'constant' does not read it
 
@@ -55,11 +55,11 @@ class Optimizer:
     """Clips gradients by their global norm and steps along `transform` at the rate of `schedule`.
 
     A non-finite gradient skips that step and is counted: the weights may recover. The state is
-    {'transform': optax state, 'step': int32 scalar, the number of steps applied}, and 'gradients', those of the step
-    before, zeros at first and after a step that `projects` has left out, where they are compared.
+    {'transform': optax state, 'step': int32 scalar, the number of steps applied}, and, if it `compares`, 'gradients':
+    the gradients of the previous step, zeros at first and after a step that `projects` has left out.
     """
 
-    transform: optax.GradientTransformation  # gradients to a descent direction; the learning rate comes after it
+    transform: optax.GradientTransformation  # gradients to a descent direction, before the learning rate
     clip_norm: float  # 0 = off
     schedule: Schedule
     compares: bool = False  # whether the cosine of consecutive gradients is measured
@@ -91,7 +91,7 @@ class Optimizer:
     def apply(
         self, params: Tree, state: OptimizerState, gradients: Tree, learning_rate: jax.Array
     ) -> tuple[Tree, OptimizerState, dict[str, jax.Array]]:
-        """One step. A non-finite gradient norm leaves weights and state bit-equal and counts in `skip_count`.
+        """Makes one step. A non-finite gradient norm leaves weights and state bit-equal and counts in `skip_count`.
 
         Returns (params, state, metrics): metrics hold the norm before clipping and the learning rate as scheduled.
         """
@@ -121,7 +121,7 @@ class Optimizer:
         norm: jax.Array,
         applied: jax.Array,
     ) -> tuple[Tree, OptimizerState, dict[str, jax.Array]]:
-        """A step along gradients of this norm, where it is `applied`."""
+        """Steps along gradients of this norm if `applied`."""
         rate = learning_rate * self.schedule.factor(state['step'])
 
         def step(params: Tree, state: OptimizerState, gradients: Tree) -> tuple[Tree, OptimizerState]:
@@ -150,7 +150,7 @@ def make_optimizer(settings: OptimizerSection, total_steps: int, *, compares: bo
 
     Args:
       total_steps: optimizer steps of the run; the schedule 'constant' does not read it.
-      compares: the cosine of consecutive gradients is measured, also where no brake reads it.
+      compares: measures the cosine of consecutive gradients even if no brake reads it.
     """
     schedule = Schedule(settings.schedule, settings.warmup_steps, total_steps, settings.final_ratio)
     projects = settings.brake == 'projection'
@@ -160,7 +160,7 @@ def make_optimizer(settings: OptimizerSection, total_steps: int, *, compares: bo
 
 
 def step_metrics(steps: Sequence[Mapping[str, SupportsFloat]]) -> dict[str, float]:
-    """The metrics of an update, from those that `Optimizer.apply` returned for each of its steps."""
+    """The metrics of an update, from the metrics that `Optimizer.apply` returned for each of its steps."""
     total = lambda name: sum(float(step[name]) for step in steps)
     rate = float(steps[-1]['learning_rate']) if steps else 0.0
     means = {f'update/{name}': total(name) / len(steps) for name in BRAKES if steps and name in steps[0]}
@@ -174,7 +174,7 @@ def step_metrics(steps: Sequence[Mapping[str, SupportsFloat]]) -> dict[str, floa
 
 
 def mean_step_metrics(made: float, skipped: float, grad_norms: float, last_rate: float) -> dict[str, float]:
-    """The same from the number of steps (including skipped ones), the sum of their norms and the last rate."""
+    """The metrics of an update from its number of steps (skipped ones included), summed norms and last rate."""
     metrics = {'update/optimizer_steps': made - skipped, 'update/skipped_steps': skipped}
     if made > skipped:
         metrics['update/grad_norm'] = grad_norms / (made - skipped)
@@ -191,7 +191,7 @@ def _moment_sharding(leaf: Shaped, param: Shaped, sharding: NamedSharding) -> Na
     if len(leaf.shape) == len(shape) and leaf.shape[:-1] == shape[:-1]:  # blocks of the last axis
         whole = leaf.shape[-1] % _shards(mesh, spec[-1]) == 0
         return NamedSharding(mesh, PartitionSpec(*spec[:-1], spec[-1] if whole else None))
-    for axis in range(len(shape)):  # of two axes of one size either may be the one left out
+    for axis in range(len(shape)):  # if two axes have one size, either may be the one left out
         if leaf.shape == shape[:axis] + shape[axis + 1 :]:
             return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
     return NamedSharding(mesh, PartitionSpec())

@@ -14,7 +14,7 @@ from areal_jax.types import Tree
 
 MOMENT_DTYPES = ('float32', 'bfloat16', 'int8')
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 32  # values that share a scale
-_SHARDS = 16  # a last axis cut in up to so many parts is cut between blocks, where its size allows
+_SHARDS = 16  # a last axis sharded over up to 16 devices is cut between blocks, if its size allows
 _SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255
 
 
@@ -116,7 +116,7 @@ def dequantize(codes: jax.Array, scale: jax.Array, *, signed: bool) -> jax.Array
 
 
 def block_size(size: int) -> int:
-    """How many of `size` neighbours share a scale: the largest divisor up to 256 that leaves a multiple of 16 blocks.
+    """The number of neighbours that share a scale: the largest divisor up to 256 that leaves a multiple of 16 blocks.
 
     An axis sharded over 2, 4, 8 or 16 devices is then split between blocks, so no device needs values of another. If
     there is no such divisor of at least 32, the largest divisor from 32 to 256 is used, and without one a single block.
@@ -132,7 +132,7 @@ def _scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _in_blocks(values: jax.Array) -> jax.Array:
-    """[..., blocks, values of a block]."""
+    """Reshapes values to [..., blocks, values of a block]."""
     return values.reshape(*_scale_shape(values.shape), -1)
 
 
@@ -143,7 +143,7 @@ def _round_bfloat16(values: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def _noise(shape: tuple[int, ...], step: jax.Array, leaf: int) -> jax.Array:
-    """Pseudo-random uint32, a hash of index and step: far cheaper than jax.random, which is cryptographic."""
+    """Pseudo-random uint32, a hash of index, step and leaf: far cheaper than jax.random, which is cryptographic."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32

@@ -1,7 +1,7 @@
 """Packing: groups of trajectories become rows of a fixed shape, without padding to the longest. numpy only.
 
 In shared-prompt packing the prompt of a group is written once per row, and each of the group's answers in that row sees
-it. Trajectories become examples, bins say which of them share a row, and rows.py writes them.
+it. Trajectories become examples, bins decide which examples share a row, and rows.py writes them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from areal_jax.learning.packing.rows import (
 )
 from areal_jax.types import LARGEST_LOGPROB, NOT_GENERATED, PackedBatch, Trajectory, TrajectoryGroup
 
-Size = tuple[int, ...]  # one size for each capacity, of which there are one or two
-_REPACKED = 4  # bins for which sets of capacities are compared: few, so that there are few sets
+Size = tuple[int, ...]  # one size for each of the one or two capacities
+_REPACKED = 4  # the number of bins that fit_capacities repacks: small, because it compares sets of capacities
 
 
 def pack_first_fit(sizes: Sequence[Size] | np.ndarray, capacity: Size) -> list[list[int]]:
@@ -97,7 +97,7 @@ def spread_remainder(
     """Repacks the bins of an incomplete last batch into more bins of a smaller capacity, at most one batch of them.
 
     Well-filled bins leave a last batch of a few full bins. If the bins of a batch are computed in parallel, that batch
-    takes as long as a complete one; bins of a smaller capacity take less. The bins with the smallest items are
+    takes as long as a complete one; bins of a smaller capacity take less time. The bins with the smallest items are
     repacked. If their items fit no smaller capacity, the bins are returned unchanged.
 
     Args:
@@ -123,10 +123,11 @@ def spread_remainder(
 def fit_capacities(
     bins: Sequence[Sequence[int]], sizes: Sequence[Size] | np.ndarray, capacities: Sequence[Size]
 ) -> list[list[int]]:
-    """Repacks the emptiest bins so that the first capacities of the bins, each the smallest that holds it, sum to less.
+    """Repacks the emptiest bins into capacities with a smaller sum; a bin counts the smallest capacity that holds it.
 
-    Sets of capacities are tried from the least sum on, by best fit and by the bin with the most room, largest item
-    first. If none that costs less holds the items, the bins are returned unchanged.
+    The sum is of first capacities. Sets of capacities are tried in the order of their sums, each by best fit and by the
+    bin with the most room, largest item first. If no set with a smaller sum holds the items, the bins are returned
+    unchanged.
 
     Args:
       bins: as packed, indices of items.
@@ -153,11 +154,11 @@ def _sets_of(capacities: Sequence[Size], most: int, needed: np.ndarray, below: i
     )
     together = [(np.sum(limits, 0), limits) for limits in sets]
     holding = [(int(room[0]), limits) for room, limits in together if (room >= needed).all() and room[0] < below]
-    return [limits for _, limits in sorted(holding, key=lambda one: one[0])]  # those of one sum stay in their order
+    return [limits for _, limits in sorted(holding, key=lambda one: one[0])]  # stable: equal sums keep their order
 
 
 def _place_into(items: np.ndarray, limits: Sequence[Size]) -> list[int] | None:
-    """The bin of each item, in bins of these capacities; None where neither rule places all."""
+    """The bin of each item, in bins of these capacities; None if neither rule places all items."""
     for choose in (np.argmin, np.argmax):
         free, places = np.array(limits, np.int64), np.full(len(items), -1)
         for item in np.argsort(-items[:, 0], kind='stable'):
@@ -188,7 +189,7 @@ def _largest_first(items: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
 
 def _deciding(items: np.ndarray, limit: np.ndarray) -> tuple[int, ...]:
-    """The capacities that can be short, the scarcer first.
+    """The axes of the capacities that can run out, the scarcer first.
 
     If every item takes at least as large a share of one capacity as of the other, only the first can run out.
     """
@@ -288,7 +289,7 @@ def _members(items: Sequence[int], places: Sequence[int]) -> list[list[int]]:
     return bins
 
 
-# Trajectories in the form in which the learner reads them, after a check of what no kernel would notice.
+# Trajectories in the form that the learner reads, after a check for errors that no kernel would notice.
 #
 # A trajectory whose last loss token is token t needs t places in a row: that token is predicted and never read.
 
@@ -302,9 +303,9 @@ def make_examples(
     masks_truncated: bool = False,
     inputs: Sequence[Column] = (),
 ) -> list[list[Example]]:
-    """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update, also others.
+    """For each group, its trajectories that have loss tokens. Ids count all trajectories of the update.
 
-    With `masks_truncated` those that ended at their limit are left out.
+    With `masks_truncated`, trajectories that ended at their limit are left out.
     """
     examples_of, next_id = [], 0
     for group, values in zip(groups, advantages, strict=True):
@@ -321,7 +322,7 @@ def make_examples(
 
 
 def _require_sound(trajectory: Trajectory, advantage: float, vocab_size: int | None) -> None:
-    """Raises BatchError for values that would train silently wrong.
+    """Raises BatchError for values with which training would be silently wrong.
 
     A token id outside the vocabulary reads another row of the embedding; a behavior log-prob of -inf gives its token
     the largest weight possible.
@@ -360,10 +361,10 @@ def _require_fit(trajectory: Trajectory, form: NextTokenForm, capacity: tuple[in
 def next_token_form(
     trajectory: Trajectory, columns: Sequence[Column] = (), inputs: Sequence[Column] = ()
 ) -> NextTokenForm:
-    """Aligns arrays by the token that predicts instead of the token that they describe; no other code shifts them.
+    """Aligns arrays with the token that predicts, not the token that they describe; no other code shifts them.
 
     The first answer token is predicted by the last prompt token. Environment tokens are context: inputs, never targets.
-    The entry of a column of `inputs` is that of the token behind an input: of the pass that read the input.
+    An input has the entry of the next token in columns of `inputs`: it was recorded by the pass that read the input.
     Raises BatchError if the very first token was generated, because no token predicts it.
     """
     tokens = trajectory.tokens
@@ -399,7 +400,7 @@ def pack(
     rows_per_microbatch: int,
     n_minibatches: int,
     oldest_version: int | None = None,
-    newest_version: int | None = None,  # from which the update starts; None = not checked
+    newest_version: int | None = None,  # the version from which the update starts; None = not checked
     round_microbatches: bool = False,  # add empty ones up to a power of two
     masks_truncated: bool = False,  # leave answers that ended at their limit out
     keeps_groups: bool = False,  # put all answers of a group into one row
@@ -408,28 +409,30 @@ def pack(
     buckets: Sequence[RowShape] = (),
     vocab_size: int | None = None,
     row_trajectories: int | None = None,
-    columns: Sequence[Column] = (),  # packed beside the fields of a PackedBatch
-    inputs: Sequence[Column] = (),  # likewise, of all tokens that are read
+    columns: Sequence[Column] = (),  # packed in addition to the fields of a PackedBatch
+    inputs: Sequence[Column] = (),  # likewise, for all tokens that are read
 ) -> tuple[list[PackedBatch], PackingReport]:
     """Packs the groups of one update: one PackedBatch for each minibatch that has a token to train.
 
-    A group is never split, so fewer groups than `n_minibatches` give fewer batches, and nothing to train none. Tokens
-    generated before `oldest_version` are left out of `loss_mask` but keep their place and trajectory id, which is what
-    denominators count (objective/counting.py). `fill`, `data_shards` and `cost` decide only where a token is placed.
+    A group is never split, so fewer groups than `n_minibatches` give fewer batches, and without a token to train there
+    is no batch. Tokens of versions before `oldest_version` are left out of `loss_mask` but keep their place and
+    trajectory id, which denominators count (objective/counting.py). `fill`, `data_shards` and `cost` decide only where
+    a token is placed.
 
     Args:
       advantages: per group float32 [trajectories of the group].
       mode: 'shared_prompt' | 'ordinary'.
-      fill: 'first_fit' (decreasing) | 'algorithm_1' (bins.pack_fewest_first) | 'padded' (one trajectory per row, rows
-        in the order given; to compare with).
+      fill: 'first_fit' (decreasing) | 'algorithm_1' (pack_fewest_first) | 'padded' (one trajectory per row, rows in the
+        order given; for comparison).
       data_shards: groups of devices that share the rows of a micro-batch, an equal slice each.
-      cost: the measure by which the shards are balanced (balance.place_rows).
+      cost: the measure by which the shards are balanced (rows.place_rows).
       buckets: the row shapes to which the caller trims micro-batches, ascending, the full shape last; () = no trimming.
-        'first_fit' repacks an incomplete last micro-batch into more rows of a smaller shape if its items fit one; in
-        micro-batches of one row, the emptiest rows so that their shapes come to the fewest tokens.
-      vocab_size, row_trajectories: a token id is below it; most in a row in mode 'ordinary'. None = not bounded.
+        'first_fit' repacks an incomplete last micro-batch into more rows of a smaller shape if its items fit one; with
+        micro-batches of one row, it repacks the emptiest rows so that their shapes have the fewest tokens in all.
+      vocab_size: the bound of token ids; None = unbounded.
+      row_trajectories: the most trajectories in a row in mode 'ordinary'; None = unbounded.
 
-    Raises BatchError for what must not be learned from or fits no row, ValueError for what `require_known` refuses.
+    Raises BatchError for a trajectory that must not be learned from or fits no row, ValueError as `require_known`.
     """
     require_known(mode, fill)
     capacity = (row_tokens, row_loss_tokens)
@@ -511,7 +514,7 @@ def count_tokens(groups: Sequence[TrajectoryGroup], mode: str) -> int:
 
 
 def require_known(mode: str, fill: str) -> None:
-    """Raises ValueError for a mode or fill that is unknown, and for two that cannot go together."""
+    """Raises ValueError for a mode or fill that is unknown, and for two that cannot be combined."""
     if mode not in MODES:
         raise ConfigError(f'learner.packing={mode!r} is unknown; use one of {", ".join(MODES)}')
     if fill not in FILLS:
@@ -524,7 +527,7 @@ def require_known(mode: str, fill: str) -> None:
 
 
 def _require_published(batches: Sequence[PackedBatch], version: int) -> None:
-    """Raises BatchError for a token of a version after `version`, which starts the update."""
+    """Raises BatchError for a token of a version after `version`, from which the update starts."""
     for batch in batches:
         newest = int(batch.policy_versions[batch.trajectory_ids >= 0].max(initial=NOT_GENERATED))
         if newest > version:
@@ -538,13 +541,13 @@ def _round_up(placement: np.ndarray) -> np.ndarray:
 
 
 def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], keeps_groups: bool = False) -> list[Unit]:
-    """In shared-prompt packing, bins of as many answers as fit one row together with the prompt that they share."""
+    """Groups examples into units; in shared-prompt packing, as many answers as fit one row with their shared prompt."""
     if keeps_groups and examples:
         return [_whole_group(examples, mode, capacity)]
     if mode == 'ordinary':
         return [Unit((e,)) for e in examples]
     tokens, loss_tokens = capacity
-    sharing: dict[bytes, list[Example]] = {}  # of the rows of a group that begin with one prompt
+    sharing: dict[bytes, list[Example]] = {}  # rows of the group by the prompt with which they begin
     for example in examples:
         sharing.setdefault(example.prompt_key, []).append(example)
     units = []
@@ -555,7 +558,7 @@ def _units(examples: Sequence[Example], mode: str, capacity: tuple[int, int], ke
 
 
 def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, int]) -> Unit:
-    """All answers of a group; raises BatchError where no row has room for them."""
+    """The unit with all answers of a group; raises BatchError if no row has room for them."""
     shares = mode == 'shared_prompt' and len({example.prompt_key for example in examples}) == 1
     unit = Unit(tuple(examples), shares_prompt=shares)
     for field, needed, room in zip(ROW_ROOM, unit.size, capacity, strict=True):
@@ -570,7 +573,7 @@ def _whole_group(examples: Sequence[Example], mode: str, capacity: tuple[int, in
 def _rows(
     units: Sequence[Unit], fill: str, rows_per_microbatch: int, shapes: Sequence[RowShape], most: int | None
 ) -> list[Row]:
-    """Rows of at most `most` prompts each; a fuller one is cut, because few rows ever are."""
+    """Rows of at most `most` prompts each; fuller rows are cut, not repacked, because there are few of them."""
     sizes = [u.size for u in units]
     if fill == 'padded':
         bins = [[u] for u in range(len(units))]

@@ -1,7 +1,7 @@
-"""Rows: what they are made of, how they are placed and trimmed, and how well they are filled.
+"""Rows: their contents, their placement and trimming, and how well they are filled.
 
-A row holds units. A unit holds one answer with its prompt, or several answers, which share one prompt or have it each;
-each answer is an example.
+A row holds units. A unit holds one answer with its prompt, or several answers, which share one prompt or have a copy
+each; each answer is an example.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_jax.columns import ColumnArrays, of_models
 from areal_jax.models.shape import ModelConfig
 from areal_jax.types import PackedBatch
 
-EMPTY = -1  # in a placement: a place without a row
+EMPTY = -1  # in a placement: no row here
 _Number = TypeVar('_Number', float, np.ndarray)
 
 
@@ -37,13 +37,13 @@ def cost_coefficients(
       per token = 6 P,   P the parameters that multiply it: 2 forward, 2 for each of the two gradients
       per pair  = 12 H D layers: scores and weighted sum are 2 H D each, and the gradient costs twice as much
 
-    P counts the head in full: of a long answer nearly every token is a loss token. Kaplan et al., arXiv 2001.08361,
+    P counts the head in full: nearly every token of a long answer is a loss token. Kaplan et al., arXiv 2001.08361,
     section 2.1, with pairs counted instead of context lengths.
 
     Args:
-      n_parameters_per_layer: in matrices that a token meets, on average.
+      n_parameters_per_layer: parameters in matrices that a token meets, on average.
       n_heads: query heads; the number of key heads does not change the cost.
-      n_head_parameters: of the matrix to the vocabulary.
+      n_head_parameters: parameters of the matrix to the vocabulary.
     """
     return CostCoefficients(
         per_token=6.0 * (n_layers * n_parameters_per_layer + n_head_parameters),
@@ -52,7 +52,7 @@ def cost_coefficients(
 
 
 def _mlp_parameters(c: ModelConfig) -> int:
-    """Of the MLPs of all layers, or of the router and the experts that a token reaches."""
+    """The number of parameters in the MLPs of all layers; with experts, in the router and the experts reached."""
     dense = 3 * c.d_model * c.d_ff
     if c.experts is None:
         return c.n_layers * dense
@@ -96,13 +96,13 @@ def place_rows(
       costs: float [rows].
       shares: float [rows], the share of a row's places that are used.
       rows_per_microbatch: R, a multiple of `data_shards`.
-      in_order: no balancing: row i is put at place i.
+      in_order: put row i at place i, without balancing.
 
     Returns:
       int [M, R], the index of a row or EMPTY.
 
     Raises:
-      ValueError: rows that the shards cannot share evenly.
+      ValueError: `rows_per_microbatch` is not a multiple of `data_shards`.
     """
     if data_shards < 1 or rows_per_microbatch % data_shards:
         raise ValueError(
@@ -130,7 +130,7 @@ def shard_costs(costs: np.ndarray, placement: np.ndarray, data_shards: int) -> n
 
 
 def _share_out(rows: Iterable[int], costs: np.ndarray, rows_per_shard: int, data_shards: int) -> list[int]:
-    """Gives each row, most expensive first, to the cheapest shard that has a place left; returns places by shard."""
+    """Gives each row, most expensive first, to the cheapest shard with a place left; returns rows shard by shard."""
     shards: list[list[int]] = [[] for _ in range(data_shards)]
     loads = [(0.0, s) for s in range(data_shards)]
     for row in rows:
@@ -144,7 +144,7 @@ def _share_out(rows: Iterable[int], costs: np.ndarray, rows_per_shard: int, data
 # The shapes to which micro-batches may be trimmed, so that a light one costs less.
 
 
-# [..., T, *shape], as the columns of models; all other fields are [..., N, *shape]
+# fields [..., T, *shape], like the columns of models; all other fields are [..., N, *shape]
 _TOKEN_FIELDS = ('tokens', 'positions', 'segment_ids', 'parent_ids')
 _LEAST_TOKENS = 256  # the smallest T for which a shape is worth its compilation
 _MULTIPLE = 64  # tokens: tail buckets are multiples of it, as are the tiles of attention
@@ -171,7 +171,7 @@ def tail_buckets(tokens: int, loss_tokens: int, n: int) -> tuple[RowShape, ...]:
 
 
 def smaller_rows(full: RowShape, sizes: Sequence[int]) -> tuple[RowShape, ...]:
-    """Shapes of rows with `sizes` tokens: the share of loss tokens is that in `full`, rounded up to a multiple of 8."""
+    """Shapes of rows with `sizes` tokens and the share of loss tokens in `full`, rounded up to a multiple of 8."""
     share = lambda tokens: -(-full.loss_tokens * tokens // full.tokens)
     return tuple(RowShape(tokens, min(full.loss_tokens, -(-share(tokens) // 8) * 8)) for tokens in sizes)
 
@@ -182,7 +182,7 @@ def tail_bucket(rows: Mapping[str, np.ndarray], buckets: Sequence[RowShape]) -> 
     Args:
       rows: fields of a PackedBatch or of one micro-batch, 'segment_ids' and 'loss_mask' among them.
 
-    Raises ValueError where none does: `buckets` has to contain the full shape.
+    Raises ValueError if none does: `buckets` must contain the full shape.
     """
     tokens, loss_tokens = _used(rows['segment_ids'] > 0), _used(rows['loss_mask'])
     holding = [b for b in buckets if b.tokens >= tokens and b.loss_tokens >= loss_tokens]
@@ -216,7 +216,7 @@ PADDING = -1  # trajectory id where a row has no loss token
 
 
 class BatchError(ValueError):
-    """Trajectories that must not be learned from; the message names the draw, the sample and what is wrong."""
+    """Trajectories that must not be learned from; the message names the draw, the sample and the defect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +228,13 @@ class NextTokenForm:
     targets: np.ndarray  # int32 [A], the loss tokens
     behavior_logprobs: np.ndarray  # float32 [A]
     policy_versions: np.ndarray  # int32 [A]
-    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # those that are packed, [A, *shape]
+    columns: ColumnArrays = dataclasses.field(default_factory=dict)  # the packed ones, [A, *shape]
     read: ColumnArrays = dataclasses.field(default_factory=dict)  # of the input tokens, see PackedBatch.inputs
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One trajectory with what the loss needs besides its tokens."""
+    """One trajectory with its advantage and id, which the loss needs besides its tokens."""
 
     form: NextTokenForm
     prompt_tokens: int
@@ -247,9 +247,9 @@ class Example:
 
     @property
     def prompt_key(self) -> bytes:
-        """Equal for two examples that may share one copy of the prompt: of equal tokens, and equal records of them.
+        """Equal for two examples that may share one copy of the prompt: their tokens and records of it are equal.
 
-        New weights may arrive while the answers of a group begin, so that engines record two versions of a prompt.
+        New weights may arrive while the answers of a group begin; then engines record two versions of a prompt.
         """
         read = (np.ascontiguousarray(values[: self.prompt_tokens]).tobytes() for values in self.form.read.values())
         return b''.join((self.prompt.tobytes(), *read))
@@ -262,7 +262,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What must be in one row: a prompt and the answers that share it, or answers with a prompt each."""
+    """Answers that must be in one row: with one prompt that they share, or with a prompt each."""
 
     examples: tuple[Example, ...]
     shares_prompt: bool = True
@@ -285,12 +285,12 @@ class Unit:
 
     @property
     def prompts(self) -> int:
-        """How many prompts are written."""
+        """The number of prompts that are written."""
         return len(self._prompt_lengths)
 
     @property
     def _prompt_lengths(self) -> list[int]:
-        """Of those that are written."""
+        """Lengths of the prompts that are written."""
         return [e.prompt_tokens for e in (self.examples[:1] if self.shares_prompt else self.examples)]
 
 
@@ -340,7 +340,7 @@ class _RowWriter:
                 start = self._append(example.form, slice(None), parent=None)
                 self._append_loss(example, example.form.sources + start)
             return
-        first = unit.examples[0]  # whose record of the prompt is that of all
+        first = unit.examples[0]  # all examples have the same record of the prompt
         prompt_start = self._append(first.form, slice(first.prompt_tokens), parent=None)
         prompt_segment = self._segment
         for example in unit.examples:
@@ -350,7 +350,7 @@ class _RowWriter:
             self._append_loss(example, np.where(sources < n, prompt_start + sources, start + sources - n))
 
     def _append(self, form: NextTokenForm, part: slice, parent: int | None) -> int:
-        """Appends a part of the inputs as one segment; returns the index of the first in the row."""
+        """Appends a part of the inputs as one segment; returns the index of its first token in the row."""
         tokens, first_position = form.inputs[part], part.start or 0
         self._segment += 1
         start, self._token = self._token, self._token + len(tokens)
@@ -378,12 +378,10 @@ class _RowWriter:
             self._row.columns[name][place] = values
 
 
-# How well the rows of an update are filled.
-
-
+# The report on how well the rows of an update are filled.
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """How well the rows of an update are filled, over all its minibatches."""
+    """Counts that tell how well the rows of an update are filled, over all its minibatches."""
 
     rows: int = 0  # with at least one token
     microbatches: int = 0  # empty ones included
@@ -410,7 +408,7 @@ class PackingReport:
 def report_batch(
     batch: PackedBatch, unshared_tokens: int, costs: np.ndarray, buckets: Sequence[RowShape]
 ) -> PackingReport:
-    """Of one minibatch; `costs` by micro-batch and data shard."""
+    """The report of one minibatch; `costs` by micro-batch and data shard."""
     microbatches, rows, row_tokens = batch.tokens.shape
     shapes = [RowShape(row_tokens, batch.targets.shape[-1])] * microbatches
     if buckets:

@@ -1,1 +1,1 @@
-"""Weights in the forms of learner, engines and files."""
+"""Weights in the forms that learner, engines and files use."""

@@ -1,6 +1,6 @@
 """Refuses weights and optimizer state that hold NaN or infinity, with the same verdict on every process.
 
-A learner checks before the first update, before a save and after a restore; an engine or server checks what it loads.
+A learner checks before the first update, before a save and after a restore; an engine or server checks loaded weights.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from areal_jax.types import Tree
 
 
 class NonFiniteError(UserError, ArithmeticError):
-    """Numbers that no training can go on from; the message names where they are, how many, and the fix."""
+    """Numbers from which training cannot continue; the message names their place, their number and the fix."""
 
 
 def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
-    """Raises NonFiniteError that names the first leaf with NaN or infinity, and how many of its values are.
+    """Raises NonFiniteError that names the first leaf with NaN or infinity, and the number of such values.
 
     The values are counted on the devices of `mesh`, which hold the leaves. A collective if the mesh spans processes:
-    all must call it, and either all raise or none. Where a leaf is not in the memory of the host, one small program is
+    all must call it, and either all raise or none. If a leaf is not in the memory of the host, one small program is
     compiled for each shape; a single program over all leaves would take seconds to compile if layers are listed.
 
     Args:
-      what: what the tree was read from or made by, the start of the sentence.
-      fix: its end.
+      what: the source of the tree, the start of the message.
+      fix: the end of the message.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     leaves = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
@@ -42,7 +42,7 @@ def require_finite(tree: Tree, mesh: Mesh, what: str, fix: str) -> None:
 
 
 def require_finite_shards(tree: Tree, what: str, fix: str) -> None:
-    """The same for arrays of this process alone, without collectives: dispatches may run on the devices meanwhile."""
+    """`require_finite` for arrays of this process alone. No collectives, so dispatches may run on the devices."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     leaves = {path: jnp.asarray(leaf) for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     parts = {
@@ -53,14 +53,14 @@ def require_finite_shards(tree: Tree, what: str, fix: str) -> None:
 
 
 def _count_here(leaf: jax.Array, count: jax.stages.Wrapped) -> int:
-    """Without a program where the values are in the memory of the host."""
+    """Counts the values that are not finite; runs no program if they are in the memory of the host."""
     view = host_view(leaf)
     found = None if view is None else sum_words(view)
     return int(jax.device_get(count(leaf))) if found is None else found[2]
 
 
 def _refuse(leaves: Mapping[str, jax.Array], counts: Mapping[str, int], what: str, fix: str) -> None:
-    """Raises NonFiniteError where a leaf has such values; `counts` has their number by path."""
+    """Raises NonFiniteError if a count is not 0; `counts` has the number of non-finite values by path."""
     wrong = {path: n for path, n in counts.items() if n}
     for path, n in wrong.items():
         others = f', and {len(wrong) - 1} other leaves have such values too' if len(wrong) > 1 else ''

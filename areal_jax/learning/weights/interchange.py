@@ -24,25 +24,25 @@ from areal_jax.types import Tree
 
 
 class HostCopies:
-    """Copies float32 arrays of one CPU device.
+    """Copies float32 arrays of one CPU device into memory that it reuses.
 
-    As much memory is kept as copies were alive at once. Not for several threads.
+    It keeps the memory of the most copies that were alive at once. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = collections.defaultdict(list)  # float32, by their number of elements
 
     def copy(self, tree: Tree) -> Tree:
-        """The same tree of numpy arrays, whose memory is used again when nothing refers to any part of it."""
+        """Copies the tree to numpy arrays; the memory of an array is reused once nothing refers to any part of it."""
         return jax.tree.map(self._copy_leaf, tree)
 
     def _copy_leaf(self, leaf: jax.Array) -> np.ndarray:
         free = self._free[leaf.size]
         memory = free.pop() if free else np.empty(leaf.size, np.float32)
-        # the base is no array: a view of the copy then refers to the copy, which keeps the memory from being used again
+        # the base is not an array, so a view of the copy refers to the copy and keeps its memory from being reused
         copied = np.frombuffer(memory.data, np.float32)
         weakref.finalize(copied, free.append, memory).atexit = False
-        copied[:] = np.asarray(leaf).reshape(-1)  # a view, which is gone when the next update asks for the buffer
+        copied[:] = np.asarray(leaf).reshape(-1)  # a view, freed before the next update needs the buffer
         return copied.reshape(leaf.shape)
 
 
@@ -62,9 +62,9 @@ def export_weights(decoder: Decoder, dtype: str, params: Tree, frozen: Tree) -> 
 def take_snapshot(decoder: Decoder, params: Tree, state: Tree) -> dict[str, Tree]:
     """{'params': nested dict, 'optimizer': {path: leaf}}, layers as a list, on the host.
 
-    Leaves are numpy arrays, or HostShards of what this process saves if the mesh spans several. Arrays are copied to
-    the host first, where they are not there already, and split into per-layer views there. Slicing on the device would
-    need a second copy of all weights.
+    Leaves are numpy arrays, or HostShards of the part that this process saves if the mesh spans several. Arrays that
+    are not on the host are copied there first, and all are split into per-layer views there. Slicing on the device
+    would need a second copy of all weights.
     """
     listed = _listed(decoder, jax.tree.map(view_shards, state))
     leaves = jax.tree_util.tree_leaves_with_path(listed)
@@ -100,7 +100,7 @@ def read_snapshot(
 def match_snapshot(
     decoder: Decoder, saved: Mapping[str, Tree], current: Mapping[str, Tree]
 ) -> dict[str, list[_Source]]:
-    """For each leaf of `current` the leaves of `saved` that it is made of; reads no values.
+    """For each leaf of `current`, the leaves of `saved` from which it is built; reads no values.
 
     Raises ValueError for names or shapes that differ.
     """
@@ -112,7 +112,7 @@ def _listed(decoder: Decoder, tree: Tree) -> Tree:
 
 
 class _StoredLeaf(Protocol):
-    """An array of a snapshot, of which regions are read."""
+    """An array of a snapshot, read region by region."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -125,7 +125,7 @@ _Source = Mapping[int | None, _StoredLeaf]  # by layer of the learner's leaf; No
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a leaf in interchange form belongs. An index gives the place of one layer, as it does for an array."""
+    """The place of a leaf in interchange form in the learner's form. Indexing gives the place of one layer."""
 
     index: int  # of the learner's leaf
     shape: tuple[int, ...]
@@ -154,7 +154,7 @@ def _sources(decoder: Decoder, saved: Tree, current: Tree, what: str) -> list[_S
         )
     sources: list[dict[int | None, _StoredLeaf]] = [{} for _ in leaves]
     for path, place in listed.items():
-        # an optimizer may have placeholders without an axis of layers: they are equal in all layers, so one is enough
+        # an optimizer may have placeholders without an axis of layers: they are equal in all layers, so use the first
         sources[place.index].setdefault(place.layer, found[path])
     return list(sources)
 

@@ -1,6 +1,6 @@
-"""Trees of arrays: which leaves of the weights are trained, and the working copy that a pass computes with.
+"""Trees of arrays: the choice of trained leaves, the working copy that a pass computes with, and the critic's leaves.
 
-It walks nested dicts by path and knows nothing of the model.
+Works on nested dicts by path, independent of the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from areal_jax.sharding.rules import WeightAxes
 from areal_jax.types import Tree
 
 Params = Mapping[str, Tree]  # a nested dict of weights
-CRITIC = 'critic'  # root of the critic's weights beside those of the policy, see learning/weights/trained_leaves.py
+CRITIC = 'critic'  # root of the critic's weights, next to the policy's weights
 Trainable = Callable[[str], bool]  # of a leaf's path, 'layers/0/attention/query/weight'
 
 
 def split(params: Params, trainable: Trainable, prefix: str = '') -> tuple[dict[str, Tree], dict[str, Tree]]:
-    """(trained, frozen): two nested dicts that `join` puts together again; branches without a leaf are left out."""
+    """(trained, frozen): two nested dicts that `join` merges again; branches without a leaf are left out."""
     trained: dict[str, Tree] = {}
     frozen: dict[str, Tree] = {}
     for name, value in params.items():
@@ -37,7 +37,7 @@ def split(params: Params, trainable: Trainable, prefix: str = '') -> tuple[dict[
 
 
 def join(trained: Params, frozen: Params) -> dict[str, Tree]:
-    """The nested dict that `split` took apart."""
+    """Merges the two nested dicts of `split`."""
     joined = dict(frozen)
     for name, value in trained.items():
         joined[name] = join(value, frozen[name]) if name in frozen else value
@@ -56,21 +56,21 @@ def cast(tree: Tree, dtype: str) -> Tree:
     return tree if tree.dtype == jnp.dtype(dtype) else tree.astype(jnp.dtype(dtype))
 
 
-# The critic: values of the states of loss tokens, by a head on the policy's trunk or on a model of its own.
+# The critic: values of the states of loss tokens, by a head on the policy's trunk or on a separate model.
 #
-# Its weights are trained leaves of the learner, under CRITIC beside those of the policy: they are cut over the mesh,
-# checkpointed and restored like them. Engines never get them, and they have an optimizer of their own.
+# Its weights are trained leaves of the learner, under CRITIC next to the policy's weights: they are sharded over the
+# mesh, checkpointed and restored like them. Engines never get them, and they have a separate optimizer.
 
 
 VALUE_HEAD = 'value_head'  # {'weight': [d], 'bias': []}, below CRITIC
 
 
 class CriticError(UserError):
-    """Weights of a critic that are missing or do not fit; the message names where they belong, and the fix."""
+    """Weights of a critic that are missing or do not fit; the message names their place and the fix."""
 
 
 def make_value_head(width: int) -> dict[str, np.ndarray]:
-    """A head of a model of that width that gives every state the value 0."""
+    """A head for hidden states of size `width` that gives every state the value 0."""
     return {'weight': np.zeros(width, np.float32), 'bias': np.zeros((), np.float32)}
 
 
@@ -81,7 +81,7 @@ def score_states(head: Mapping[str, Tree], states: jax.Array) -> jax.Array:
 
 
 def scale_gradient(x: jax.Array, factor: float) -> jax.Array:
-    """The same values; a gradient that flows back through them is multiplied by `factor`."""
+    """Returns `x`; a gradient that flows back through it is multiplied by `factor`."""
     if factor == 1.0:
         return x
     fixed = jax.lax.stop_gradient(x)
@@ -89,7 +89,7 @@ def scale_gradient(x: jax.Array, factor: float) -> jax.Array:
 
 
 def choose_trained(*, adapters: bool) -> Trainable:
-    """Which leaves are trained: of the policy all or its adapters, of a critic all but a head over the vocabulary."""
+    """Chooses the trained leaves: the policy's adapters or all its leaves, and a critic's except a vocabulary head."""
 
     def trains(path: str) -> bool:
         if path.startswith(f'{CRITIC}/'):
@@ -100,13 +100,13 @@ def choose_trained(*, adapters: bool) -> Trainable:
 
 
 def critic_axes(axes: WeightAxes) -> WeightAxes:
-    """The logical axes of a critic's weights, below CRITIC, from those of the policy's."""
+    """The logical axes of a critic's weights, below CRITIC, from the axes of the policy's weights."""
     head = {f'{VALUE_HEAD}/weight': ('value',), f'{VALUE_HEAD}/bias': ()}
     return WeightAxes({**axes.by_path, **head}, axes.units)
 
 
 def require_critic(saved: Mapping[str, Tree]) -> None:
-    """Raises CriticError for the weights of a checkpoint that has none."""
+    """Raises CriticError if the weights of a checkpoint have no critic."""
     if CRITIC not in saved:
         raise CriticError(
             'the checkpoint holds no critic, whose values the objective reads: resume with the loss.objective that '

@@ -1,4 +1,4 @@
-"""The attention backends: on which hardware each runs, what its mask can express, and how one is chosen."""
+"""The attention backends: the hardware and the mask features that each supports, and the choice of one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AttentionError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What a backend supports. All support segments, causal masks and grouped queries."""
+    """The features of a backend. All backends support segments, causal masks and grouped queries."""
 
     platforms: tuple[str, ...]  # of jax.default_backend(); empty = any
     dtypes: tuple[str, ...]
@@ -86,11 +86,11 @@ def choose_implementation(
     Args:
       platform: of jax.default_backend().
       tokens: of a row.
-      head_dim, capability: of the model and of a CUDA device, see `local_device`; None = do not ask.
-      shares_prompts, window, slices: what the mask has to express, see packed_attention.
+      head_dim, capability: of the model and of a CUDA device, see `local_device`; None = not checked.
+      shares_prompts, window, slices: features that the mask must express, see packed_attention.
       excluded: backends that 'auto' passes over.
 
-    Raises AttentionError, naming what `impl` lacks and a backend that has it.
+    Raises AttentionError, naming the feature that `impl` lacks and a backend that has it.
     """
 
     demand = Demand(dtype, head_dim, shares_prompts, window, slices)
@@ -144,7 +144,7 @@ def local_device() -> tuple[str, tuple[int, int] | None]:
 
 
 def jax_settings() -> str:
-    """All settings of jax: what was compiled or checked under others may compute something else."""
+    """All settings of jax: a program compiled or checked under other settings may compute something else."""
     return repr(sorted(jax.config.values.items()))
 
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention in plain JAX, for CPUs and for hardware without a kernel of its own.
+"""Block-sparse attention in plain JAX, for CPUs and for hardware without a special kernel.
 
 It visits only tiles that may contain a visible pair. The backward pass recomputes each tile from (out, log-sum-exp)
 (arXiv 2205.14135, algorithms 2 and 4). The length of its loops depends on the ids. Under vmap all rows would loop as
@@ -51,7 +51,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: 
 
 
 def tile_tokens(row_tokens: int) -> int:
-    """The side of a tile in rows of so many tokens."""
+    """The side of a tile in rows of `row_tokens` tokens."""
     return _SHORT_BLOCK if row_tokens <= _SHORT_ROW else BLOCK
 
 
@@ -138,7 +138,7 @@ def _slice(x: jax.Array, index: jax.Array, block: int, axis: int) -> jax.Array:
 
 
 def _add_block(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    """`part` added in place to the tokens (next to last axis) of a block."""
+    """Adds `part` in place to the tokens (next to last axis) of a block."""
     axis = total.ndim - 2
     block = part.shape[axis]
     added = _slice(total, index, block, axis) + part

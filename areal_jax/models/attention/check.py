@@ -1,6 +1,6 @@
 """The check of an attention backend at start-up, on the device and in the dtype of the run.
 
-It is needed because fused kernels have silently ignored segment ids, and with grouped keys read wrong tokens, see
+It is needed because fused kernels have silently ignored segment ids and have read wrong tokens with grouped keys, see
 `cudnn`. The learner uses it when it chooses a backend.
 """
 
@@ -41,10 +41,10 @@ def self_check(
     slices: bool = False,
     interpret: bool = False,
 ) -> float:
-    """Compares a small packed row with a dense float64 softmax, forward and gradient, and raises where they differ.
+    """Compares a small packed row with a dense float64 softmax, forward and gradient, and raises if they differ.
 
-    The row has grouped keys, three segments that end inside of blocks and a padded tail; where the backend can share
-    prompts, a second one has two answers beside their prompt.
+    The row has grouped keys, three segments that end inside of blocks and a padded tail. If the backend can share
+    prompts, a second row has two answers that share their prompt.
 
     Args:
       dtype, head_dim, window, slices: of the run, as for choose_implementation; the size of a window is not used.
@@ -52,7 +52,7 @@ def self_check(
 
     Returns the largest error of an output or gradient, relative to its largest value.
 
-    Raises AttentionError, naming the backend, what differs, by how much and what to use instead.
+    Raises AttentionError, naming the backend, the array that differs, the error and a backend to use instead.
     """
     rng = np.random.default_rng(0)
     shapes = [(_TOKENS, heads, head_dim) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS)]
@@ -105,7 +105,7 @@ def choose_checked(
 
     A process checks a backend once for each dtype, head size and kind of mask: further learners take the result.
 
-    Raises AttentionError where a backend that was asked for by name fails its self-check.
+    Raises AttentionError if a backend that was asked for by name fails its self-check.
     """
     platform, capability = local_device()
     excluded: dict[str, str] = {}
@@ -144,14 +144,14 @@ _GRADIENTS = ('gradient of q', 'gradient of k', 'gradient of v')
 
 
 def _rows(shares_prompts: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """(what it is, segment ids, parent ids, positions), int32 [T]."""
+    """Yields (description, segment ids, parent ids, positions) of each row, int32 [T]."""
     yield 'a packed row', *_row((70, 1, 70), (31, 2, 31), (40, 3, 40))
-    if shares_prompts:  # prompt 1 of 50 tokens with answers 2 and 3, then a segment of its own
+    if shares_prompts:  # prompt 1 of 50 tokens with answers 2 and 3, then a separate segment
         yield 'a row with a shared prompt', *_row((50, 1, 50), (20, 1, 70), (31, 1, 81), (40, 4, 40))
 
 
 def _row(*segments: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of (length, parent, position after the last token) per segment."""
+    """The ids and positions of a row, from (length, parent, position after the last token) per segment."""
     ids = np.zeros((3, _TOKENS), np.int32)
     start = 0
     for index, (length, parent, end) in enumerate(segments):

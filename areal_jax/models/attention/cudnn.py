@@ -61,7 +61,7 @@ def packed_offsets(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array, scale: float
 ) -> jax.Array:
-    """The call of cuDNN with its gradient; `lengths` and `offsets` are those of `packed_offsets`."""
+    """Calls cuDNN, with its gradient; `packed_offsets` gives `lengths` and `offsets`."""
     return _forward(q, k, v, lengths, offsets, scale)[0]
 
 
@@ -111,7 +111,7 @@ def _call_rule(rule: Callable[..., Any], scale: float, arrays: Mapping[str, obje
 
 
 def cudnn_module() -> ModuleType:
-    """jax's own, for which it has no public name (docs/design/private_names.md)."""
+    """A module of jax that has no public name (docs/design/private_names.md)."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

@@ -1,4 +1,4 @@
-"""What our own kernels share: layout, gradient rule, containment of NaN, names of what remat may save.
+"""The parts that our own kernels share: layout, gradient rule, containment of NaN, names of values that remat may save.
 
 Shapes: Lq queries and L keys of a stream, H query heads, K kv heads, G = H / K query heads per kv head, D head_dim; in
 einsum t are queries and s keys. Kernels have the heads first, so that every product is a matrix product batched over K.
@@ -117,7 +117,7 @@ def visits(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 INVISIBLE = -3e38  # score of a masked key: below every other score, and finite because -inf - -inf is NaN
 PALLAS_BLOCK = 64  # tokens: largest side of a tile of 'pallas'
-OUTPUT_NAME = 'attention_output'  # what jax.checkpoint may save so that the forward pass never runs again
+OUTPUT_NAME = 'attention_output'  # values that jax.checkpoint may save so that the forward pass never runs again
 LSE_NAME = 'attention_lse'
 
 
@@ -252,11 +252,11 @@ def _finite(x: jax.Array) -> jax.Array:
 
 # The splash attention kernel of jax for TPUs, for packed rows without shared prompts.
 #
-# Its modules are imported where they are used: that takes a quarter of a second, which a run without a TPU can save.
+# Its modules are imported on first use: the import takes a quarter of a second, which a run without a TPU saves.
 
 
 _LANES = 128  # tokens and head sizes are padded to multiples
-_MAX_BLOCK = 512  # tokens: side of a tile, where it divides the row
+_MAX_BLOCK = 512  # tokens: side of a tile, if it divides the row
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, ids: RowIds, setting: Setting) -> jax.Array:

@@ -1,6 +1,6 @@
 """Attention over packed rows, in which a token attends only to its own segment and that segment's parent.
 
-The learner's forward pass calls it; it chooses a backend and checks the call against what the backend supports.
+The learner's forward pass calls it; it chooses a backend and checks that the backend supports the call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def packed_attention(
       segment_ids, parent_ids: int32 [T]; 0 = padding, at the end of the row.
       scale: static.
       impl: static, one of IMPLEMENTATIONS, see `backends`. 'auto' chooses a backend that supports the call. Pass the
-        same array as segment_ids and parent_ids where no prompts are shared, or it must assume that they are.
+        same array as segment_ids and parent_ids if no prompts are shared; otherwise it must assume that they are.
       positions: int32 [T], in the trajectory; required with a window.
       window: static, tokens, >= 1.
       first: the queries are the tokens first to first + Tq of the row (context parallelism). It may be traced; the
@@ -59,7 +59,7 @@ def packed_attention(
     A backend without shared prompts raises for them if the ids are concrete; if they are traced, it returns NaN for
     the tokens with another parent.
 
-    Raises AttentionError for an unknown `impl`, for shapes that do not fit, and for what the backend cannot express.
+    Raises AttentionError for an unknown `impl`, for shapes that do not fit, and for features that the backend lacks.
     """
     one_row = None if positions is None else positions[None]
     segments = segment_ids[None]
@@ -84,7 +84,7 @@ def packed_rows_attention(
     first: jax.Array | int = 0,
     interpret: bool = False,
 ) -> jax.Array:
-    """packed_attention of R rows on one device: [R, Tq, H, D].
+    """Applies packed_attention to R rows on one device: [R, Tq, H, D].
 
     Every array has a leading axis R; `first` is the same for all rows. 'blocked' and 'pallas' read the rows end to end
     as one stream, the others row by row or as a batch.
@@ -110,7 +110,7 @@ def packed_rows_attention(
 
 
 def tile_tokens(row_tokens: int) -> int:
-    """Tokens at whose multiples a segment must start for a result that does not depend, bit for bit, on the others.
+    """Tokens: a segment that starts at a multiple of them has a result independent, bit for bit, of other segments.
 
     On a CPU: the tile side of 'blocked'. Elsewhere: the largest tile side of 'pallas', which is a multiple of its
     smaller ones.
@@ -123,7 +123,7 @@ _MODULES = {'dense': dense, 'blocked': blocked, 'splash': flash, 'cudnn': cudnn}
 
 def _find_module(impl: str) -> types.ModuleType:
     if impl == 'pallas':
-        from areal_jax.models.attention import pallas  # what it imports of jax takes a tenth of a second
+        from areal_jax.models.attention import pallas  # its imports from jax take a tenth of a second
 
         return pallas
     return _MODULES[impl]
