@@ -330,7 +330,7 @@ class Search:
         )
 
     def _move_by_prediction(self, plan: Plan) -> Plan:
-        """Simulates a plan; if engines limit it, simulates the split that closed forms prefer with the found slowdown."""
+        """Simulates a plan; if engines limit it, simulates the split that closed forms prefer with that slowdown."""
         for _ in range(2):
             outcome = self.ask(plan)
             if outcome is None or outcome.learner_busy > _WAITING:
