@@ -58,7 +58,7 @@ class Changes:
 
     @property
     def positions(self) -> np.ndarray:
-        """int64 [changes]."""
+        """Row-major positions of the changed elements, int64 [changes]."""
         gaps = self.gaps.astype(np.int64)
         gaps[self.gaps == LARGE_GAP] = self.large
         return np.cumsum(gaps + 1) - 1

@@ -205,7 +205,7 @@ class LoggedAnswers:
         return self.verifier.draw(self.seed, draw, sample, 'verifier', attempt) / _MILLISECONDS
 
     def tool_s(self, draw: int, sample: int, call: int) -> float:
-        """An equal part of the seconds of the episode's calls, of which there may be several a turn."""
+        """Divides the seconds of the episode's calls equally over its tool turns, which may have several calls each."""
         found = self._find(draw, sample)
         if found.tools_s is None:
             return self.tool.draw(self.seed, draw, sample, 'tool', call) / _MILLISECONDS

@@ -146,7 +146,7 @@ def smallest_difference(spread: float, seeds: int, margins: Margins) -> float:
 
 
 def pilot_spreads(plan: Plan, records: Records) -> dict[str, Spread]:
-    """The spreads, over the pilot's seeds, of the lag's cost to each method and of the first two methods' difference."""
+    """The spreads over the pilot's seeds, of the lag's cost to each method and of the first two methods' difference."""
     part = plan.lock_step
     scores = {
         (method, lag): by_seed(lag_records(records, method, lag, stage=PILOT), _score)

@@ -175,14 +175,14 @@ class StageMaker:
         return {'run.compilation_cache': str(self._workdir / CACHE), **overrides}
 
     def _together(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
-        """A lock-step arm."""
+        """Makes (factors, overrides) of a lock-step arm."""
         part = self._plan.lock_step
         own: Overrides = {'staleness.schedule': f'fixed({factors.lag})', 'run.seed': factors.seed}
         rate: Overrides = {} if factors.rate is None else {RATE: factors.rate}
         return factors, {**part.common, **part.methods[factors.method], **(more or {}), **own, **rate}
 
     def _alone(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
-        """A natural run."""
+        """Makes (factors, overrides) of a natural run."""
         part = self._plan.natural
         assert factors.eta is not None
         own: Overrides = {'staleness.eta': factors.eta, 'run.seed': factors.seed}

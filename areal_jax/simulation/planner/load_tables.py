@@ -57,7 +57,6 @@ class Peak:
 
     @property
     def engine(self) -> Roofline:
-        """One engine."""
         model, overhead_s = self.layout.model, step_overhead_s(H800, self.layout.model, REACHED)
         return Roofline(H800, model, REACHED, self.layout.engines_layout.devices_each, overhead_s)
 

@@ -243,7 +243,7 @@ def choose_start(setting: Setting) -> Plan:
 
 
 def _halve(slots: int) -> list[int]:
-    """256, 128, ... 16."""
+    """Lists ever smaller numbers of slots: 256, 128, ... 16."""
     return [slots, *_halve(slots // 2)] if slots > _FEWEST_SLOTS else [slots]
 
 

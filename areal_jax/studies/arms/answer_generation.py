@@ -91,7 +91,7 @@ def generate(
 
 
 def _request_keys(seed: jax.Array, draws: jax.Array, size: int) -> jax.Array:
-    """uint32 [N, 2]."""
+    """The noise keys of all answers, uint32 [N, 2]."""
     samples = jnp.tile(jnp.arange(size, dtype=jnp.uint32), len(draws))
     n = len(draws) * size
     return sampling.request_keys(jnp.broadcast_to(seed, (n, 2)), jnp.repeat(draws, size).astype(jnp.uint32), samples)

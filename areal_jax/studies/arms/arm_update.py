@@ -47,7 +47,7 @@ def answer_logprobs(
     temperature: jax.Array,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """(log-probs, entropies), or other results of `compute`, of answers to prompts.
+    """Computes (log-probs, entropies), or the results of another `compute`, of answers to prompts.
 
     Results are float32 [E, G * A]; answers are int32 [E, G, A], prompts int32 [E, P].
     """
@@ -100,7 +100,7 @@ def _attend(groups: int, length: int, size: int) -> Attend:
 
 
 def _by_answer(x: jax.Array, size: int) -> jax.Array:
-    """[E, G * C, ...] -> [E, G, C, ...]."""
+    """Reshapes [E, G * C, ...] to [E, G, C, ...]."""
     return x.reshape(len(x), size, -1, *x.shape[2:])
 
 
@@ -137,7 +137,7 @@ class _Carry(NamedTuple):
 def update(
     setting: Setting, constants: Constants, params: Tree, state: Tree, batch: Batch, version: jax.Array
 ) -> tuple[Tree, Tree, Sums]:
-    """(weights, optimizer state, sums) after the update of the weights of `version`."""
+    """Updates the weights of `version`; returns (weights, optimizer state, sums)."""
     batch = batch._replace(answers=disturb_answers(batch.faults, batch.answers))
     verified = jnp.sum(batch.answers.tokens == batch.truths[:, None], axis=-1)  # int32 [B, G]
     right = disturb_right(batch.faults, verified)
@@ -169,7 +169,7 @@ def update(
 def advantages(
     setting: Setting, constants: Constants, right: jax.Array, passed: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-    """float32 [B, G]: advantages.group_advantages of answers with `right` right symbols, int32 or float32 [B, G].
+    """Computes advantages.group_advantages, float32 [B, G], from the number of right symbols, int32 or float32 [B, G].
 
     A reward is right / (A + 1): the end of an answer counts, but no answer has one. Differences of rewards are taken
     between integers, so equal rewards have the advantage 0, whatever their mean is. `passed`: log-weights and norms
