@@ -420,7 +420,7 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: Learne
     """The prices of all work of a run. A checkpoint and the copy of the weights in the learner's memory cost nothing.
 
     Publication: engines fetch a version while they decode, at the rate of the slower network. A learner that moves to
-    other devices sends weights and moments, float32, over the network of `devices.number` devices.
+    other devices sends weights and moments, float32, over the network of its new number of devices.
     """
     engines = {engine_lane(index): engine.prices() for index, engine in enumerate(cluster.engines)}
     switch_s = settings.switch_s if cluster.shares else 0.0
