@@ -1,8 +1,8 @@
-"""How the learner processes of a run find each other: WORKDIR/registry/learner.json. Needs no jax.
+"""Lets the learner processes of a run find each other, through WORKDIR/registry/learner.json. Needs no jax.
 
-Every start of the learners together is an attempt. Each process registers; process 0 waits until all are alive, and
-then invites exactly those, by their incarnations. So no process of an earlier attempt joins, whichever executor starts
-them.
+Every joint start of the learners is an attempt. Each process registers. Process 0 waits until all are alive, then
+invites exactly these processes, by their incarnations, so no process of an earlier attempt joins, whichever executor
+starts them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from areal_jax.errors import LostPeerError
 from areal_jax.registry import REGISTRY, Entry, Presence, await_living
 
 FILE = 'learner.json'  # in the registry
-LOOK_S, REPORT_S = 0.25, 10.0  # between two looks at the registry, between two sentences of one that waits
+LOOK_S, REPORT_S = 0.25, 10.0  # between two reads of the registry, between two reports while waiting
 _FIX = 'start all learner processes of the run, with one --workdir that they share'
 
 
 def learner_name(index: int) -> str:
-    """In the registry."""
+    """The name of a learner process in the registry."""
     return f'learner-{index}'
 
 
@@ -38,7 +38,7 @@ class Attempt:
 
 
 def read_attempt(workdir: pathlib.Path) -> Attempt | None:
-    """The newest; None if there is none, or no complete one."""
+    """Reads the newest attempt; None if there is no record, or no complete one."""
     with contextlib.suppress(files.FileError, KeyError, TypeError, ValueError):
         fields = files.read_json(workdir / REGISTRY / FILE)
         return Attempt(int(fields['attempt']), str(fields['coordinator']), tuple(map(str, fields['members'])))
@@ -50,9 +50,9 @@ def lead_attempt(workdir: pathlib.Path, own: Entry, count: int, host: str, deadl
 
     Args:
       own: the entry of this process.
-      host: the address of this machine at which the others reach it.
+      host: the address at which the other processes reach this machine.
 
-    Raises LostPeerError that names the processes that have not come within the deadline.
+    Raises LostPeerError that names the processes that have not registered within the deadline.
     """
     before = read_attempt(workdir)
     number = 1 if before is None else before.number + 1
@@ -76,7 +76,7 @@ def join_attempt(
 ) -> Attempt:
     """Waits for the invitation of process 0; for every other process.
 
-    Raises LostPeerError where it does not come within the deadline.
+    Raises LostPeerError if it does not come within the deadline.
     """
     presence, began = Presence(workdir), time.monotonic()
     before, reported = read_attempt(workdir), began

@@ -2,8 +2,8 @@
 
 A turn is over when its block has had all its updates (learning/blockwise/blocks.py). With overlap, a thread sends the
 block of turn t and fetches its mean while turn t + 1 trains another block; at the end of turn t + 1 the mean replaces
-the weights that this client had of it. So a block is one turn behind the other clients while it is averaged, and not
-while it is trained. Without overlap, the client waits for the mean at the end of each turn.
+this client's weights of the block. So a block is one turn behind the other clients while it is averaged, but not while
+it is trained. Without overlap, the client waits for the mean at the end of each turn.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from areal_jax.types import TrajectoryGroup, Tree
 
 
 class Exchange(Protocol):
-    """Means over the clients (averages.Averages)."""
+    """Computes means over the clients (averages.Averages)."""
 
     def exchange(self, turn: int, block: Block) -> Average:
-        """Sends a block, waits, returns the mean; runs on a thread of its own."""
+        """Sends a block, waits, returns the mean; runs on a separate thread."""
         ...
 
 
 class ClientSettings(NamedTuple):
-    """How this client takes part."""
+    """The part of this client in the averaging."""
 
     overlap: bool
-    steps: int  # updates of the run: after the last one nothing is left to be averaged
+    steps: int  # updates of the run: after the last one, no mean may be left pending
 
 
 class _Pending(NamedTuple):
-    """A block on its way."""
+    """A block whose mean is being fetched."""
 
     turn: int
     mean: concurrent.futures.Future[Average]
@@ -46,7 +46,7 @@ class _Pending(NamedTuple):
 class AveragedLearner(BlockLearner):
     """A BlockLearner whose blocks are replaced by their means over the clients.
 
-    What is on its way at a checkpoint is sent again by a resumed learner: the mean is the same one.
+    A resumed learner sends a block again that was pending at the checkpoint, and gets the same mean.
     """
 
     def __init__(self, *args: Any, averages: Exchange, client: ClientSettings, **settings: Any):
@@ -55,12 +55,12 @@ class AveragedLearner(BlockLearner):
         super().__init__(*args, **settings)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Metrics:
-        """See BlockLearner.update. At the end of a turn a mean replaces a block: metrics say which, and who is in it.
+        """See BlockLearner.update. At the end of a turn a mean replaces a block; metrics name it and count its clients.
 
         Raises AverageError for a mean that cannot be made.
         """
         turn = self.blocks.turn_of(version)
-        if self._client.overlap and self._pending is None and turn:  # resumed: what was on its way is sent again
+        if self._client.overlap and self._pending is None and turn:  # resumed: send the pending block again
             self._send(turn - 1)
         metrics = super().update(groups, version)
         if not self.blocks.ends_turn(version + 1):
@@ -92,7 +92,7 @@ class AveragedLearner(BlockLearner):
         self._pending = _Pending(turn, mean)
 
     def _take_mean(self) -> Metrics:
-        """Waits for the mean that is on its way, and replaces its block."""
+        """Waits for the pending mean, and replaces its block."""
         assert self._pending is not None
         (turn, mean), self._pending = self._pending, None
         average, block = mean.result(), self.blocks.block_of_turn(turn)

@@ -1,12 +1,12 @@
-"""The mean of a block over independent clients, through a directory that all of them see. No jax.
+"""Averages a block over independent clients, through a directory that all of them see. No jax.
 
     DIRECTORY/turn_000012/client_1         the block of client 1 after its turn 12, until the mean is there
     DIRECTORY/turn_000012/average/mean     the mean of the clients that average/clients.json names
 
-All clients have begun the turn from equal weights of the block, so the mean of their weights is these plus the mean of
-their changes. When all are there, or the deadline has passed, one client writes the mean, in turns; another one does
-where it does not. It renames a directory that holds it: that succeeds once, so every client reads the same mean, a
-resumed one too.
+All clients begin the turn with equal weights of the block, so the mean of their weights is the old weights plus the
+mean of their changes. When all blocks are there, or the deadline has passed, one client writes the mean; clients take
+turns, and another one steps in if that client does not write it. The writer renames a directory with the mean. The
+rename succeeds only once, so every client, a resumed one too, reads the same mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from areal_jax.distributed.messages import CodecError, decode, encode_parts
 from areal_jax.errors import UserError
 
 Block = Mapping[str, np.ndarray]  # float32 leaves by path
-_LOOK_S = 0.02  # between two looks at the directory
+_LOOK_S = 0.02  # between two reads of the directory
 _CHUNK = 1 << 16  # elements that are added up at once: float64 sums of a whole leaf would not fit the cache
 _TURN = re.compile(r'turn_(\d{6,})')
 _CLIENT = re.compile(r'client_(\d+)')
@@ -40,29 +40,29 @@ _MEAN, _CLIENTS = 'mean', 'clients.json'
 
 
 class AverageError(UserError):
-    """A mean that cannot be made or read; the message names the directory and the fix."""
+    """A mean cannot be made or read; the message names the directory and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Average:
     """The mean of a block after one turn."""
 
-    clients: tuple[int, ...]  # that are in it
+    clients: tuple[int, ...]  # whose blocks are in the mean
     values: dict[str, np.ndarray]
     waited_s: float  # from the call of `exchange` to the mean
 
 
 class Averages:
-    """The directory as one client uses it. For one thread.
+    """One client's access to the directory. For one thread.
 
     Args:
       directory: the same for all clients.
-      client: the number of this one, from 0.
-      clients: how many there are at the start.
-      run: digest of what must be equal in all clients: model, seed and optimizer.
-      deadline_s: how long others are waited for after the block of this client is there.
+      client: the number of this client, from 0.
+      clients: the number of clients at the start.
+      run: digest of the settings that must be equal in all clients: model, seed and optimizer.
+      deadline_s: how long this client waits for the others after it has sent its block.
       kept_turns: turns whose means stay, for clients that are resumed from an earlier checkpoint; 0 = all.
-      patience_s: how long others wait for the client whose turn it is to make the mean.
+      patience_s: how long the others wait for the client whose turn it is to make the mean.
       pace: called with the bytes of each block that is sent or fetched; a simulated link waits in it.
     """
 
@@ -83,7 +83,7 @@ class Averages:
         self._patience_s = patience_s
 
     def require_new(self) -> None:
-        """For a run that begins: raises AverageError where this client is in a mean already, of an earlier run."""
+        """Raises AverageError if a mean, of an earlier run, already has this client. Call it when a run begins."""
         for turn in self._turns():
             if self._client in (self._read_clients(turn) or ()):
                 raise AverageError(
@@ -92,9 +92,9 @@ class Averages:
                 )
 
     def exchange(self, turn: int, block: Block) -> Average:
-        """Sends the block of this client and returns the mean over the clients, at once where it is there.
+        """Sends the block of this client and returns the mean over the clients, at once if it is already there.
 
-        A client that is late is left out from then on, until it has sent a block in time again.
+        From then on the others do not wait for a late client, until it has sent a block in time again.
 
         Raises AverageError for a mean that is not kept any more, and for blocks of other leaves.
         """
@@ -102,7 +102,7 @@ class Averages:
         if (found := self._read(turn)) is None:
             self._require_kept(turn)
             home.mkdir(parents=True, exist_ok=True)
-            # a block that is lost with its machine is sent again by the resumed client
+            # unsynced: if the block is lost with its machine, the resumed client sends it again
             self._pace(_write(home / f'client_{self._client}', {'run': self._run, 'values': dict(block)}, synced=False))
             found = self._await(turn, block)
         clients, values = found
@@ -140,7 +140,7 @@ class Averages:
                 time.sleep(_LOOK_S)
 
     def _decide(self, turn: int, clients: Sequence[int], block: Block) -> None:
-        """Writes the mean over these clients, unless there is one; `block` is what this one has sent."""
+        """Writes the mean over these clients, unless there is one; `block` is the block that this client sent."""
         home = self._home(turn)
         blocks = [block if client == self._client else self._read_sent(turn, client) for client in clients]
         mean = mean_blocks(blocks, home)
@@ -172,7 +172,7 @@ class Averages:
         return None if clients is None else (clients, _decode(self._home(turn) / 'average' / _MEAN))
 
     def _read_clients(self, turn: int) -> tuple[int, ...] | None:
-        """Of the mean of a turn; None where it has none."""
+        """Reads the clients in the mean of a turn; None if the turn has no mean."""
         path = self._home(turn) / 'average' / _CLIENTS
         if not path.exists():
             return None
@@ -188,7 +188,7 @@ class Averages:
             )
 
     def _list_clients(self, turn: int) -> list[int]:
-        """Those whose blocks are there, in order."""
+        """The clients whose blocks are there, in order."""
         found = [match for path in self._home(turn).iterdir() if (match := _CLIENT.fullmatch(path.name))]
         return sorted(int(match[1]) for match in found)
 
@@ -201,7 +201,7 @@ class Averages:
             )
 
     def _remove_old(self, turn: int) -> None:
-        """Any client may remove a turn; one that another one removes at the same time is gone as well."""
+        """Removes turns that need not be kept; another client may remove the same turn at the same time."""
         if self._kept_turns:
             for number in self._turns():
                 if number <= turn - self._kept_turns:
@@ -217,7 +217,7 @@ class Averages:
 
 
 def mean_blocks(blocks: Sequence[Block], where: pathlib.Path) -> dict[str, np.ndarray]:
-    """The mean of each leaf, added up in float64 in the order of the blocks; one block stays as it is, bit for bit.
+    """The mean of each leaf, summed in float64 in the order of the blocks; the mean of one block equals it bit for bit.
 
     Raises AverageError, which names `where`, for blocks of other leaves or shapes.
     """
@@ -242,16 +242,16 @@ def _mean(leaves: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _write(path: pathlib.Path, value: object, *, synced: bool = True) -> int:
-    """Writes an encoded value and returns its bytes."""
+    """Writes an encoded value and returns its size in bytes."""
     parts = encode_parts(value)
     files.write_parts(path, parts, synced=synced)
     return sum(len(part) for part in parts)
 
 
 def _decode(path: pathlib.Path) -> Any:
-    """The value of a file, whose arrays are views of it; it may be removed meanwhile.
+    """Decodes the value in a file. Its arrays are views of the file, which may be removed meanwhile.
 
-    Raises FileNotFoundError for a file that is not there, AverageError for another content.
+    Raises FileNotFoundError for a missing file, AverageError for other content.
     """
     try:
         with path.open('rb') as file:

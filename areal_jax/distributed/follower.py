@@ -1,6 +1,6 @@
-"""A process that holds a learner and executes the commands of another one, in the order of sending.
+"""A process that holds a learner and executes the commands of another process, in the order of sending.
 
-Threads of their own write checkpoints and publications, so that commands go on meanwhile. The other process runs
+Separate threads write checkpoints and publications, so that commands continue meanwhile. The other process runs
 remote_learner.py.
 """
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 COMMANDS = frozenset(
     {'warm_up', 'price', 'update', 'read_tokens', 'evaluate', 'score', 'publish', 'save', 'restore', 'require_finite'}
 )
-_RELAY_S = 60.0  # within which processes that pass commands on find each other
-_COPIES = 4  # published and not yet written: publication is never further behind
+_RELAY_S = 60.0  # deadline for processes that pass commands on to connect to each other
+_COPIES = 4  # versions published and not yet written: publication is never further behind
 
 
 def follow(
@@ -51,14 +51,14 @@ def follow(
     on_lost: OnLost = end_process,
     commands: Collection[str] = COMMANDS,
 ) -> None:
-    """Executes the commands of `leader`, the process at the other end, until it closes.
+    """Executes the commands of `leader`, the process at the other end, until the leader closes.
 
-    An error is reported to the leader, which decides how the run goes on; the next command is awaited.
+    An error is reported to the leader, which decides how the run continues; `follow` then waits for the next command.
 
     Args:
-      versions: writes this process's part of publications, where the leader has them written by all.
+      versions: writes this process's part of publications, if all processes write them.
       reports: results are sent back; for learner process 0 of a leader that has no learner itself.
-      listener: where the leader has connected; others connect there too if this one is to pass commands on.
+      listener: the one that the leader connected to; a parent in the relay tree connects there too.
     """
     peer = Peer(connection, leader, on_lost)
     execution = _Execution(learner, versions, reports, commands)
@@ -68,7 +68,7 @@ def follow(
         if listener is None:
             return False
         peer.relay_to = [listener.connect(address, _RELAY_S).connection for address in children]
-        if has_parent:  # executes what the parent sends as if the leader had sent it
+        if has_parent:  # executes the parent's commands as if the leader had sent them
             peer.read_also(listener.accept(_RELAY_S).connection)
         return True
 
@@ -102,13 +102,13 @@ def _serve(peer: Peer, lane: str, execute: Callable[[Command], Any]) -> None:
 
 
 class _Execution:
-    """What this process does for each command, and what it keeps between them."""
+    """Executes each command, and keeps copies of the weights between commands."""
 
     def __init__(self, learner: SpmdLearner, versions: PartWriter | None, reports: bool, commands: Collection[str]):
         self._learner, self._versions, self._reports, self._commands = learner, versions, reports, commands
-        self._saved: collections.deque[Tree] = collections.deque(maxlen=1)  # by `save`, until it is written
+        self._saved: collections.deque[Tree] = collections.deque(maxlen=1)  # from `save` until it is written
         self._published: dict[int, Tree] = {}  # by version, until it is written
-        self._lock = threading.Lock()  # of the last
+        self._lock = threading.Lock()  # of `_published`
 
     def command(self, command: Command) -> Any:
         if command.name not in self._commands:
@@ -135,7 +135,7 @@ class _Execution:
         directory, version, *rest = command.args
         with self._lock:
             copy = self._published[version]
-            if command.name == 'finish_version' or not self._reports:  # who reports has the last word too
+            if command.name == 'finish_version' or not self._reports:  # a process that reports also finishes
                 del self._published[version]
         if command.name == 'begin_version':
             return self._versions.begin(directory, version, copy)

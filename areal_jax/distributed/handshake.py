@@ -1,6 +1,6 @@
-"""Connections between the roles of a run: who listens, who connects, and whether both are of one run.
+"""Connections between the roles of a run: listening, connecting, and the check that both ends are of one run.
 
-Both ends must have the key of the run; then each says which role, code and config it is.
+Both ends must have the key of the run; then each names its role, code version and config.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from areal_jax.installation import read_code_version
 
 _MODE = 0o600
 _KEY_BYTES = 32
-BEING_WRITTEN_S = 5.0  # how long a file that is too short may belong to somebody who is writing it
+BEING_WRITTEN_S = 5.0  # how long another process may still be writing a file that is too short
 
 
 class KeyFileError(UserError):
-    """A key file that other users could read, or an invalid one; the message names the file and the fix."""
+    """A key file is readable by other users, or invalid; the message names the file and the fix."""
 
 
 def key_path(workdir: pathlib.Path) -> pathlib.Path:
@@ -50,9 +50,9 @@ def key_path(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def load_key(path: pathlib.Path) -> bytes:
-    """The key of the run; the first process makes it.
+    """Loads the key of the run; the first process makes it.
 
-    Raises KeyFileError for a file of another owner, of another mode than 600, or with other content.
+    Raises KeyFileError for a file of another owner, with another mode than 600, or with other content.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def load_key(path: pathlib.Path) -> bytes:
 
 
 def _make(path: pathlib.Path) -> None:
-    """Puts a key at the path, whole or not at all; raises FileExistsError where there is one."""
+    """Writes a new key at the path, whole or not at all; raises FileExistsError if there is a key."""
     content = f'{secrets.token_hex(_KEY_BYTES)}\n'.encode()
     partial = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.partial')
     _write_new(partial, content)
@@ -70,7 +70,7 @@ def _make(path: pathlib.Path) -> None:
         os.link(partial, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links; a key that is too short is never read
+    except OSError:  # a file system without links; readers do not accept a key that is too short
         _write_new(path, content)
     finally:
         partial.unlink()
@@ -127,7 +127,7 @@ MOST_GUESTS = 256  # handshakes under way
 
 
 class Hello(NamedTuple):
-    """What a process says of itself when it connects."""
+    """A process's description of itself when it connects."""
 
     role: str  # 'learner 1'
     config: str  # `digest_config` of its config
@@ -138,7 +138,7 @@ class Hello(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A connection, and who is at its other end."""
+    """A connection, and the hello of its other end."""
 
     hello: Hello
     connection: Connection
@@ -173,16 +173,16 @@ class _Guests:
             now_s, surplus = time.monotonic(), len(self._began_s) - most
             for place, (guest, began_s) in enumerate(self._began_s.items()):
                 if place < surplus or now_s - began_s > GUEST_S:
-                    with contextlib.suppress(OSError):  # it has gone already
+                    with contextlib.suppress(OSError):  # it is gone already
                         guest.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
     """Accepts connections from other roles of the run at `host`, an address of this machine. A context manager.
 
-    Strangers are turned away, each on a thread of its own, so that none keeps a role waiting.
+    Each handshake has its own thread, so that a process outside the run, which is refused, delays no role.
 
-    Raises UserError where the port is in use, or the host is no address of this machine.
+    Raises UserError if the port is in use, or if the host is no address of this machine.
     """
 
     def __init__(self, host: str, port: int, key: bytes, hello: Hello):
@@ -208,13 +208,13 @@ class Listener:
 
     @property
     def handshakes(self) -> int:
-        """Those under way: connections of which it is not known yet whether they are of the run."""
+        """The number of handshakes under way: connections that may or may not be of the run."""
         return len(self._guests)
 
     def accept(self, deadline_s: float) -> Met:
-        """The next role of this run that connects.
+        """Waits for the next role of this run that connects.
 
-        Raises LostPeerError where none has come in time, and WireError for a role of another config or code version.
+        Raises LostPeerError if none comes in time, and WireError for a role of another config or code version.
         """
         try:
             met = self._met.get(timeout=max(deadline_s, 0.0))
@@ -229,7 +229,7 @@ class Listener:
         return met
 
     def connect(self, address: str, deadline_s: float) -> Met:
-        """A connection to another role that listens; see the function of this name."""
+        """Connects to another role that listens; see the function of this name."""
         return connect(address, self._key, self._hello, deadline_s)
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class Listener:
             self._guests.turn_away(MOST_GUESTS)
 
     def _make_room(self) -> None:
-        """Strangers hold all files or threads that this process may have."""
+        """Ends half of the handshakes, which hold all file descriptors or threads that this process may have."""
         self._guests.turn_away(len(self._guests) // 2)
         time.sleep(_RETRY_S)
 
@@ -273,7 +273,7 @@ class Listener:
             connection = prove_as_server(own, self._key)
             met = _exchange(own, connection, self._hello)
         except _OtherRunError as error:
-            self._met.put(error)  # it has the key: a mistake of the user, which both ends tell
+            self._met.put(error)  # the other end has the key, so this is the user's mistake: both ends report it
             own.close()
         except (WireError, EOFError, OSError) as error:
             self._refused.append(f'{host}: {error}')
@@ -285,7 +285,7 @@ class Listener:
 
 
 def connect(address: str, key: bytes, hello: Hello, deadline_s: float) -> Met:
-    """A connection to the role that listens at 'host:port'.
+    """Connects to the role that listens at 'host:port'.
 
     Raises LostPeerError if no answer comes within `deadline_s`, WrongKeyError if the peer has another key, and
     WireError if it has another config or code version.
@@ -315,7 +315,7 @@ def connect(address: str, key: bytes, hello: Hello, deadline_s: float) -> Met:
 
 
 class _OtherRunError(WireError):
-    """An authenticated role of another config or code version."""
+    """An authenticated role has another config or code version."""
 
 
 def _open(host: str, port: int, hello: Hello, deadline_s: float) -> socket.socket:
@@ -333,7 +333,7 @@ def _open(host: str, port: int, hello: Hello, deadline_s: float) -> socket.socke
 
 
 def _exchange(own: socket.socket, connection: Connection, hello: Hello) -> Met:
-    """Tells the other end who this is, and hears who it is."""
+    """Sends this process's hello and receives the other end's; raises _OtherRunError if they do not match."""
     if failed := send_all([connection], Frame.of(encode(tuple(hello))), _HELLO_S):
         raise OSError(f'it {failed[0]}')
     try:

@@ -1,4 +1,4 @@
-"""What the processes of a run send each other, and how a failure of one is raised in another. jax-free.
+"""Messages between the processes of a run, and the errors that report a failure in another process. jax-free.
 
 Each message belongs to a lane: the other end executes the commands of one lane in the order of sending,
 and the lanes run concurrently.
@@ -25,7 +25,7 @@ _TEXTS = ('finish_reason', 'engine', 'label')
 
 
 def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
-    """Columns: lists of text, and arrays. `split_groups` gives equal groups, with the dtypes that types.py declares."""
+    """Joins groups into columns: lists of text, and arrays. `split_groups` restores them, in the dtypes of types.py."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     prompts = {id(trajectory.prompt): trajectory.prompt for trajectory in trajectories}
     number = {key: index for index, key in enumerate(prompts)}
@@ -55,7 +55,7 @@ def join_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
 
 
 def _join_columns(of_segments: Sequence[ColumnArrays]) -> dict[str, dict[str, np.ndarray]]:
-    """Of each column: of how many tokens each segment has it, -1 = it has none, and the values."""
+    """Joins each column's values; 'held' counts them per segment, -1 = the segment does not have the column."""
     found = {}
     for name in sorted({name for columns in of_segments for name in columns}):
         held = _integers(len(columns[name]) if name in columns else -1 for columns in of_segments)
@@ -64,7 +64,7 @@ def _join_columns(of_segments: Sequence[ColumnArrays]) -> dict[str, dict[str, np
 
 
 def split_groups(columns: Mapping[str, Any]) -> list[TrajectoryGroup]:
-    """The inverse; arrays are views of the columns. Raises ValueError or KeyError where the columns do not fit."""
+    """The inverse of `join_groups`, with views of the columns; raises ValueError or KeyError if they do not fit."""
     prompts = list(_split_prompts(columns))
     segments = _split_segments(columns)
     trajectories = []
@@ -117,7 +117,7 @@ def _split_columns(columns: Mapping[str, Any], segments: int) -> list[dict[str, 
 
 
 def _pieces(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Consecutive views of these lengths, which together are the whole."""
+    """Cuts an array into consecutive views of these lengths; raises ValueError unless they cover all of it."""
     ends = np.cumsum(lengths)
     if int(lengths.sum()) != len(whole) or (lengths < 0).any():
         raise ValueError(f'{len(whole)} values where the lengths say {int(lengths.sum())}')
@@ -128,13 +128,13 @@ def _integers(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int64)
 
 
-# Values as bytes and back: a JSON header, then the raw bytes of the arrays. Nothing but the listed types travels.
+# Values as bytes and back: a JSON header, then the raw bytes of the arrays. Only the listed types can be encoded.
 #
 #     body        length of the header (4 bytes), the header, the arrays; each part begins at a multiple of 8 bytes
 #     header      {'value': ..., 'arrays': [[dtype, shape, first byte], ...]}
 #
 # In `value`, null, numbers and strings are themselves and a JSON array is a list. An object has one key, the kind:
-# dict, tuple, array, scalar, groups or the name of a record. Reading runs no code of the sender
+# dict, tuple, array, scalar, groups or the name of a record. Decoding runs no code of the sender
 # and makes no object of a type that is not listed here. Decoded arrays are views of the body.
 
 
@@ -142,7 +142,7 @@ _LENGTH = struct.Struct('!I')
 _ALIGNMENT = 8
 _UNREADABLE = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
-    *(SyntaxError, struct.error, MemoryError),  # the first one from numpy, for the text of a dtype
+    *(SyntaxError, struct.error, MemoryError),  # numpy raises SyntaxError for some names of dtypes
 )
 _KINDS = 'biuf'  # of numpy dtypes: bool, integers, floats
 _SCALARS = (bool, int, float, str)
@@ -152,7 +152,7 @@ _Unpack = Callable[..., Any]
 
 
 class CodecError(ValueError):
-    """A value that cannot be encoded, or bytes that cannot be decoded."""
+    """A value cannot be encoded, or bytes cannot be decoded."""
 
 
 def _pack_stored(leaf: StoredArray) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ def _unpack_stored(directory: str, name: str, shape: Any, dtype: str, pieces: An
     return StoredArray(directory, name, tuple(shape), np.dtype(dtype), tuple(Piece(*p) for p in pieces), if_damaged)
 
 
-# the records that travel: type -> (name, its fields as values, from its fields)
+# the records that can be encoded: type -> (name, record to fields, fields to record)
 _RECORDS: Mapping[type, tuple[str, _Pack, _Unpack]] = {
     Piece: ('Piece', tuple, Piece),
     ArrayShape: ('ArrayShape', lambda leaf: (leaf.shape, leaf.dtype), ArrayShape),
@@ -180,12 +180,12 @@ _UNPACK = {name: unpack for name, _, unpack in _RECORDS.values()}
 
 
 def encode(value: object) -> bytes:
-    """Raises CodecError for a value of a type that does not travel."""
+    """Encodes a value; raises CodecError for a type that cannot be sent."""
     return b''.join(encode_parts(value))
 
 
 def encode_parts(value: object) -> list[bytes | memoryview]:
-    """The parts of `encode`, of which arrays are not copied."""
+    """The parts of `encode`, without a copy of the arrays."""
     arrays: list[np.ndarray] = []
     described = _describe(value, arrays)
     table, offset = [], 0
@@ -201,7 +201,7 @@ def encode_parts(value: object) -> list[bytes | memoryview]:
 
 
 def decode(body: Body) -> Any:
-    """The value; raises CodecError for anything that `encode` has not made."""
+    """Decodes a value; raises CodecError for anything that `encode` has not made."""
     try:
         (length,) = _LENGTH.unpack_from(body)
         first = _LENGTH.size + length
@@ -277,7 +277,7 @@ def _padded(size: int) -> int:
 
 
 def describe_arrays(tree: Any) -> Any:
-    """Nested dicts of arrays with an ArrayShape for each array: what another process knows of them."""
+    """Replaces each array in nested dicts by its ArrayShape, as a description for another process."""
     if isinstance(tree, Mapping):
         return {key: describe_arrays(item) for key, item in tree.items()}
     return ArrayShape(tuple(int(size) for size in tree.shape), str(tree.dtype))
@@ -288,27 +288,27 @@ CLOSE = 'close'  # the command after which the other end returns
 
 
 class RemoteUserError(UserError):
-    """What the user can mend, as another process of the run said it."""
+    """An error that the user can fix, raised by another process of the run; keeps its message."""
 
 
 class RemoteValueError(ValueError):
-    """A ValueError of another process, which it says more of."""
+    """A ValueError of another process; the message begins with the place."""
 
 
 class RemoteError(RuntimeError):
-    """A bug in another process of the run; its own output has the traceback."""
+    """A bug in another process of the run; the output of that process has the traceback."""
 
 
 class Command(NamedTuple):
     """Asks another process to execute something."""
 
-    name: str  # on the lane of the learner a method of it
+    name: str  # on the learner's lane, a method of the learner
     args: tuple[Any, ...] = ()
     lane: str = LEARNER
 
 
 class Failure(NamedTuple):
-    """Why a command failed."""
+    """The reason why a command failed."""
 
     kind: str  # type of the exception
     text: str
@@ -320,19 +320,19 @@ class Failure(NamedTuple):
         return cls(type(error).__name__, str(error), isinstance(error, UserError), isinstance(error, ValueError))
 
     def __str__(self) -> str:
-        """Type and first line."""
+        """The type and the first line of the message."""
         return f'{self.kind}: {(self.text.splitlines() or [""])[0][:300]}'
 
 
 class Answer(NamedTuple):
-    """To a command: its result, or why it failed."""
+    """The answer to a command: its result, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
 
 
 class Message(NamedTuple):
-    """What is on the wire."""
+    """A command or an answer, as it is sent over a connection."""
 
     lane: str
     number: int  # of the command, also in its answer
@@ -340,7 +340,7 @@ class Message(NamedTuple):
 
 
 def encode_message(message: Message) -> bytes:
-    """Raises CodecError for arguments or results that do not travel."""
+    """Encodes a message; raises CodecError for arguments or results that cannot be sent."""
     content = message.content
     if isinstance(content, Command):
         return encode([True, message.lane, message.number, content.name, tuple(content.args)])
@@ -349,7 +349,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(body: bytes | bytearray) -> Message:
-    """Raises CodecError for anything else."""
+    """The inverse of `encode_message`; raises CodecError for anything else."""
     try:
         is_command, lane, number, first, second = decode(body)
         if lane not in LANES or type(number) is not int:
@@ -362,7 +362,7 @@ def decode_message(body: bytes | bytearray) -> Message:
 
 
 def raise_failure(failure: Failure, where: str) -> None:
-    """Raises what the other process raised as this process can: a user error as it was said, else with its place."""
+    """Raises the error of another process: a user error with its text alone, any other with the place before it."""
     if failure.is_user_error:
         raise RemoteUserError(failure.text)
     told = f'{where}: {failure.kind}: {failure.text}'

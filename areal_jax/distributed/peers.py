@@ -1,7 +1,7 @@
 """The processes at the other ends of connections, and commands to all of them. jax-free.
 
 The main thread of a learner may be waiting in a collective that another process will never join, and a collective
-cannot be cancelled. A thread of each peer therefore reads its connection all the time and reports a lost process at
+cannot be cancelled. A thread for each peer therefore reads its connection all the time, and reports a lost process at
 once.
 """
 
@@ -44,13 +44,13 @@ MAGIC = b'areal-jax wire 1'  # the first bytes in both directions
 _RELAYED = 1 << 63
 _RANDOM_BYTES, _DIGEST_BYTES = 32, hashlib.sha256().digest_size
 _PREFIX = struct.Struct(f'!QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s')
-_HANDSHAKE_S = 30.0  # for each step of a handshake: a silent peer holds a place no longer
+_HANDSHAKE_S = 30.0  # for each step of a handshake: a silent peer occupies a thread no longer
 _LEAST_WAIT_S = 1e-3
 _KEEPALIVE = {'TCP_KEEPIDLE': 10, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 6}  # a machine that is gone is noticed in 40 s
 
 
 class WireError(UserError):
-    """A connection or message that is refused; the message names both sides and the fix."""
+    """A connection or message is refused; the text names both sides and the fix."""
 
 
 class WrongKeyError(WireError):
@@ -63,7 +63,7 @@ class Frame:
 
     body: bytes | bytearray
     digest: bytes
-    relayed: bool = False  # who gets it passes it on
+    relayed: bool = False  # the receiver passes it on
 
     @classmethod
     def of(cls, body: bytes, *, relayed: bool = False) -> Frame:
@@ -81,7 +81,7 @@ class Connection:
 
     @property
     def most_bytes(self) -> int:
-        """Of the body of a frame."""
+        """The limit on the body of a frame, in bytes."""
         return self._most_bytes
 
     @property
@@ -94,23 +94,23 @@ class Connection:
         return self._socket.fileno()
 
     def seal(self, frame: Frame) -> bytes:
-        """The prefix of the frame as the next one on this connection; hold `sending`."""
+        """Returns the prefix that makes the frame the next one on this connection; the caller must hold `sending`."""
         size = len(frame.body) | (_RELAYED if frame.relayed else 0)
         head = struct.pack('!QQ', size, self._sent) + frame.digest
         self._sent += 1
         return head + _mac(self._send_key, head)
 
     def push(self, content: memoryview) -> int:
-        """Hands bytes to the system without waiting; returns how many it took. Raises OSError for a lost peer."""
+        """Sends bytes without waiting; returns how many the system took. Raises OSError for a lost peer."""
         try:
             return self._socket.send(content, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
 
     def receive(self) -> Frame:
-        """The next frame. Raises EOFError where the other end has closed, OSError where it is lost.
+        """Receives the next frame. Raises EOFError if the other end has closed, OSError if it is lost.
 
-        Raises WireError, after which nothing more can be read, for a frame that does not come from the other end.
+        Raises WireError for a frame that does not come from the other end; after it, nothing more can be read.
         """
         prefix = _read(self._socket, _PREFIX.size)
         size, counter, digest, tag = _PREFIX.unpack(prefix)
@@ -127,7 +127,7 @@ class Connection:
         return Frame(body, digest, relayed)
 
     def finish(self) -> None:
-        """Sends nothing more; what the other end has sent can still be read."""
+        """Ends sending; messages that the other end has sent can still be read."""
         with contextlib.suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -144,7 +144,7 @@ def too_large(size: int, limit: int) -> str:
 
 
 def send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float) -> dict[int, str]:
-    """Sends one frame to all at the same time; returns the reason, by index, for each one that it did not reach.
+    """Sends one frame to all at the same time; returns, by index, why it did not reach a connection.
 
     Raises WireError, with nothing sent, for a frame above the limit.
     """
@@ -166,7 +166,7 @@ def _send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float
     with selectors.DefaultSelector() as selector:
 
         def push(index: int) -> bool:
-            """Whether all of the frame is with the system, or lost."""
+            """Sends as much as the system takes; True if the whole frame is sent, or if the connection is lost."""
             parts = left[index]
             try:
                 while parts:
@@ -193,14 +193,14 @@ def _send_all(connections: Sequence[Connection], frame: Frame, deadline_s: float
 
 
 def make_pair(most_bytes: int = MOST_FRAME_BYTES) -> tuple[Connection, Connection]:
-    """Two ends of a connection inside this process, for tests and measurements."""
+    """Makes the two ends of a connection inside this process, for tests and measurements."""
     ours, theirs = socket.socketpair()
     up, down = secrets.token_bytes(_RANDOM_BYTES), secrets.token_bytes(_RANDOM_BYTES)
     return Connection(ours, up, down, most_bytes), Connection(theirs, down, up, most_bytes)
 
 
 def prove_as_client(own: socket.socket, key: bytes) -> Connection:
-    """The first half of a connection, for the side that opened it. Raises WrongKeyError, WireError."""
+    """Proves the key both ways, for the side that opened the connection. Raises WrongKeyError, WireError."""
     ours = secrets.token_bytes(_RANDOM_BYTES)
     own.sendall(MAGIC + ours)
     theirs = _read_greeting(own)
@@ -212,14 +212,14 @@ def prove_as_client(own: socket.socket, key: bytes) -> Connection:
 
 
 def prove_as_server(own: socket.socket, key: bytes) -> Connection:
-    """The same for the side that listens. An answer is given only to who speaks this protocol."""
+    """Proves the key both ways, for the side that listens. Answers only a peer that speaks this protocol."""
     ours = secrets.token_bytes(_RANDOM_BYTES)
     theirs = _read_greeting(own)
     own.sendall(MAGIC + ours + _mac(key, b'server' + theirs + ours))
     try:
         proof = _read(own, _DIGEST_BYTES)
     except EOFError:
-        raise WrongKeyError('it has another key') from None  # it closed when it saw the proof of this side
+        raise WrongKeyError('it has another key') from None  # it closed the connection after this side's proof
     if not hmac.compare_digest(proof, _mac(key, b'client' + theirs + ours)):
         raise WrongKeyError('it has another key')
     up, down = _session_keys(key, theirs, ours)
@@ -227,7 +227,7 @@ def prove_as_server(own: socket.socket, key: bytes) -> Connection:
 
 
 def prepare_socket(own: socket.socket) -> None:
-    """Small messages leave at once, a machine that is gone is noticed, and a handshake has a deadline."""
+    """Sets a socket to send small messages at once and notice a lost machine, with a deadline for the handshake."""
     own.settimeout(_HANDSHAKE_S)
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -237,7 +237,7 @@ def prepare_socket(own: socket.socket) -> None:
 
 
 def _session_keys(key: bytes, client: bytes, server: bytes) -> tuple[bytes, bytes]:
-    """(of what the client sends, of what the server sends)."""
+    """Returns (key for the client's messages, key for the server's messages)."""
     session = _mac(key, b'session' + client + server)
     return _mac(session, b'client'), _mac(session, b'server')
 
@@ -249,7 +249,7 @@ def _read_greeting(own: socket.socket) -> bytes:
 
 
 def _read(own: socket.socket, size: int) -> bytearray:
-    """Exactly `size` bytes; raises EOFError where the other end has closed, TimeoutError as the socket says."""
+    """Reads exactly `size` bytes; raises EOFError if the other end has closed, TimeoutError by the socket's timeout."""
     content = bytearray(size)
     rest = memoryview(content)
     while rest:
@@ -265,20 +265,20 @@ def _mac(key: bytes, content: bytes) -> bytes:
 
 
 OnLost = Callable[[str], None]  # gets one sentence that names the process
-FANOUT = 4  # processes that one passes large commands on to
-LEAST_BYTES = 1 << 20  # of a command that is passed on: smaller ones cost little, and arrive sooner directly
-_ANSWER_S = 60.0  # for which the other end may take in no answer
+FANOUT = 4  # processes to which one process passes large commands on
+LEAST_BYTES = 1 << 20  # of a command that is passed on: smaller commands cost little, and arrive sooner directly
+_ANSWER_S = 60.0  # how long the other end may take to receive an answer
 
 
 class CommandError(LostPeerError):
-    """A process that failed where others did not, or could not be reached; names the process and the command."""
+    """A process failed although others did not, or could not be reached; names the process and the command."""
 
 
 def children_of(index: int, count: int) -> range:
-    """To whom process `index` of `count` passes large commands on; -1 = the controller.
+    """The processes to which process `index` of `count` passes large commands on; index -1 = the controller.
 
-    To send a batch to 64 processes one by one costs a controller 16 times what 4 cost, in CPU time and on its network
-    link. Small commands, all answers and the watch over lost processes go directly.
+    Sending a batch to each of 64 processes costs a controller 16 times as much as sending it to 4, in CPU time and on
+    its network link. Small commands and all answers are sent directly, and lost processes are noticed directly.
     """
     return range(min(FANOUT * (index + 1), count), min(FANOUT * (index + 2), count))
 
@@ -296,12 +296,12 @@ class Peer:
         self.name, self.connection, self._on_lost = name, connection, on_lost
         self._received: dict[str, queue.Queue[Message | None]] = {lane: queue.Queue() for lane in LANES}
         self._closing, self._lock = False, threading.Lock()
-        self.lost = ''  # why it is, in one sentence
+        self.lost = ''  # why the process is lost, in one sentence
         self.relay_to: list[Connection] = []  # children in the relay tree: they get its large commands
         threading.Thread(target=self._read, name=f'peer {name}', daemon=True).start()
 
     def answer(self, lane: str, number: int, answer: Answer) -> None:
-        """Sends the answer to a command; an answer that cannot travel is sent as a failure."""
+        """Sends the answer to a command; sends a failure if the answer cannot be encoded or is too large."""
         try:
             body = encode_message(Message(lane, number, answer))
             failed = send_all([self.connection], Frame.of(body), _ANSWER_S)
@@ -312,7 +312,7 @@ class Peer:
             self.report_lost(f'{self.name} {failed[0]}')
 
     def take(self, lane: str, timeout_s: float | None = None) -> Message:
-        """The next message of the lane. Raises queue.Empty when none came in time, CommandError for a lost peer."""
+        """Takes the next message of the lane. Raises queue.Empty if none came in time, CommandError for a lost peer."""
         message = self._received[lane].get(timeout=timeout_s)
         if message is None:
             self._received[lane].put(None)  # for the next caller
@@ -320,11 +320,11 @@ class Peer:
         return message
 
     def read_also(self, connection: Connection) -> None:
-        """Also takes messages that a parent in the relay tree passes on; the end of that connection is no loss."""
+        """Also reads messages that a parent in the relay tree passes on; if that connection ends, no peer is lost."""
         threading.Thread(target=self._read_relayed, args=(connection,), name='relay', daemon=True).start()
 
     def close(self) -> None:
-        """Ends the connection in this direction; what the other end has sent is still read."""
+        """Ends sending; messages that the other end has sent are still read."""
         self._closing = True
         self.connection.finish()
 
@@ -333,7 +333,7 @@ class Peer:
             self._on_lost(reason)
 
     def give_up(self, reason: str) -> bool:
-        """Ends every wait for this process; False where it was given up or closed before."""
+        """Ends every wait for this process; False if it was given up or closed before."""
         with self._lock:
             if self._closing or self.lost:
                 return False
@@ -369,23 +369,23 @@ class Peer:
             while True:
                 message = self._take_in(connection)
                 self._received[message.lane].put(message)
-        except (EOFError, OSError, WireError, CodecError):  # the leader misses the answer, or the process
+        except (EOFError, OSError, WireError, CodecError):  # the leader notices: an answer is missing, or the process
             connection.close()
 
     def _take_in(self, connection: Connection) -> Message:
-        """The next message, passed on before it is read."""
+        """Receives the next message, and passes it on before decoding it."""
         frame = connection.receive()
         if frame.relayed and self.relay_to:
-            send_all(self.relay_to, frame, _ANSWER_S)  # the leader notices by itself who is gone
+            send_all(self.relay_to, frame, _ANSWER_S)  # failures are ignored: the leader itself notices lost processes
         return decode_message(frame.body)
 
 
 class Peers:
-    """All other processes that execute the commands of this one.
+    """All other processes that execute the commands of this process.
 
-    The loss of one is the loss of all, because the others wait in collectives that it will not join. `on_lost` is
-    called once, from another thread and with one sentence. Where it returns, every call raises CommandError with that
-    sentence, those that are waiting too. Calls of one lane come from one thread at a time.
+    If one is lost, all are, because the others wait in collectives that it will not join. `on_lost` is called once,
+    from another thread and with one sentence. If it returns, every call, waiting ones included, raises CommandError
+    with that sentence. Calls of one lane come from one thread at a time.
     """
 
     def __init__(
@@ -398,11 +398,11 @@ class Peers:
         for name, connection in connections:
             self._peers.append(Peer(connection, name, self.report_lost))
         self._relays = False
-        if self._lost:  # while they were made
+        if self._lost:  # a process was lost while the list was filled
             self._give_up()
 
     def arrange_relays(self) -> None:
-        """Lets the processes pass large commands on, where there are many of them and all listen."""
+        """Lets the processes pass large commands on, if there are more than FANOUT and all have a listener."""
         count = len(self._peers)
         if count <= FANOUT:
             return
@@ -426,25 +426,25 @@ class Peers:
         return [peer.name for peer in self._peers]
 
     def call_all(self, command: Command) -> list[Answer]:
-        """Sends the command to all at the same time and waits for the answers, in the order of the processes.
+        """Sends the command to all at the same time and returns the answers, in the order of the processes.
 
-        Raises CommandError where one is lost or exceeds the deadline, which `on_lost` has then been told too; WireError
-        for a command that is too large and CodecError for arguments that do not travel, with nothing sent.
+        Raises CommandError if one is lost or exceeds the deadline, after calling `on_lost`. Raises WireError for a
+        command that is too large and CodecError for arguments that cannot be encoded, with nothing sent.
         """
         return self.start_all(command)()
 
     def start_all(self, command: Command) -> Callable[[], list[Answer]]:
-        """The first half of `call_all`; the function that it returns is the second."""
+        """Sends the command as `call_all` does; returns a function that waits for the answers."""
         return self._start(self._peers, command)
 
     def call(self, index: int, command: Command) -> Answer:
-        """The same for one process."""
+        """Sends the command to one process and returns its answer; raises the errors of `call_all`."""
         return self._start([self._peers[index]], command)()[0]
 
     def request(self, index: int, command: Command) -> Callable[[], Answer]:
-        """Sends a command that may fail to be executed in time without an end of the run.
+        """Sends a command whose late answer does not end the run.
 
-        The function that it returns waits for the answer, at most `deadline_s` from its own call on: queue.Empty.
+        The returned function waits for the answer, at most `deadline_s` from its own call; then raises queue.Empty.
         """
         peer = self._peers[index]
         number = self._send([peer], command)
@@ -462,7 +462,7 @@ class Peers:
             peer.close()
 
     def report_lost(self, reason: str) -> None:
-        """Says that a process of the run is lost; also for losses that the caller notices."""
+        """Records that a process of the run is lost, and calls `on_lost`; also for losses that the caller notices."""
         with self._lock:
             if self._closed or self._lost:
                 return
@@ -507,4 +507,4 @@ def _wait(peer: Peer, lane: str, number: int, end: float) -> Answer:
         message = peer.take(lane, max(end - time.monotonic(), 0.0))
         if message.number == number and isinstance(message.content, Answer):
             return message.content
-        # else the late answer to a command that was given up
+        # else it is the late answer to a command that was given up

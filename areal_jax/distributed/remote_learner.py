@@ -1,4 +1,4 @@
-"""The learner of a controller that has none of its own: its commands go to all learner processes. jax-free.
+"""The learner of a controller that holds no learner itself: sends commands to all learner processes. jax-free.
 
     learner process k    Listener(host, port, key, Hello('learner k', digest)) ... follow(..., listener=listener)
     controller           Peers([('learner k', connect(address, key, hello, deadline_s).connection), ...])
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteCopy:
-    """A version of the weights that the learner processes hold, each its part."""
+    """A version of the weights, of which each learner process holds its part."""
 
     version: int
 
@@ -42,23 +42,23 @@ class RemoteCopy:
 class RemoteLearner:
     """`protocols.Learner` over the learners of all peers. Blocking; for the thread of one lane.
 
-    Errors of learner process 0 are raised here: RemoteUserError for what the user can mend, RemoteValueError for a
-    ValueError, else RemoteError. CommandError for a process that is lost, late, or failed where process 0 did not.
+    Errors of learner process 0 are raised here: RemoteUserError if the user can fix it, RemoteValueError for a
+    ValueError, else RemoteError. CommandError if a process is lost or late, or failed although process 0 did not.
     """
 
     def __init__(self, peers: Peers):
-        """Asks learner process 0 how updates are priced."""
+        """Asks learner process 0 for the price of updates."""
         self._peers = peers
         self.followers = [RemoteWriter(peers, index) for index in range(len(peers))]  # for CheckpointStore.save
         peers.arrange_relays()
         self._price = UpdatePrice(*self._call('price'))
 
     def warm_up(self) -> int:
-        """Compiles every program of the learners; returns how many each has."""
+        """Compiles every program of the learners; returns the number of programs of each learner."""
         return self._call('warm_up')
 
     def update_tokens(self, groups: Sequence[TrajectoryGroup]) -> int:
-        """As SpmdLearner.update_tokens, counted here: the loop that asks must not wait for a batch to be sent."""
+        """Counts as SpmdLearner.update_tokens does, but here: the calling loop must not wait for a batch to be sent."""
         return self._price.tokens(groups)
 
     def update(self, groups: Sequence[TrajectoryGroup], version: int) -> Mapping[str, Any]:
@@ -74,16 +74,16 @@ class RemoteLearner:
         return self._call('score', version, prompt_tokens, answer_tokens)
 
     def publish(self, version: int) -> RemoteCopy:
-        """For RemoteChannel.transfer, which makes the processes write what they have copied."""
+        """Makes the processes copy their weights; RemoteChannel.transfer then makes them write the copies."""
         self._call('publish', version)
         return RemoteCopy(version)
 
     def save(self) -> dict[str, Tree]:
-        """Nested dicts of ArrayShape, for CheckpointStore.save with `followers`."""
+        """Makes the processes copy their state; returns nested dicts of ArrayShape, for CheckpointStore.save."""
         return self._call('save')
 
     def restore(self, saved: Mapping[str, Tree]) -> None:
-        """Nested dicts of StoredArray, as CheckpointStore.restore returns them."""
+        """Restores the processes from nested dicts of StoredArray, as CheckpointStore.restore returns them."""
         self._call('restore', dict(saved))
 
     def require_finite(self, what: str, fix: str) -> None:
@@ -98,10 +98,10 @@ class RemoteLearner:
 
 
 class RemoteChannel:
-    """`protocols.Channel` whose versions the learner processes write, each its own files.
+    """`protocols.Channel` whose versions the learner processes write, each process its own files.
 
     Args:
-      directory: of the versions, which learners and engines see under the same path.
+      directory: of the versions; learners and engines see it under the same path.
     """
 
     def __init__(self, peers: Peers, directory: pathlib.Path):
@@ -127,7 +127,7 @@ class RemoteChannel:
         )
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """As FilesChannel.release."""
+        """See FilesChannel.release."""
         remove_old_versions(self._directory, version, pinned)
 
     def _call_first(self, name: str, *args: Any) -> Any:
@@ -137,7 +137,7 @@ class RemoteChannel:
 
 
 class RemoteWriter:
-    """`checkpoint.store.Follower`: lets one process write its shards of the last save while commands go on."""
+    """`checkpoint.store.Follower`: lets one process write its shards of the last save while commands continue."""
 
     def __init__(self, peers: Peers, index: int):
         self.name, self._request = peers.names[index], _Request(peers, index)
@@ -150,7 +150,7 @@ class RemoteWriter:
 
 
 class RemotePartWriter:
-    """`publication.files.VersionWriter`: the same for its leaves of a version."""
+    """`publication.files_channel.VersionWriter`: lets one process write its leaves of a version meanwhile."""
 
     def __init__(self, peers: Peers, index: int):
         self._request = _Request(peers, index)
@@ -173,7 +173,7 @@ class _Request:
         self._wait = self._peers.request(self._index, command)
 
     def outcome(self, what: str) -> Any:
-        """Waits at most the deadline of a command from this call on: the caller has done its own part by then.
+        """Waits, at most the deadline of a command from this call on; the caller has already done its own part.
 
         Raises CommandError for a process that is lost.
         """
@@ -188,7 +188,7 @@ class _Request:
 
 
 def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> Any:
-    """The result of the first process. Raises its error, or else the error of the first process that failed alone."""
+    """Returns the result of the first process; raises its error, else CommandError if another process failed."""
     if (failure := answers[0].failure) is not None:
         raise_failure(failure, f'{names[0]} failed at the command {command!r}')
     require_done(answers, names, command, names[0])
@@ -196,7 +196,7 @@ def result_of(answers: Sequence[Answer], names: Sequence[str], command: str) -> 
 
 
 def require_done(answers: Sequence[Answer], names: Sequence[str], command: str, by: str) -> None:
-    """Raises CommandError that names the first process that failed where the one called `by` did not."""
+    """Raises CommandError that names the first process that failed although the process `by` did not."""
     for name, answer in zip(names, answers, strict=True):
         if answer.failure is not None:
             raise CommandError(f'{name} failed at the command {command!r} that {by} did: {answer.failure}')
@@ -210,15 +210,15 @@ def _require_published(answer: Answer, name: str) -> None:
         raise PublicationError(str(error)) from None
 
 
-# Process 0 of a run of several: sends each command of the learner to the followers, then executes it itself.
+# Process 0 of a run of several processes: sends each command of the learner to the followers, then executes it itself.
 #
-# A program over a mesh that spans processes is a collective: it hangs on all of them if one process leaves it out or
-# starts it in another order. So every process holds a learner of the same settings, and process 0 drives its own only
-# through `CommandLeader`. If a process is lost or exceeds the deadline, all others end with one sentence. The
+# A program over a mesh that spans processes is a collective: it hangs on all of them if one process omits it or starts
+# it in another order. So every process holds a learner with the same settings, and process 0 drives its own learner
+# only through `CommandLeader`. If a process is lost or exceeds the deadline, all others end with one sentence. The
 # followers run follower.py.
 
 
-_AFTER_FOLLOWERS_S = 1.0  # the wait for a follower ends first, and names it
+_AFTER_FOLLOWERS_S = 1.0  # later than the wait for followers, whose error names the late process
 _Args = TypeVarTuple('_Args')
 _R = TypeVar('_R')
 
@@ -242,7 +242,7 @@ class CommandLeader:
         return self.everywhere(self._learner.update, groups, version)
 
     def read_tokens(self, draws: Sequence[int]) -> Sequence[Sequence[TokenArrays]]:
-        """Of this process's learner alone: every process has what the steps of all gave."""
+        """Reads from this process's learner alone: every process has the results of all processes' steps."""
         return self._learner.read_tokens(draws)
 
     def evaluate(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
@@ -282,7 +282,7 @@ class CommandLeader:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, what: str, on_lost: OnLost) -> Iterator[None]:
-    """Calls `on_lost` if the block has not ended a second after its time; the block itself goes on."""
+    """Calls `on_lost` if the block has not ended within `seconds` and one second more; the block itself continues."""
     timer = threading.Timer(seconds + _AFTER_FOLLOWERS_S, on_lost, [f'{what} took more than {seconds:g} s'])
     timer.daemon = True
     timer.start()

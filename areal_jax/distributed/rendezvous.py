@@ -1,7 +1,7 @@
-"""The processes of a run find each other, and wait until each has built its part.
+"""Lets the processes of a run find each other, and wait until each has built its part.
 
-The state of a process, 'built' or 'ended', goes through the key-value store of jax's coordination service. Reading it
-is no collective, so a process that ended early is named instead of waited for.
+The state of a process, 'built' or 'ended', is in the key-value store of jax's coordination service. Reading it is not
+a collective, so an error names a process that ended early, and no process waits for it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _INVITATION_BYTES = 4096
 
 
 def invite(host: str, workdir: pathlib.Path, config: str, deadline_s: float) -> list[tuple[str, Connection]]:
-    """Connections to all other processes, which call `accept_invitation` meanwhile. For process 0. A collective.
+    """Connects to all other processes, which call `accept_invitation` meanwhile. For process 0. A collective.
 
     Args:
-      host: the name or address of this machine as the others know it.
-      workdir: of the run, which all processes see; holds the key.
+      host: the name or address by which the other processes reach this machine.
+      workdir: of the run; all processes see it, and it holds the key.
       config: digest of the config of this process.
 
-    Raises LostPeerError when not all have come within `deadline_s`, WireError for one of another config or version.
+    Raises LostPeerError if not all connect within `deadline_s`, WireError for a process of another config or version.
     """
     path = key_path(workdir)
     with Listener(host, 0, load_key(path), Hello('process 0', config)) as listener:
@@ -49,9 +49,9 @@ def invite(host: str, workdir: pathlib.Path, config: str, deadline_s: float) -> 
 
 
 def accept_invitation(config: str, deadline_s: float) -> Connection:
-    """The connection to process 0, which calls `invite`; for every other process. A collective.
+    """Connects to process 0, which calls `invite`; for every other process. A collective.
 
-    Raises WireError where process 0 has another key, config or code version.
+    Raises WireError if process 0 has another key, config or code version.
     """
     blank = np.zeros(_INVITATION_BYTES, np.uint8)
     text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(blank))).decode().strip()
@@ -74,10 +74,10 @@ class _KeyValueStore(Protocol):
 
 
 def join(coordinator: str, processes: int, process_id: int | None, deadline_s: float, *, binds: bool = False) -> bool:
-    """Makes this one of `processes` processes; True on followers. Call it before anything asks for a device.
+    """Makes this process one of `processes`; True on followers. Call it before anything asks for a device.
 
     With coordinator='' jax finds the others by itself, as it can on SLURM, GKE and TPU pods. `binds`: process 0 listens
-    at that address alone, and not at every one of its machine.
+    only at the address `coordinator`, not at every address of its machine.
     Raises LostPeerError if the processes do not find each other, ConfigError if their number is not `processes`.
     """
     if coordinator and process_id is None:
@@ -110,13 +110,13 @@ def join(coordinator: str, processes: int, process_id: int | None, deadline_s: f
 
 
 def host_of(coordinator: str) -> str:
-    """The name of this machine as the other processes know it; for process 0."""
+    """The name by which the other processes reach this machine; for process 0."""
     return coordinator.rpartition(':')[0] or socket.gethostbyname(socket.gethostname())
 
 
 @contextlib.contextmanager
 def witness(workdir: pathlib.Path) -> Iterator[None]:
-    """While open, a file of a new name is in `workdir`, for `require_shared_workdir` of the followers."""
+    """Keeps a file with a new name in `workdir` while open, for the followers' `require_shared_workdir`."""
     path = workdir.absolute() / f'.seen_by_all_{secrets.token_hex(8)}'
     path.touch()
     try:
@@ -127,7 +127,7 @@ def witness(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def require_shared_workdir(deadline_s: float) -> None:
-    """On a follower: waits until process 0 is built, then raises ConfigError if its workdir cannot be seen from here.
+    """Waits until process 0 is built, then raises ConfigError if this follower does not see process 0's workdir.
 
     Every process writes its shards of a checkpoint to the path that process 0 names.
     Raises CommandError if process 0 ended or takes longer than `deadline_s`.

@@ -1,20 +1,20 @@
-"""What changed between two versions of a leaf of 16-bit elements: found, encoded, applied and taken back.
+"""Finds, encodes, applies and reverts the changes between two versions of a leaf of 16-bit elements.
 
 An update of a few units in the last place changes a few per cent of the elements, and most of them by one step of their
 format. A delta holds their positions and the differences of their bits, so that it applies in place and can be
-inverted. It is bit for bit: NaN payloads and -0.0 are bits like others. The digest of a leaf (manifest.py) is a sum
-over its elements, so both ends update it from the changes alone. record.py has the records that deltas travel in.
+inverted. It is exact bit for bit, NaN payloads and -0.0 included. The digest of a leaf (manifest.py) is a sum over its
+elements, so both ends update it from the changes alone. record.py has the records that contain deltas.
 
-The part of a leaf is b'' where nothing changed, else
+The part of a leaf is b'' if nothing changed, else
 
   header   7 little-endian uint32: flags, changes, large gaps, bytes of each of the four streams
-  gaps     uint8 for each change: elements that did not change since the last one; 255 = the next large gap
-  large    little-endian uint32: the gaps from 255 on
+  gaps     uint8 for each change: unchanged elements since the change before; 255 = the next large gap
+  large    little-endian uint32: the gaps of 255 and more
   low      uint8 for each change: the low byte of the difference of the bits, in zigzag order (0, -1, 1, -2, ...)
   high     likewise the high byte
 
-With DENSE in the flags there is an entry for every element, changed or not, and no gaps. Bit i + 1 of the flags says
-that stream i is deflated.
+If the flag DENSE is set, there is an entry for every element, changed or not, and there are no gaps. Bit i + 1 of the
+flags says that stream i is deflated.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from areal_jax.publication.versions import PublicationError
 MOST_ELEMENTS = 1 << 32  # of a leaf: positions are 32 bits
 LARGE_GAP = 255
 _DENSE = 1  # flag
-_DENSE_SHARE = 0.6  # of changed elements, from which on gaps cost more than the differences of the others
-_PIECE = 1 << 18  # elements that numpy compares at once: what a step needs stays in a core's cache
+_DENSE_SHARE = 0.6  # share of changed elements above which gaps cost more than entries for unchanged elements
+_PIECE = 1 << 18  # elements that numpy compares at once: the data of a step stays in a core's cache
 _HEADER = struct.Struct('<7I')
-# Matches are rare in these streams, runs and uneven frequencies are not: runs alone gave fewer bytes than the default
-# strategy in half of the time.
+# These streams have few matches but many runs and uneven frequencies: Z_RLE gave fewer bytes than the default strategy,
+# in half the time.
 _LEVEL, _STRATEGY = 1, zlib.Z_RLE
-_SAVES = 0.98  # of its bytes: a stream that deflates to more stays as it is
+_SAVES = 0.98  # a stream that deflates to more than this share of its bytes stays as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Changes:
 
     @property
     def positions(self) -> np.ndarray:
-        """int64 [changes]."""
+        """Row-major positions of the changed elements, int64 [changes]."""
         gaps = self.gaps.astype(np.int64)
         gaps[self.gaps == LARGE_GAP] = self.large
         return np.cumsum(gaps + 1) - 1
@@ -72,31 +72,31 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Changes and what they do to the leaf."""
+    """The changes of a leaf, and their effect on its digest."""
 
     changes: Changes
-    sums: tuple[int, int]  # what is added to the content of its LeafDigest, mod 2^32
+    sums: tuple[int, int]  # added to the content of its LeafDigest, mod 2^32
     unfinite: int  # new values that are NaN or infinite
 
 
 class ChangeFinder:
-    """Finds the changes of leaves, one after the other, in memory that is used again.
+    """Finds the changes of leaves, one leaf after the other, in memory that it reuses.
 
     Args:
       largest: elements of the largest leaf.
-      native: None = with the kernel where there is one.
+      native: None = with the kernel if there is one.
     """
 
     def __init__(self, largest: int, *, native: bool | None = None):
         self._native = native
-        # memory that nothing has written to takes no pages
+        # memory that is never written takes no pages
         byte = lambda: np.empty(largest, np.uint8)
         self._lists = byte(), np.empty(largest // (LARGE_GAP + 1) + 1, np.uint32), byte(), byte()
 
     def find(self, base: np.ndarray, current: np.ndarray, dtype: str) -> Found:
-        """What differs between uint16 [n] and [n], C-contiguous; makes `base` equal to `current`.
+        """Finds the differences between `base` and `current`, uint16 [n], C-contiguous; makes `base` equal `current`.
 
-        The result is valid until the next call. `dtype` is the name of the floats whose bits these are.
+        The result is valid until the next call. `dtype` names the float type that the bits encode.
 
         Raises PublicationError for a leaf of 2^32 elements or more.
         """
@@ -112,7 +112,7 @@ class ChangeFinder:
         return Found(self._taken(changed, large), (sums[0], sums[1]), unfinite)
 
     def _find(self, base: np.ndarray, current: np.ndarray, exponent: int) -> Found:
-        """By numpy."""
+        """Finds the changes with numpy."""
         found = [
             np.flatnonzero(base[start : start + _PIECE] != current[start : start + _PIECE]) + start
             for start in range(0, base.size, _PIECE)
@@ -136,7 +136,7 @@ class ChangeFinder:
 
 
 def encode_changes(changes: Changes, size: int) -> bytes:
-    """The part of a leaf of `size` elements."""
+    """Encodes the part of a leaf of `size` elements."""
     if not changes.count:
         return b''
     flags, streams = 0, [changes.gaps, changes.large.astype('<u4').view(np.uint8), changes.low, changes.high]
@@ -155,7 +155,7 @@ def encode_changes(changes: Changes, size: int) -> bytes:
 
 
 def decode_changes(part: bytes | bytearray | memoryview, size: int) -> Changes:
-    """The changes of a leaf of `size` elements, in memory of their own.
+    """Decodes the changes of a leaf of `size` elements; they do not share the finder's memory.
 
     Raises PublicationError for anything that `encode_changes` does not make of such a leaf.
     """
@@ -182,14 +182,14 @@ def decode_changes(part: bytes | bytearray | memoryview, size: int) -> Changes:
 def apply_changes(
     words: np.ndarray, changes: Changes, *, rows: int = 0, back: bool = False, native: bool | None = None
 ) -> tuple[int, int]:
-    """Applies the changes to uint16 [n] in place; returns what they add to the sums of the leaf's digest, mod 2^32.
+    """Applies the changes to uint16 [n] in place; returns their increments to the sums of the leaf's digest, mod 2^32.
 
     Args:
-      rows: > 0: the leaf is a matrix of so many rows, and `words` are its transpose.
+      rows: > 0: the leaf is a matrix of `rows` rows, and `words` are its transpose.
       back: from the new version to the base.
-      native: None = with the kernel where there is one.
+      native: None = with the kernel if there is one.
 
-    Raises PublicationError for a position outside of the leaf; then some of the changes are made.
+    Raises PublicationError for a position outside the leaf; some of the changes may then have been made.
     """
     lists = changes.gaps, changes.large, changes.low, changes.high
     if native is not False and library.is_available():
@@ -206,20 +206,20 @@ def apply_changes(
 
 
 def add_sums(content: tuple[int, int], sums: Sequence[int], *, back: bool = False) -> tuple[int, int]:
-    """The content of a LeafDigest after changes; `sums` as `apply_changes` returned them, or with `back` less them."""
+    """Returns the content of a LeafDigest with the `sums` of the changes added, or with `back` subtracted."""
     sign = -1 if back else 1
     return (content[0] + sign * sums[0]) % 2**32, (content[1] + sign * sums[1]) % 2**32
 
 
 def _deflate(stream: np.ndarray) -> bytes | None:
-    """None where it does not pay."""
+    """Deflates a stream; None if that saves too little."""
     deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, _STRATEGY)
     made = deflate.compress(stream.data) + deflate.flush()
     return made if len(made) < _SAVES * stream.size else None
 
 
 def _read_stream(content: memoryview, length: int, *, deflated: bool) -> bytes:
-    """`length` bytes; raises zlib.error or ValueError for others, and makes no more memory than these take."""
+    """Reads `length` bytes, and allocates no more; raises zlib.error or ValueError for other content."""
     if deflated:
         inflate = zlib.decompressobj()
         found = inflate.decompress(content, max(1, length))
@@ -238,7 +238,7 @@ def _unpack(count: int, gaps: bytes, large: bytes, low: bytes, high: bytes) -> C
 
 
 def _require_inside(changes: Changes, size: int) -> Changes:
-    """Raises PublicationError where the last position is none of the leaf's, or the large gaps are not so many."""
+    """Raises PublicationError if the last position is outside the leaf, or the number of large gaps is wrong."""
     escaped = np.count_nonzero(changes.gaps == LARGE_GAP)
     gaps = int(changes.gaps.sum(dtype=np.int64)) + int(changes.large.sum(dtype=np.int64)) - LARGE_GAP * escaped
     if escaped != changes.large.size or gaps + changes.count > size:

@@ -1,4 +1,4 @@
-"""Exports the final weights of a run as a directory that transformers and vllm load; app/ calls it after the loop."""
+"""Writes weights as directories that transformers and vllm load: published versions, and the final export of a run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def write_hf_directory(
 ) -> None:
     """Writes planned files and JSON `records` by file name; an earlier directory of the same name is replaced.
 
-    `elsewhere` says in errors what else to do on a full disk than to make room. `announce` hears of the bytes written.
-    `links` has, by name, files on the same disk that hold what would be written; they are written where the file system
-    has no hard links.
+    `elsewhere` is the alternative to making room that errors name for a full disk. `announce` gets the bytes written.
+    `links` names files on the same disk that already hold the content of a file; they are hard-linked instead of
+    written, if the file system has hard links.
 
     Raises PublicationError for a directory in the way that holds no weights, for lack of space (naming needed and
     free bytes), for a failed write, and for values that the dtype of the files cannot hold.
@@ -61,7 +61,7 @@ def write_hf_directory(
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
-    """Whether `target` is a hard link to `source` now."""
+    """Makes `target` a hard link to `source`; False if the file system refuses."""
     try:
         os.link(source, target)
     except OSError:
@@ -70,7 +70,7 @@ def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
 
 
 def open_directory(target: pathlib.Path, nbytes: int, elsewhere: str = ANOTHER) -> pathlib.Path:
-    """An empty directory of a hidden name in which `target` can be written; raises PublicationError as above."""
+    """Makes an empty hidden directory in which to write `target`; raises PublicationError as `write_hf_directory`."""
     if target.exists() and not any((target / name).exists() for name in (WEIGHTS, INDEX)) and any(target.iterdir()):
         raise PublicationError(
             f'{target} exists and holds no {WEIGHTS}: it is not ours to replace; choose another name'
@@ -87,7 +87,7 @@ def open_directory(target: pathlib.Path, nbytes: int, elsewhere: str = ANOTHER) 
 def finish_directory(
     target: pathlib.Path, contents: HfFiles, records: Mapping[str, Mapping[str, object]] | None = None
 ) -> None:
-    """Writes all but the weights, which are there, and gives the directory its name. Use it inside `writing`."""
+    """Writes all files but the weights, which are there, and names the directory `target`. Use it inside `writing`."""
     partial = files.partial_name(target)
     for name, record in (records or {}).items():
         write_record(partial / name, record)
@@ -100,9 +100,9 @@ def finish_directory(
 
 @contextlib.contextmanager
 def writing(target: pathlib.Path, elsewhere: str = ANOTHER, *, remove: bool = True) -> Iterator[None]:
-    """Raises PublicationError where the block fails for a reason that the user can mend.
+    """Raises PublicationError if the block fails for a reason that the user can fix.
 
-    `remove`: what was written of `target` is removed then.
+    `remove`: removes the files written for `target` in that case.
     """
     try:
         yield
@@ -143,16 +143,16 @@ def export_hf(
 ) -> None:
     """Writes `config.json` and safetensors, atomically; replaces an earlier export.
 
-    vllm 0.32 does not run two configs that transformers does. It refuses Qwen models with windows in some layers only.
-    It assumes head_dim = d_model / n_heads for qwen2 and computes wrong results, silently, for any other head_dim.
+    vllm 0.32 does not support two configs that transformers runs. It refuses Qwen models with windows in some layers
+    only. For qwen2 it assumes head_dim = d_model / n_heads, and silently computes wrong results for any other head_dim.
 
     Args:
       params: nested dict of arrays in list form, without adapters.
       dtype: of the files: float32, bfloat16 or float16.
       file_bytes: more bytes of weights than this become several files with `model.safetensors.index.json`; None =
         FILE_BYTES.
-      companions: tokenizer, chat template and so on; None = nothing besides config and weights.
-      announce: hears of the bytes written, and of all.
+      companions: tokenizer, chat template and so on; None = config and weights alone.
+      announce: gets the bytes written so far, and their total.
 
     Raises PublicationError for an unknown `dtype` or one that cannot hold the values, a source that is the directory
     itself, lack of space, or a foreign directory in the way; HfError for a config that the family cannot have;
@@ -173,21 +173,21 @@ def export_hf(
     write_hf_directory(target, contents, elsewhere='write to another disk', announce=announce)
 
 
-# One version of the weights on the disk, written by several processes: each whole leaves in a file of its own.
+# One version of the weights on the disk, written by several processes: each writes whole leaves to a separate file.
 #
-# begin       one process makes the hidden directory, once there is room write       every process writes the file of
-# its leaves, and says their digests finish      the first one writes everything else, and gives the directory its
-# name
+# begin       one process checks for room and makes the hidden directory
+# write       every process writes the file of its leaves, and returns their digests
+# finish      the first process writes everything else, and gives the directory its name
 
 
 class PartWriter:
-    """Writes the part of this process. `directory` holds all versions; `copy` is the version.
+    """Writes this process's part of a version.
 
-    It is a tree of SharedLeaf, or in a learner of one process of arrays.
+    `directory` holds all versions. `copy` is the version: a tree of SharedLeaf, or of arrays with one process.
 
     Args:
-      companions: tokenizer and so on, which the process that finishes writes with each version.
-      separate_head: see `plan_hf_files`; the same in all processes.
+      companions: tokenizer and so on, written with each version by the process that calls `finish`.
+      separate_head: see `plan_hf_files`; equal in all processes.
     """
 
     def __init__(self, config: ModelConfig, companions: HfCompanions | None = None, *, separate_head: bool = False):
@@ -204,8 +204,8 @@ class PartWriter:
     def write(self, directory: str, version: int, copy: Tree) -> dict[str, dict[str, object]]:
         """Writes the leaves of this process, one at a time, and returns their part of the manifest.
 
-        Fetches each of its leaves once, and none of another process.
-        Raises PublicationError for NaN or infinity, a failed write, and a directory that is not seen from here.
+        Fetches each of these leaves once, and no leaf of another process.
+        Raises PublicationError for NaN or infinity, a failed write, and a directory that this process does not see.
         """
         target = version_path(pathlib.Path(directory), version)
         partial = files.partial_name(target)
@@ -223,7 +223,7 @@ class PartWriter:
             return whole
 
         plan = self._plan(copy)
-        with writing(target, remove=False):  # others are writing there
+        with writing(target, remove=False):  # other processes are writing there
             for name in self._own_files(plan, copy):
                 plan.write_weights(partial, name, fetch)
         return manifest
@@ -231,9 +231,9 @@ class PartWriter:
     def finish(
         self, directory: str, version: int, copy: Tree, manifest: Mapping[str, Mapping[str, Any]]
     ) -> tuple[str, str]:
-        """(manifest hash, path) of the version, which gets its name; `manifest` covers all processes.
+        """Gives the version its name, and returns (manifest hash, path); `manifest` covers all processes.
 
-        Raises PublicationError for a leaf that no process wrote, and a failed write.
+        Raises PublicationError for a leaf that no process wrote, and for a failed write.
         """
         plan, target = self._plan(copy), version_path(pathlib.Path(directory), version)
         leaves = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(copy)]
@@ -252,7 +252,7 @@ class PartWriter:
         )
 
     def _own_files(self, plan: HfFiles, copy: Tree) -> list[str]:
-        """One, or none where there are more processes than leaves."""
+        """The names of the files that this process writes: one, or none if it owns no leaf."""
         owners = sorted({_find_owner(leaf) for leaf in jax.tree.leaves(copy)})
         return [name for name, owner in zip(plan.weights, owners, strict=True) if owner == jax.process_index()]
 

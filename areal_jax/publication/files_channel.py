@@ -61,14 +61,14 @@ class DeviceChannel:
     """protocols.Channel over device memory.
 
     The weights of a version are held once until they are released. Engines on the device that holds them share that
-    copy, so they must not donate it; every other engine gets a copy on its own devices. Leaves that are the arrays of
-    the last version are neither moved nor measured again.
+    copy, so they must not donate it; every other engine gets a copy on its own devices. Leaves that are the same arrays
+    as in the last version are not moved again, and their digests are not recomputed.
 
     Args:
       device: where `transfer` moves the weights; None = they stay on the devices of the learner, sharded as they are.
       verify: `receive` recomputes the digest of every leaf.
-      keeps_newest: whether engines may receive a version after `release` was told that all of them have it. Where not,
-        its copy does not live through the update that follows.
+      keeps_newest: whether engines may receive a version after `release` was told that all of them have it. If not,
+        its copy is dropped before the update that follows.
     """
 
     def __init__(self, device: jax.Device | None = None, *, verify: bool, keeps_newest: bool = True):
@@ -80,7 +80,7 @@ class DeviceChannel:
         self.carried_bytes = 0  # of the leaves that the last `transfer` found changed
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
-        """Holds `copy`, buffers that no later update touches; returns when it is on the channel's device.
+        """Holds `copy`, whose buffers no later update touches; returns when it is on the channel's device.
 
         Raises PublicationError for weights with NaN or infinity.
         """
@@ -95,10 +95,10 @@ class DeviceChannel:
         return PublishedWeights(version, manifest_hash(manifest), handle=version)
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
-        """The weights, a nested dict of jax arrays, at `place`; None = where the channel holds them.
+        """Returns the weights, a nested dict of jax arrays, at `place`; None = where the channel holds them.
 
-        Returns when they have arrived. Raises PublicationError for a version released or published by another channel,
-        and for a leaf that changed.
+        Returns after they have arrived. Raises PublicationError for a version that was released or that another channel
+        published, and for a leaf that changed.
         """
         held = self._versions.get(published.version)
         if held is None or manifest_hash(held.manifest) != published.manifest_hash:
@@ -113,7 +113,7 @@ class DeviceChannel:
         return params
 
     def _mover_to(self, place: Place) -> Mover:
-        """One for each engine, whose fetches are in order; engines fetch from several threads."""
+        """Returns the mover of an engine's place; engines fetch from several threads, each engine in order."""
         for known, mover in self._movers:
             if known is place:
                 return mover
@@ -121,9 +121,9 @@ class DeviceChannel:
         return mover
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Drops the channel's references to versions below `version`, but for the `pinned` ones.
+        """Drops the channel's references to versions below `version`, except the `pinned` ones.
 
-        `version` itself, which all engines have, is kept with `keeps_newest` alone.
+        `version` itself, which all engines have, is kept only with `keeps_newest`.
         """
         lowest = version if self._keeps_newest else version + 1
         self._versions = {v: held for v, held in self._versions.items() if v >= lowest or v in pinned}
@@ -133,14 +133,14 @@ _FOREIGN = ''  # manifest hash of a directory that another program wrote
 
 
 class VersionWriter(Protocol):
-    """Another process, which holds leaves of the version that is being written (distributed/remote_learner.py)."""
+    """Another process that holds leaves of the version being written (distributed/remote_learner.py)."""
 
     def write(self, directory: str, version: int) -> None:
-        """Lets it begin to write them."""
+        """Tells the process to begin to write its leaves."""
         ...
 
     def written(self) -> Mapping[str, Mapping[str, object]] | str:
-        """Waits until it has; returns the manifest of its leaves, or why it failed, in one sentence."""
+        """Waits until the leaves are written; returns their manifest, or one sentence that says why it failed."""
         ...
 
 
@@ -152,9 +152,9 @@ class FilesChannel:
     Args:
       verify: `receive` recomputes the digest of every leaf.
       companions: tokenizer and so on, written with each version so that a server can start from any of them.
-      writers: the other processes of a learner over several, which hold leaves of each version too.
-      file_of: see `plan_hf_files`. A file whose leaves are all arrays of the last version is not written again: it is a
-        hard link to the file of that version. None = one file.
+      writers: the other processes of a learner that spans several; they hold leaves of each version too.
+      file_of: see `plan_hf_files`. A file whose leaves are all arrays of the last version is not written again but
+        hard-linked to that version's file. None = one file.
       separate_head: see `plan_hf_files`; a reader that knows the model's own config reads the same weights.
     """
 
@@ -171,7 +171,7 @@ class FilesChannel:
     ):
         self._file_of, self._last = file_of, -1  # version that was transferred last
         self._digests: UnchangedLeaves[LeafDigest] = UnchangedLeaves()
-        self.carried_bytes = 0  # of the leaves that the last `transfer` has written
+        self.carried_bytes = 0  # of the leaves that the last `transfer` wrote
         self._directory, self._config, self._separate_head = pathlib.Path(directory), config, separate_head
         self._verify, self._companions = verify, companions or HfCompanions()
         self._parts, self._writers = PartWriter(config, companions, separate_head=separate_head), writers
@@ -188,7 +188,7 @@ class FilesChannel:
             return self._transfer_shares(version, copy)
         leaves = by_path(copy)
         known = self._digests.find(leaves)
-        copy = jax.tree.map(np.asarray, copy)  # on the host nothing waits for the update that is under way
+        copy = jax.tree.map(np.asarray, copy)  # numpy arrays do not wait for the update that is under way
         changed = {path: leaf for path, leaf in by_path(copy).items() if path not in known}
         manifest = known | finite_host_manifest(changed, version)
         digest = manifest_hash(manifest)
@@ -210,7 +210,7 @@ class FilesChannel:
         return PublishedWeights(version, digest, handle=str(target))
 
     def _find_links(self, plan: HfFiles, known: Collection[str]) -> dict[str, pathlib.Path]:
-        """The files of the last version that this one has too, by name: all their leaves are `known`."""
+        """The files of the last version that this version shares, by name: all their leaves are `known`."""
         if self._file_of is None:
             return {}
         before = version_path(self._directory.absolute(), self._last)
@@ -225,7 +225,7 @@ class FilesChannel:
         try:
             manifest: dict[str, Mapping[str, object]] = {**self._parts.write(directory, version, copy)}
         finally:
-            written = [writer.written() for writer in self._writers]  # also on failure: then no thread writes any more
+            written = [writer.written() for writer in self._writers]  # on failure too: afterwards no thread writes
         for outcome in written:
             if isinstance(outcome, str):
                 raise PublicationError(outcome)
@@ -234,9 +234,9 @@ class FilesChannel:
         return PublishedWeights(version, digest, handle=path)
 
     def map_version(self, version: int) -> Params:
-        """The weights of a version that is on the disk, as numpy arrays that are read when they are used.
+        """The weights of a version on the disk, as numpy arrays that are read when they are used.
 
-        Raises HfError where the directory is missing or damaged.
+        Raises HfError if the directory is missing or damaged.
         """
         return map_hf_weights(version_path(self._directory, version), self._config)
 
@@ -252,10 +252,10 @@ class FilesChannel:
 def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWeights:
     """Describes the weights that a server is told to load by the path of their directory.
 
-    A directory without a manifest that another program wrote has no digests; `load_version` checks that its files are
+    A directory that another program wrote has no manifest and so no digests; `load_version` checks that its files are
     complete.
 
-    Raises PublicationError for a directory that holds another version, or one of ours whose manifest is gone.
+    Raises PublicationError for a directory that holds another version, or one of ours whose manifest is missing.
     """
     path = pathlib.Path(directory)
     if not (path / MANIFEST).exists() and path.is_dir() and parse_version(path) is None:
@@ -274,9 +274,9 @@ def find_version(directory: str | os.PathLike[str], version: int) -> PublishedWe
 def load_version(
     published: PublishedWeights, config: ModelConfig, place: Place | None = None, *, verify: bool
 ) -> Params:
-    """The weights as a nested dict of jax arrays, at `place`; None = the default device.
+    """Loads the weights as a nested dict of jax arrays, at `place`; None = the default device.
 
-    The directory is not collected while it is read. `verify` recomputes the digest of every leaf: servers always do.
+    The directory is not removed while it is read. `verify` recomputes the digest of every leaf: servers always do.
 
     Raises PublicationError for a directory that is missing, torn, foreign or of other weights.
     """
@@ -310,7 +310,7 @@ def _require_published(published: PublishedWeights, held: int, manifest: Manifes
 
 
 def parse_manifest(content: bytes) -> tuple[int, Manifest]:
-    """(version, manifest) of a manifest file; raises exceptions of many types for any other content."""
+    """Returns (version, manifest) of a manifest file; raises exceptions of many types for any other content."""
     record = json.loads(content)
     manifest, version = decode_manifest(record['leaves']), record['version']
     if record['manifest_hash'] != manifest_hash(manifest) or type(version) is not int:

@@ -27,25 +27,25 @@ Made = TypeVar('Made')
 
 
 class UnchangedLeaves(Generic[Made]):
-    """What was made of each leaf of the last version, by path."""
+    """Remembers, by path, the result computed from each leaf of the last version."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[weakref.ref[Leaf], Made]] = {}
 
     def find(self, leaves: Mapping[str, Leaf]) -> dict[str, Made]:
-        """What was made of those that are the same arrays as in the last call of `note`."""
+        """Returns the results of the leaves that are the same arrays as in the last call of `note`."""
         known = {path: self._made[path] for path in leaves if path in self._made}
         return {path: made for path, (source, made) in known.items() if source() is leaves[path]}
 
     def note(self, leaves: Mapping[str, Leaf], made: Mapping[str, Made]) -> None:
-        """Remembers what was made of the leaves of a version, in place of the one before."""
+        """Remembers the results of the leaves of a version, and forgets the version before."""
         self._made = {path: (weakref.ref(leaf), made[path]) for path, leaf in leaves.items()}
 
 
 class Mover:
-    """Moves versions to one place, and of each version only the leaves that the last one did not have.
+    """Moves versions to one place; of each version, only the leaves that the last one did not have.
 
-    A moved leaf that nothing else refers to any more is moved again.
+    A leaf is moved again if nothing else refers to its moved copy any more.
     """
 
     def __init__(self, place: Place):
@@ -53,7 +53,7 @@ class Mover:
         self._moved: UnchangedLeaves[weakref.ref[jax.Array]] = UnchangedLeaves()
 
     def move(self, params: Tree) -> Tree:
-        """The tree at the place; leaves that are there are returned as such."""
+        """Returns the tree at the place; leaves that are already there are returned as they are."""
         leaves, structure = jax.tree.flatten(params)
         paths = list(by_path(params))
         found = self._moved.find(dict(zip(paths, leaves, strict=True)))
@@ -77,7 +77,7 @@ def by_path(params: Tree) -> dict[str, Leaf]:
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads positions over the 32-bit words
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # itemsize -> the unsigned view of an element
 _FIRST_FACTOR, _SECOND_FACTOR = 0x85EBCA6B, 0xC2B2AE35  # of MurmurHash3's 32-bit finalizer
-_BLOCK = 1 << 16  # elements per step of the numpy digest: what a step needs stays in a core's cache
+_BLOCK = 1 << 16  # elements per step of the numpy digest: the data of a step stays in a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ Manifest = Mapping[str, LeafDigest]  # by path, 'layers/0/attention/query'
 
 
 def device_manifest(params: Tree) -> dict[str, LeafDigest]:
-    """The manifest of a tree of jax arrays; computed where they are held, without collectives.
+    """The manifest of a tree of jax arrays, computed on the devices that hold them, without collectives.
 
     The content of a leaf of words w_i (its bits, widened to 32; i is the position in row-major order) is
         (sum_i w_i,  sum_i mix(w_i + G i))  mod 2^32,  mix = the finalizer of MurmurHash3 (Appleby), a bijection.
@@ -105,15 +105,15 @@ def device_manifest(params: Tree) -> dict[str, LeafDigest]:
 
 
 def finite_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
-    """`device_manifest` of a version, after checking in the same program that all its values are finite.
+    """`device_manifest` of a version; checks in the same program that all its values are finite.
 
-    Raises PublicationError that names the version, the first leaf with NaN or infinity and how many values it has.
+    Raises PublicationError that names the version, the first leaf with NaN or infinity, and the number of such values.
     """
     return _require_finite(_measure(params), version)
 
 
 def finite_host_manifest(params: Tree, version: int) -> dict[str, LeafDigest]:
-    """The same of numpy arrays and without jax programs, which would wait for the update that is under way.
+    """`finite_manifest` for numpy arrays, without jax programs, which would wait for the update that is under way.
 
     Raises PublicationError as `finite_manifest` does.
     """
@@ -130,7 +130,7 @@ def _require_finite(measured: Mapping[str, tuple[LeafDigest, int]], version: int
 
 
 def unfinite_error(version: int, path: str, digest: LeafDigest, wrong: int) -> PublicationError:
-    """What refuses a version of which `wrong` values of a leaf are NaN or infinite."""
+    """The error for a version in which `wrong` values of a leaf are NaN or infinite."""
     narrow = f", or use publication.dtype='float32' if {digest.dtype} cannot hold them"
     return PublicationError(
         f'weights of version {version}: {wrong} of the {math.prod(digest.shape)} values of {path!r} are NaN or '
@@ -139,7 +139,7 @@ def unfinite_error(version: int, path: str, digest: LeafDigest, wrong: int) -> P
 
 
 def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
-    """The digest of every leaf and how many of its values are not finite."""
+    """The digest of every leaf, and the number of its values that are not finite."""
     leaves = leaves_by_path(params)
     sums = _sum_shards(list(leaves.values()))
     return {
@@ -148,9 +148,9 @@ def _measure(params: Tree) -> dict[str, tuple[LeafDigest, int]]:
 
 
 def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
-    """uint32 [leaves, 3], see `shard_sums`: one program for each shard on the device that holds it, added on the host.
+    """uint32 [leaves, 3], see `shard_sums`: each shard's device runs one program, and the host adds the results.
 
-    One program over all devices would be a collective, which the lane of publication may not run beside the learner's.
+    One program over all devices would be a collective, which the lane of publication may not run during the learner's.
     Arrays in host memory are summed without a program, which would wait for the learner's.
     """
     sums, rows, launched = np.zeros((len(leaves), 3), np.uint32), [], []
@@ -169,7 +169,7 @@ def _sum_shards(leaves: Sequence[np.ndarray | jax.Array]) -> np.ndarray:
 
 
 def _held_shards(leaf: np.ndarray | jax.Array) -> Iterator[tuple[np.ndarray | jax.Array, tuple[int, ...]]]:
-    """The shards of a leaf that this process counts, each with the place in the leaf where it begins."""
+    """Yields the shards of a leaf that this process counts, each with its start position in the leaf."""
     if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
         yield leaf, (0,) * leaf.ndim
         return
@@ -179,12 +179,12 @@ def _held_shards(leaf: np.ndarray | jax.Array) -> Iterator[tuple[np.ndarray | ja
 
 
 def host_manifest(params: Tree) -> dict[str, LeafDigest]:
-    """The same manifest as `device_manifest`, of numpy arrays and without jax programs."""
+    """The manifest of `device_manifest`, computed from numpy arrays without jax programs."""
     return {path: digest_leaf(np.asarray(leaf)) for path, leaf in leaves_by_path(params).items()}
 
 
 def digest_leaf(leaf: np.ndarray) -> LeafDigest:
-    """The digest of one leaf on the host."""
+    """Computes the digest of one leaf on the host."""
     return _leaf_digest(leaf, _host_sums(leaf)[:2])
 
 
@@ -194,7 +194,7 @@ def manifest_hash(manifest: Manifest) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> dict[str, dict[str, object]]:
-    """As a JSON-able dict."""
+    """Returns the manifest as a JSON-able dict."""
     return {
         path: {'shape': list(leaf.shape), 'dtype': leaf.dtype, 'content': list(leaf.content)}
         for path, leaf in manifest.items()
@@ -227,7 +227,7 @@ def require_equal(sent: Manifest, received: Manifest, version: int) -> None:
 
 
 def weights_sha256(params: Tree) -> str:
-    """sha256, in hex, over the bytes of all leaves in the order of their paths: for reports."""
+    """sha256, in hex, over the bytes of all leaves in the order of their paths; for reports."""
     digest = hashlib.sha256()
     for leaf in leaves_by_path(params).values():
         digest.update(np.ascontiguousarray(leaf).view(np.uint8).data if np.size(leaf) else b'')
@@ -235,9 +235,9 @@ def weights_sha256(params: Tree) -> str:
 
 
 def change_of_sums(positions: np.ndarray, before: np.ndarray, after: np.ndarray) -> tuple[int, int]:
-    """What the two sums of a content gain, mod 2^32, where the elements at row-major `positions` change.
+    """The increments, mod 2^32, of the two sums of a content when the elements at row-major `positions` change.
 
-    `before` and `after` are their bits, uint16 [n].
+    `before` and `after` are the bits of these elements, uint16 [n].
     """
     spread = positions.astype(np.uint32) * np.uint32(_GOLDEN)
     scratch = np.empty_like(spread)
@@ -258,7 +258,7 @@ def unfinite_bits(dtype: str) -> int:
 
 
 def leaves_by_path(params: Tree) -> dict[str, jax.Array | np.ndarray]:
-    """Leaves by path, paths in order."""
+    """Leaves by path, sorted by path; raises PublicationError for elements above 32 bits."""
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     for path, leaf in leaves.items():
         if np.dtype(leaf.dtype).itemsize not in _WORDS:
@@ -275,9 +275,9 @@ def _leaf_digest(leaf: jax.Array | np.ndarray, pair: Iterable[SupportsInt]) -> L
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # compiled once for all leaves of a shape
 def shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) -> jax.Array:
-    """uint32 [3]: the two sums of the content, and how many values are not finite.
+    """uint32 [3]: the two sums of the content, and the number of values that are not finite.
 
-    `leaf` is the shard of a leaf of the shape `whole` that begins at `start`.
+    `leaf` is the shard that begins at `start` of a leaf of the shape `whole`.
     """
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     wrong = ~jnp.isfinite(leaf) if floating else jnp.zeros(leaf.shape, bool)
@@ -290,13 +290,13 @@ def shard_sums(leaf: jax.Array, start: tuple[int, ...], whole: tuple[int, ...]) 
         position = position * np.uint32(size) + (within + np.uint32(first) if first else within)
     mixed = _mix(words + position * np.uint32(_GOLDEN))
     values = words, mixed, wrong.astype(jnp.uint32)
-    # in one pass over the leaf: of three sums XLA:CPU would write the summands to memory, which takes 40 times as long
+    # one pass over the leaf: for three separate sums XLA:CPU would write the summands to memory, 40 times as slow
     add = lambda totals, more: tuple(total + one for total, one in zip(totals, more, strict=True))
     return jnp.stack(lax.reduce(values, (np.uint32(0),) * 3, add, tuple(range(leaf.ndim))))
 
 
 def _host_sums(leaf: np.ndarray) -> tuple[int, int, int]:
-    """As `shard_sums`, of a whole leaf."""
+    """Computes the numbers of `shard_sums` for a whole leaf on the host."""
     leaf = np.ascontiguousarray(leaf)
     if (found := sum_words(leaf)) is not None:
         return found
@@ -305,10 +305,10 @@ def _host_sums(leaf: np.ndarray) -> tuple[int, int, int]:
 
 
 def _sum_blocks(words: np.ndarray) -> tuple[int, int]:
-    """The two sums of the content by numpy, where there is no library of kernels."""
+    """Computes the two sums of the content with numpy, for hosts without the kernel library."""
     size = min(words.size, _BLOCK)
     spread = np.arange(size, dtype=np.uint32) * np.uint32(_GOLDEN)  # of the positions in a block
-    values, scratch = np.empty((2, size), np.uint32)  # of every block: to allocate them anew costs as much as the sums
+    values, scratch = np.empty((2, size), np.uint32)  # reused: allocating them per block would cost as much as the sums
     plain = mixed = 0
     for start in range(0, words.size, _BLOCK):
         block = words[start : start + _BLOCK]
@@ -322,7 +322,7 @@ def _sum_blocks(words: np.ndarray) -> tuple[int, int]:
 
 
 def _mix_in_place(words: np.ndarray, scratch: np.ndarray) -> None:
-    """`_mix` of uint32 [n] in their own memory; `scratch` has as many."""
+    """Applies `_mix` to uint32 [n] in place; `scratch` has the same size."""
     for shift, factor in ((16, _FIRST_FACTOR), (13, _SECOND_FACTOR), (16, 1)):
         np.right_shift(words, np.uint32(shift), out=scratch)
         np.bitwise_xor(words, scratch, out=words)

@@ -1,7 +1,7 @@
-"""One version of the weights as bytes: a header and one part a leaf, and who carries it from the learner to readers.
+"""One version of the weights as bytes, a header and one part a leaf, and the protocols of the carriers that move it.
 
-A whole record holds the bits of every leaf, a delta those that changed since a base version (delta.py). Carriers
-(files, shared memory, sockets) move records and do not look into their parts.
+A whole record holds the bits of every leaf, a delta the changes since a base version (delta.py). Carriers (files,
+shared memory, sockets) move records and do not look into their parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal_jax.types import Tree
 Part: TypeAlias = bytes | bytearray | memoryview  # C-contiguous bytes
 RecordKind = Literal['whole', 'delta']
 FORMAT = 1  # of the header and of the parts
-_DELTA_BYTES, _DELTA_ELEMENT_BYTES = 64, 7  # most of the part of a delta: for itself, and for each element (delta.py)
+_DELTA_BYTES, _DELTA_ELEMENT_BYTES = 64, 7  # bounds on a part of a delta: in all, plus per element (delta.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class RecordHeader:
-    """What a record is, without its parts."""
+    """The description of a record, without its parts."""
 
     version: int
     leaves: Mapping[str, LeafDigest]  # the manifest of `version`, by path
@@ -57,7 +57,7 @@ class RecordHeader:
         return sum(self.sizes)
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Encodes the header as JSON."""
         base = None if self.base is None else dataclasses.asdict(self.base)
         return json.dumps({
             'format': FORMAT, 'version': self.version, 'base': base, 'manifest_hash': self.manifest_hash,
@@ -89,7 +89,7 @@ def decode_header(content: Part) -> RecordHeader:
 
 
 def _require_sizes(header: RecordHeader) -> None:
-    """Raises ValueError for sizes of parts that these leaves can not have: who reads a record takes room for them."""
+    """Raises ValueError for sizes that parts of these leaves cannot have: readers allocate memory by them."""
     if len(header.sizes) != len(header.leaves):
         raise ValueError(f'{len(header.sizes)} sizes for {len(header.leaves)} leaves')
     for (path, leaf), size in zip(sorted(header.leaves.items()), header.sizes, strict=True):
@@ -102,14 +102,14 @@ def _require_sizes(header: RecordHeader) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One version as it travels."""
+    """One version in the form that carriers move."""
 
     header: RecordHeader
     parts: Sequence[Part]  # in the order of the sorted paths; whole: the bits of the leaf, row-major
 
 
 def leaf_bytes(leaf: np.ndarray) -> Part:
-    """The bits of a leaf, row-major, as a part of a whole record; a view where the leaf lies so."""
+    """The bits of a leaf, row-major, as a part of a whole record; a view if the leaf is row-major already."""
     return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
 
@@ -133,25 +133,25 @@ class RecordSender(Protocol):
     """The learner's end of a carrier. Calls come from one thread."""
 
     def send(self, record: Record) -> str:
-        """Makes a record available to every reader, and returns the address that readers are told.
+        """Makes a record available to every reader, and returns the address to tell readers.
 
         A whole record begins a new chain; a delta continues it. The chain of the newest version stays readable, from
-        its whole record on, for readers that join. Parts may be reused when it returns. No reader delays it.
+        its whole record on, for readers that join. Parts may be reused after `send` returns. No reader delays it.
 
         Raises PublicationError for lack of space, with both sizes, and for a failed write.
         """
         ...
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """Chains that are needed only for versions below `version`, but for the `pinned` ones, may go."""
+        """Permits the removal of chains whose versions are all below `version` and not `pinned`."""
         ...
 
     def held(self) -> Mapping[str, Held]:
-        """What each reader has acknowledged last, by its name."""
+        """The version that each reader acknowledged last, by name."""
         ...
 
     def close(self) -> None:
-        """Frees what the carrier holds outside the process; readers get an error from then on."""
+        """Frees the resources that the carrier holds outside the process; readers get an error from then on."""
         ...
 
 
@@ -159,17 +159,17 @@ class RecordReceiver(Protocol):
     """A reader's end of a carrier."""
 
     def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
-        """Brings the reader from what it holds to `version`: `consume` gets the records that are missing, in order.
+        """Brings the reader from `held` to `version`: calls `consume` with the missing records, in order.
 
-        These are deltas alone where a chain leads from `held`, else the newest whole record and the deltas after it.
-        Parts are valid only during the call of `consume`; what it raises is raised here.
+        These are deltas alone if a chain leads from `held`, else the newest whole record and the deltas after it.
+        Parts are valid only during the call of `consume`, whose exceptions are passed on.
 
         Raises PublicationError for a version that is not there, a damaged record, a dead sender, or a missed deadline.
         """
         ...
 
     def acknowledge(self, held: Held) -> None:
-        """Tells the sender what the reader holds now, checked against its manifest."""
+        """Tells the sender which version the reader now holds, checked against its manifest."""
         ...
 
     def close(self) -> None: ...

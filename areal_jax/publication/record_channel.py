@@ -1,7 +1,7 @@
-"""Publication as records: whole versions, or what changed since the last one that was sent, over any carrier.
+"""Publication as records: whole versions, or the changes since the last version sent, over any carrier.
 
-app/parts/channels.py builds the channel. On the learner's side it decides what a record is; for engines in this process
-it reads the records again, as servers do in theirs.
+app/parts/channels.py builds the channel. On the learner's side the channel encodes versions as records; for engines in
+the same process it also reads them back, as servers do in theirs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _KEPT_DELTAS = 2
 
 
 class WeightsReader:
-    """Gives the weights of versions as arrays at a place. Calls may come from several threads.
+    """Returns the weights of versions as arrays at a place. Calls may come from several threads.
 
     Args:
-      place: one device, or a tree of shardings. Leaves that are cut over devices are placed whole for each version.
-      transposed: paths of matrices that are given transposed, as the decode programs take them; on one device only.
-      verify: computes all digests again before a version is given. Without it, those of a delta are updated from the
-        changes, which finds everything but memory that is changed beside them.
+      place: one device, or a tree of shardings. Sharded leaves are placed anew, whole, for each version.
+      transposed: paths of matrices that are returned transposed, as the decode programs take them; one device only.
+      verify: recomputes all digests before a version is returned. Without it, a delta updates the digests from its
+        changes, which finds every error except memory that something else has changed.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class WeightsReader:
 
     @property
     def versions(self) -> tuple[int | None, ...]:
-        """Of the sets of buffers; None: nothing."""
+        """The versions that the sets of buffers hold; None for a set that holds nothing."""
         return tuple(None if each.held is None else each.held.version for each in self._sets)
 
     def receive(self, version: int, manifest_hash: str | None = None) -> tuple[Tree, Held]:
-        """The weights, a nested dict of jax arrays, and what they are by their digests.
+        """Returns the weights, a nested dict of jax arrays, and the version that their digests identify.
 
-        `manifest_hash`: of the version that is meant; None = whichever the sender has under this number.
+        `manifest_hash`: of the wanted version; None = any version that the sender has under this number.
 
-        Raises PublicationError for a version that cannot be had, or not as it was published; arrays that were given
-        before stay as they are.
+        Raises PublicationError for a version that is missing or not as it was published; arrays that were returned
+        before do not change.
         """
         with self._lock:
             buffers = self._find(version, manifest_hash) or self._bring(version, manifest_hash)
@@ -87,9 +87,9 @@ class WeightsReader:
         return next((each for each in self._sets if _is(each.held, version, manifest_hash)), None)
 
     def _bring(self, version: int, manifest_hash: str | None) -> WeightBuffers:
-        """Makes a set that is free hold the version."""
+        """Brings a free set to the version, and returns it."""
         spare, first = self._take_spare(), None
-        with contextlib.suppress(PublicationError):  # then nothing is held
+        with contextlib.suppress(PublicationError):  # after an error the set holds nothing
             self._roll(spare, version)
         if _is(spare.held, version, manifest_hash):
             return spare
@@ -108,16 +108,16 @@ class WeightsReader:
         return spare
 
     def _verified(self, buffers: WeightBuffers, version: int, manifest_hash: str | None) -> WeightBuffers:
-        """The same, or another set where something else has changed the memory of this one."""
+        """Returns `buffers`, or another set if something else has changed the memory of `buffers`."""
         try:
             buffers.require_published()
-        except PublicationError:  # then this set holds nothing
+        except PublicationError:  # now this set holds nothing
             buffers = self._bring(version, manifest_hash)
             buffers.require_published()
         return buffers
 
     def _take_spare(self) -> WeightBuffers:
-        """The newest set that is free; a new one where all are in use."""
+        """Returns the newest free set, or a new one if all are in use."""
         free = self._free()
         if not free:
             self._sets.append(WeightBuffers(self._transposed))
@@ -125,11 +125,11 @@ class WeightsReader:
 
     def _free(self) -> list[WeightBuffers]:
         """The sets that nothing uses, the newest last."""
-        jax.device_put(np.uint8(0))  # jax lets go of the numpy arrays of deleted ones at its next call
+        jax.device_put(np.uint8(0))  # jax drops the numpy arrays behind deleted jax arrays at its next call
         return sorted((each for each in self._sets if not each.in_use), key=_version)
 
     def _roll(self, spare: WeightBuffers, version: int) -> None:
-        """Takes the set as near to the version as what is in memory allows."""
+        """Brings the set as near to the version as the deltas and sets in memory allow."""
         for delta in self._deltas:
             if spare.held == delta.base and delta.held.version <= version:
                 spare.apply(delta)
@@ -185,16 +185,16 @@ Leaves = Mapping[str, np.ndarray]  # by path, in the order of the paths
 
 
 class VersionEncoder:
-    """Keeps the bits of the last version that it encoded, in memory that is used again. For 16-bit elements."""
+    """Encodes versions with 16-bit elements, and keeps the bits of the last one, in memory that it reuses."""
 
     def __init__(self) -> None:
         self._bits: dict[str, np.ndarray] = {}  # uint16 [n]
         self._finder = ChangeFinder(0)
 
     def encode_whole(self, version: int, leaves: Leaves) -> Record:
-        """A record whose parts are valid until the next call; all digests are computed.
+        """Returns a whole record, whose parts are valid until the next call; computes all digests.
 
-        Raises PublicationError for NaN and infinity, and for leaves whose elements have other than 16 bits.
+        Raises PublicationError for NaN and infinity, and for leaves whose elements do not have 16 bits.
         """
         for path, leaf in leaves.items():
             if leaf.dtype.itemsize != 2:
@@ -215,10 +215,10 @@ class VersionEncoder:
     def encode_delta(
         self, version: int, leaves: Leaves, base: Held, manifest: Mapping[str, LeafDigest]
     ) -> tuple[Record, float]:
-        """(the record, share of the elements that changed) against the last version, which is `base` with `manifest`.
+        """Returns (the record, share of elements changed) against the last version, which is `base` with `manifest`.
 
-        Raises PublicationError for NaN and infinity; the bits are a part of the new version then, as they are when it
-        is not sent: encode a whole version next.
+        Raises PublicationError for NaN and infinity. The kept bits are then partly of the new version; after that, or
+        if the record is not sent, encode a whole version next.
         """
         changed, parts, digests = 0, [], {}
         for path, leaf in leaves.items():
@@ -234,23 +234,23 @@ class VersionEncoder:
 
 
 def wrap_whole(version: int, leaves: Leaves) -> Record:
-    """A whole record of any dtype over the leaves themselves; raises PublicationError for NaN and infinity."""
+    """Returns a whole record, of any dtype, over the leaves; raises PublicationError for NaN and infinity."""
     manifest = finite_host_manifest(dict(leaves), version)
     parts = [leaf_bytes(leaf) for leaf in leaves.values()]
     return Record(RecordHeader(version, manifest, [len(part) for part in parts]), parts)
 
 
 def _bits_of(leaf: np.ndarray) -> np.ndarray:
-    """uint16 [n], a view where the leaf lies row by row."""
+    """The bits of a leaf, uint16 [n]; a view if the leaf is row-major."""
     return np.ascontiguousarray(leaf).reshape(-1).view(np.uint16)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
-    """The records since the last whole one, all of which were sent."""
+    """The last whole record and the deltas after it, all of which were sent."""
 
     held: Held  # the newest version
-    manifest: Mapping[str, LeafDigest]  # of it
+    manifest: Mapping[str, LeafDigest]  # of the newest version
     begun: int  # the whole version
     nbytes: int = 0  # of the deltas
 
@@ -258,13 +258,13 @@ class _Chain:
 class RecordChannel:
     """protocols.Channel over a carrier of records.
 
-    The first record is whole, as is the one `base_every` versions after a whole one, and one where the deltas since
-    then take as many bytes as a whole version. A failed send is followed by a whole record: readers may have it or not.
+    A record is whole if it is the first, if it comes `base_every` versions after a whole one, if the deltas since then
+    would take as many bytes as a whole version, or if the last send failed: readers may or may not have that version.
 
     Args:
-      open_receiver: from an address that `send` returned; called once for each place where engines need weights.
+      open_receiver: opens an address that `send` returned; called once for each place where engines need weights.
       name: publication.channel, for the log.
-      name_version: what readers are told, from an address and the version that is there.
+      name_version: makes the name to tell readers, from an address and the version there.
       delta: False = all records are whole, of any dtype.
       base_every: most versions from a whole record to the next.
       verify: readers in this process compute all digests of a version again before they use it.
@@ -287,12 +287,12 @@ class RecordChannel:
         self._chain: _Chain | None = None  # None: the next record is whole
         self._encoder = VersionEncoder()
         self._readers: dict[object, WeightsReader] = {}
-        self._lock = threading.Lock()  # of the readers: engines fetch on lanes of their own
+        self._lock = threading.Lock()  # of the readers: each engine fetches on its own lane
 
     def transfer(self, version: int, copy: Tree) -> PublishedWeights:
-        """Sends `copy`; the handle is the address that readers are told.
+        """Sends `copy`; the handle is the name of the version, which readers are told.
 
-        Raises PublicationError for weights with NaN or infinity, for weights that cannot have deltas, and where the
+        Raises PublicationError for weights with NaN or infinity, for weights that cannot have deltas, and if the
         carrier fails.
         """
         if is_shared(copy):
@@ -300,9 +300,9 @@ class RecordChannel:
                 f'publication.channel={self._name!r} with a learner over several processes: each holds a part of every '
                 "version, and a record needs it whole; use publication.channel='files' and publication.delta=False"
             )
-        # on the host nothing waits for the update that is under way
+        # numpy arrays on the host do not wait for the update that is under way
         leaves = {path: np.asarray(leaf) for path, leaf in leaves_by_path(copy).items()}
-        chain, self._chain = self._chain, None  # until this version is sent, readers may have it or not
+        chain, self._chain = self._chain, None  # if the send fails, readers may or may not have this version
         record, changed, after = self._encode(version, leaves, chain)
         try:
             address = self._sender.send(record)
@@ -315,14 +315,14 @@ class RecordChannel:
         return PublishedWeights(version, header.manifest_hash, handle=handle, size=size)
 
     def receive(self, published: PublishedWeights, place: Place | None = None) -> Tree:
-        """The weights, a nested dict of jax arrays, at `place`; None = the first device of this process.
+        """Returns the weights, a nested dict of jax arrays, at `place`; None = the first device of this process.
 
         Raises PublicationError as WeightsReader.receive does.
         """
         return self.read(published, jax.local_devices()[0] if place is None else place)
 
     def read(self, published: PublishedWeights, place: Place, transposed: Collection[str] = ()) -> Tree:
-        """The same for engines that take some matrices transposed, see WeightsReader."""
+        """Receives for engines that take some matrices transposed, see WeightsReader."""
         devices = place if isinstance(place, jax.Device) else tuple(jax.tree.leaves(place))
         key = devices, frozenset(transposed)
         with self._lock:
@@ -337,13 +337,13 @@ class RecordChannel:
         self._sender.release(version, pinned)
 
     def close(self) -> None:
-        """Ends the readers of this process, and the carrier."""
+        """Closes the readers of this process, and the carrier."""
         for reader in self._readers.values():
             reader.close()
         self._sender.close()
 
     def _encode(self, version: int, leaves: Leaves, chain: _Chain | None) -> tuple[Record, float | None, _Chain | None]:
-        """(the record, share of the elements that changed, the chain once it is sent)."""
+        """Returns (the record, share of the elements that changed, the chain after the record is sent)."""
         if not self._delta:
             return wrap_whole(version, leaves), None, None
         changed = None

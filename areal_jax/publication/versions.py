@@ -1,4 +1,4 @@
-"""The versions on a disk: the names of their directories, and a lock that keeps one from removal while it is read.
+"""The versions on a disk: the names of their directories, and a lock that protects a directory while it is read.
 
 A version is whole, a directory `v000000/`, or a file `v000007.delta` (files_carrier.py) that needs the version before.
 
@@ -24,7 +24,7 @@ class PublicationError(UserError, RuntimeError):
 
 
 class ChainFull(PublicationError):
-    """A carrier has no room for a delta behind the newest whole record; the channel then sends the version whole."""
+    """A carrier has no room for a delta after the newest whole record; the channel then sends the version whole."""
 
 
 MANIFEST = 'manifest.json'
@@ -44,7 +44,7 @@ def parse_version(path: pathlib.Path) -> int | None:
 
 
 def list_versions(directory: pathlib.Path) -> dict[int, pathlib.Path]:
-    """Complete versions by number, lowest first; none where the directory is missing."""
+    """Complete versions by number, lowest first; empty if the directory is missing."""
     found = {parse_version(path): path for path in directory.glob('v*') if (path / MANIFEST).exists()}
     return {version: found[version] for version in sorted(v for v in found if v is not None)}
 
@@ -59,19 +59,19 @@ def parse_delta(path: pathlib.Path) -> int | None:
 
 
 def list_deltas(directory: pathlib.Path) -> dict[int, pathlib.Path]:
-    """Files of deltas by version, lowest first; none where the directory is missing."""
+    """Files of deltas by version, lowest first; empty if the directory is missing."""
     found = {parse_delta(path): path for path in directory.glob(f'v*{DELTA}')}
     return {version: found[version] for version in sorted(v for v in found if v is not None)}
 
 
 @contextlib.contextmanager
 def keep_while_read(directory: pathlib.Path) -> Iterator[bytes]:
-    """Yields the content of the manifest, and keeps `remove_unread` of any process from the directory meanwhile.
+    """Yields the content of the manifest; meanwhile `remove_unread`, in any process, does not remove the directory.
 
-    The kernel ends the lock when the reader dies. Where the file system has no locks, only the newest versions are
+    The kernel releases the lock when the reader dies. If the file system has no locks, only the newest versions are
     safe from removal.
 
-    Raises PublicationError where the directory is being removed, and at the end where another one took its name.
+    Raises PublicationError if the directory is being removed, and at the end if another directory has taken its name.
     """
     with (directory / MANIFEST).open('rb') as file:
         try:
@@ -86,7 +86,7 @@ def keep_while_read(directory: pathlib.Path) -> Iterator[bytes]:
 
 
 def clear_versions(directory: pathlib.Path, version: int) -> None:
-    """Removes this and later versions, and what the death of a writer has left."""
+    """Removes this and later versions, and the partial versions of writers that died."""
     for abandoned in directory.glob('.v*.partial'):
         if abandoned.is_dir():
             shutil.rmtree(abandoned)
@@ -101,7 +101,7 @@ def clear_versions(directory: pathlib.Path, version: int) -> None:
 def remove_old_versions(directory: pathlib.Path, version: int, pinned: Collection[int] = ()) -> None:
     """Removes versions below `version` from the disk, except the newest two of all and the `pinned` ones.
 
-    A version that a process is reading stays until a later call.
+    Keeps a version that a process is reading until a later call.
     """
     for v, path in list(list_versions(directory).items())[:-KEPT]:
         if v < version and v not in pinned:
@@ -109,8 +109,8 @@ def remove_old_versions(directory: pathlib.Path, version: int, pinned: Collectio
 
 
 def remove_unread(directory: pathlib.Path) -> bool:
-    """Removes the directory of a version; False, and nothing done, while a process on this machine reads it."""
-    with (directory / MANIFEST).open('r+b') as file:  # NFS locks exclusively only what is open for writing
+    """Removes the directory of a version; returns False and does nothing while a process on this machine reads it."""
+    with (directory / MANIFEST).open('r+b') as file:  # NFS gives an exclusive lock only on a file open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

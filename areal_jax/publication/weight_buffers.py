@@ -1,8 +1,8 @@
-"""One version of the weights in memory that is written again and again, and that arrays of jax use as it is.
+"""One version of the weights in reusable memory, which jax arrays use without a copy.
 
-On a CPU jax takes an aligned numpy array without a copy, so a version may be written only while no array over it is
+On a CPU jax takes an aligned numpy array without a copy, so a version may be overwritten only while no array over it is
 alive: not in an engine, not in a request that is pinned to a version, not in a dispatch under way. Each array that is
-lent is known by a weak reference.
+lent is tracked by a weak reference.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from areal_jax.publication.record import Held, Record, RecordHeader, RecordRecei
 from areal_jax.publication.versions import MANIFEST, PublicationError, list_versions, version_path
 from areal_jax.types import Tree
 
-_LINE = 64  # bytes, at which jax takes an array as it is
+_LINE = 64  # bytes of alignment at which jax takes an array without a copy
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A record of what changed, decoded, so that several sets of buffers can take it and give it back."""
+    """A decoded delta record, which several sets of buffers can apply and revert."""
 
     header: RecordHeader
     base: Held
@@ -50,12 +50,12 @@ class Delta:
 
     @property
     def held(self) -> Held:
-        """What a reader holds after it."""
+        """The version that a reader holds after applying the delta."""
         return Held(self.header.version, self.header.manifest_hash)
 
 
 def decode_delta(record: Record) -> Delta:
-    """Raises PublicationError for a part that is damaged, and for leaves whose elements have other than 16 bits."""
+    """Decodes a delta; raises PublicationError for a damaged part, and for leaves without 16-bit elements."""
     header, changes = record.header, {}
     assert header.base is not None
     for (path, digest), part in zip(sorted(header.leaves.items()), record.parts, strict=True):
@@ -70,10 +70,10 @@ def decode_delta(record: Record) -> Delta:
 
 
 class WeightBuffers:
-    """The bits of every leaf, and the manifest of the version that they are.
+    """The bits of every leaf of one version, and its manifest.
 
     Args:
-      transposed: paths of matrices that lie transposed, as the engine takes them.
+      transposed: paths of matrices that are stored transposed, as the engine takes them.
     """
 
     def __init__(self, transposed: Collection[str] = ()):
@@ -94,17 +94,17 @@ class WeightBuffers:
         return bool(self._lent)
 
     def lend(self) -> dict[str, np.ndarray]:
-        """The leaves by path, as the engine takes them; they are not written while any part of them is referred to."""
+        """Returns the leaves by path, as the engine takes them; no write is allowed while a view of them is alive."""
         lent = {}
         for path, digest in self._manifest.items():
-            # the base is no array: views of the leaf then refer to the leaf, and keep the buffer from being written
+            # its base is no array, so views of the leaf keep the leaf itself alive: the buffer is not written meanwhile
             leaf = np.frombuffer(self._memory[path].data, jnp.dtype(digest.dtype))
             self._lent.append(weakref.ref(leaf))
             lent[path] = leaf.reshape(digest.shape[::-1] if path in self._transposed else digest.shape)
         return lent
 
     def load(self, record: Record) -> None:
-        """Takes a whole record, whose digests it computes; raises PublicationError where they are not the header's."""
+        """Copies a whole record; raises PublicationError if its computed digests are not the header's."""
         self._require_free()
         self.held, header = None, record.header
         found = {}
@@ -125,10 +125,10 @@ class WeightBuffers:
         self._manifest, self.held = found, Held(header.version, header.manifest_hash)
 
     def apply(self, delta: Delta, *, back: bool = False) -> None:
-        """Goes on to the version of the delta, or with `back` to its base; compares the digests.
+        """Advances to the version of the delta, or with `back` returns to its base; compares the digests.
 
-        Raises PublicationError for another version than the one that it is for, and for digests that are not those of
-        the record; nothing can be relied on then.
+        Raises PublicationError if the buffers hold another version than the delta starts from, and if the digests
+        differ from the record's; after different digests `held` is None.
         """
         self._require_free()
         start, end = (delta.held, delta.base) if back else (delta.base, delta.held)
@@ -152,7 +152,7 @@ class WeightBuffers:
         self._manifest, self.held = found, end
 
     def copy_from(self, other: WeightBuffers) -> None:
-        """The same version as the other's, which may be in use."""
+        """Copies the version of `other`, which may be in use."""
         self._require_free()
         self.held = None
         for path, memory in other._memory.items():
@@ -160,7 +160,7 @@ class WeightBuffers:
         self._manifest, self.held = dict(other.manifest), other.held
 
     def require_published(self) -> None:
-        """Computes the digest of every leaf again; raises PublicationError where the memory was changed by others."""
+        """Recomputes the digest of every leaf; raises PublicationError if something else has changed the memory."""
         found = {}
         for path, digest in self._manifest.items():
             leaf = self._memory[path].view(jnp.dtype(digest.dtype))
@@ -173,7 +173,7 @@ class WeightBuffers:
             raise
 
     def _room(self, path: str, nbytes: int) -> np.ndarray:
-        """The memory of a leaf, made where there is none of that size."""
+        """Returns the memory of a leaf; allocates it if there is none of that size."""
         memory = self._memory.get(path)
         if memory is None or memory.size != nbytes:
             raw = np.empty(nbytes + _LINE, np.uint8)
@@ -186,7 +186,7 @@ class WeightBuffers:
 
 
 def _words(dtype: np.dtype) -> np.dtype:
-    """Elements of any dtype as bits, which numpy copies without looking at them."""
+    """The unsigned dtype of the same width, whose elements numpy copies without interpreting them."""
     return np.dtype(f'u{dtype.itemsize}')
 
 
@@ -194,24 +194,24 @@ def _describe(held: Held | None) -> str:
     return 'nothing' if held is None else f'version {held.version} (manifest {held.manifest_hash[:12]})'
 
 
-# Versions as Hugging Face directories on the disk of a server that can load nothing else, made of records.
+# Makes Hugging Face directories from records, on the disk of a server that can load nothing else.
 #
-# A reader of a chain of records (record.py): it holds the bits of the newest version, takes what changed since, and
-# writes the directory that a server then loads. app/roles/receiver.py runs one beside each such server.
+# A reader of a chain of records (record.py): it holds the bits of the newest version, applies the changes since, and
+# writes the directory that a server then loads. app/roles/receiver.py runs one next to each such server.
 
 
-_KEPT = 2  # directories: that of the version in use, which a server may load again, and the next
+_KEPT = 2  # directories: the version in use, which a server may load again, and the next one
 _HEAD = 'head'
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """What all versions of a run have in common.
+    """The parts that all versions of a run share.
 
     Args:
-      source: a directory with config.json, the tokenizer and what else belongs to the model.
+      source: a directory with config.json, the tokenizer and the other files of the model.
       config: of the model, as the learner has it.
-      separate_head: a head that is the embedding is written as a tensor of its own too.
+      separate_head: whether a head that is tied to the embedding is also written as a separate tensor.
     """
 
     source: pathlib.Path
@@ -220,7 +220,7 @@ class Template:
 
 
 def copy_template(version: pathlib.Path, target: pathlib.Path) -> Template:
-    """Copies to `target` what the directory of a version holds beside weights: the learner removes old versions.
+    """Copies the files of a version except its weights to `target`, because the learner removes old versions.
 
     Raises PublicationError for a directory that no run has published, HfError for another model's config.
     """
@@ -237,11 +237,11 @@ def copy_template(version: pathlib.Path, target: pathlib.Path) -> Template:
 
 
 class HfReceiver:
-    """Makes directories of versions under `directory`. Calls may come from several threads; one works at a time.
+    """Makes directories of versions under `directory`. Calls may come from several threads; one runs at a time.
 
     Args:
       receiver: of the records.
-      template: its files go into every directory, its shape and head are those of all versions.
+      template: its files go into every directory; all versions have its config and head.
     """
 
     def __init__(self, receiver: RecordReceiver, template: Template, directory: pathlib.Path):
@@ -251,16 +251,16 @@ class HfReceiver:
 
     @property
     def held(self) -> Held | None:
-        """What is in memory; None: nothing that can be relied on."""
+        """The version in memory; None: nothing that can be relied on."""
         return self._buffers.held
 
     def bring(self, version: int, manifest_hash: str) -> pathlib.Path:
-        """The directory of a version, which is written unless it is there.
+        """Returns the directory of a version, and writes it unless it is there.
 
-        A delta that does not lead to this manifest is followed by the whole record of the chain, once.
+        If deltas do not lead to this manifest, fetches the chain from its whole record on, once.
 
-        Raises PublicationError for a version that cannot be had, or not as it was published, and for a full disk; the
-        directories of earlier versions stay as they are.
+        Raises PublicationError for a version that is missing or not as it was published, and for a full disk; the
+        directories of earlier versions do not change.
         """
         wanted = Held(version, manifest_hash)
         with self._lock:
@@ -278,7 +278,7 @@ class HfReceiver:
 
     def _hold(self, wanted: Held) -> None:
         """Brings the bits in memory to the version."""
-        if self._buffers.in_use:  # an error that is still being reported may refer to them
+        if self._buffers.in_use:  # an error that is still being reported may refer to the buffers
             self._buffers = WeightBuffers()
         first, held = None, self._buffers.held
         if held is not None and held.version < wanted.version:
@@ -323,7 +323,7 @@ class HfReceiver:
         return target
 
     def _remove_old(self, version: int) -> None:
-        """What is left of a run that was resumed from before this version goes too."""
+        """Keeps the newest two versions up to `version`; removes all others, and so those from before a resume."""
         made = list_versions(self._directory)
         kept = sorted(v for v in made if v <= version)[-_KEPT:]
         for v, path in made.items():

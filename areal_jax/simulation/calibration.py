@@ -1,13 +1,13 @@
-"""Prices that are fitted to the logs of runs: seconds of work by its size, and how lanes that share cores slow down.
+"""Fits prices to the logs of runs: the seconds of work by its size, and the slowdown of lanes that share cores.
 
 Work of a kind takes
 
     seconds = (base + Σ coefficient * size) / (1 - share * overlap)
 
 where `overlap` is the part of the seconds in which another lane of engines and learner was busy, and `share` is one
-number for the learner and one for engines: with c = 1 / (1 - share) work takes c times as long while two lanes are
-busy, which is `contention` of simulated_clock.py. Cores are not shared evenly: a dispatch of decoding waits behind the
-operations of an update, which has them queued ahead and hardly slows down. Coefficients are at least 0.
+number for the learner and one for engines: work takes c = 1 / (1 - share) times as long while two lanes are busy; c is
+`Contention` of simulated_clock.py. Cores are not shared evenly: a decode dispatch waits behind the queued operations of
+an update, and the update hardly slows down. Coefficients are at least 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal_jax.simulation.simulated_clock import Contention
 from areal_jax.types import Work
 
 BASE, FORMAT = 'base', 2
-# sizes that the price of a kind depends on besides the base
+# sizes on which the price of a kind depends in addition to the base
 SIZES: Mapping[str, tuple[str, ...]] = {
     'decode': ('steps', 'row_steps', 'positions'),
     'prefill': ('bucket', 'tokens'),
@@ -41,13 +41,13 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 _SIDES = {'engines': ('decode', 'prefill'), 'learner': ('train', 'snapshot')}  # kinds whose lanes share cores
 _SHARED = tuple(kind for kinds in _SIDES.values() for kind in kinds)
 _MOST_SHARE, _SHARE_STEP = 0.98, 1e-4
-_LEAST = 2  # pieces of work of a kind, without which nothing is fitted
-_SHORT = 0.25  # of the mean of its kind: the error of shorter work is held against that
-_HOST = ('decode', 'prefill')  # kinds after which an engine's gap is the host's
+_LEAST = 2  # pieces of work of a kind that a fit needs
+_SHORT = 0.25  # of the mean of its kind: the error of shorter work is relative to this length
+_HOST = ('decode', 'prefill')  # kinds after which an engine's gap is time of the host
 
 
 class Sample(NamedTuple):
-    """One piece of work of a log."""
+    """One piece of work in a log."""
 
     kind: str
     sizes: tuple[float, ...]  # as in SIZES
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Fitted prices, as their file has them."""
+    """Fitted prices, in the form of their file."""
 
     prices: Mapping[str, Mapping[str, float]]  # kind -> BASE and coefficients
     contention: Contention
@@ -66,14 +66,14 @@ class Table:
     runs: tuple[str, ...]
 
     def by_kind(self) -> dict[str, Price]:
-        """For a clock."""
+        """The prices by kind of work, for a clock."""
         return {kind: _price(kind, coefficients) for kind, coefficients in self.prices.items()}
 
 
 def calibrate(logs: Sequence[tuple[str, Sequence[Event]]]) -> Table:
     """Fits the prices of all kinds to several logs: (name, events) each.
 
-    Raises ConfigError where a kind that every run has occurs less than twice: one point gives no slope.
+    Raises ConfigError if a kind that every run has occurs less than twice: one point gives no slope.
     """
     samples = [sample for _, events in logs for sample in read_samples(events)]
     found = collections.Counter(sample.kind for sample in samples)
@@ -106,7 +106,7 @@ def write_table(table: Table, path: pathlib.Path) -> None:
 
 
 def read_table(path: pathlib.Path) -> Table:
-    """Raises FileError for a file that is not whole, ConfigError for one of another form."""
+    """Reads a table; raises FileError for an incomplete file, ConfigError for a file of another form."""
     values = files.read_json(path, 'make it with areal-simulate --calibrate')
     names = {field.name for field in dataclasses.fields(Table)}
     if values.get('format') != FORMAT or values.keys() != names | {'format'}:
@@ -119,7 +119,7 @@ def read_table(path: pathlib.Path) -> Table:
 
 
 def read_samples(events: Sequence[Event]) -> list[Sample]:
-    """The pieces of work of one log that ended, evaluations left out."""
+    """The pieces of work in one log that ended, without evaluations."""
     intervals = lane_intervals(events)
     busy = _Busy(intervals)
     samples = [
@@ -135,7 +135,7 @@ def read_samples(events: Sequence[Event]) -> list[Sample]:
 
 
 def read_gaps(events: Iterable[Event]) -> list[tuple[str, float]]:
-    """(kind, seconds) between a dispatch of an engine and the next one that it was ready for."""
+    """Returns (kind of a dispatch, seconds until the next one) for the consecutive dispatches of each engine."""
     last: dict[str, LaneInterval] = {}
     gaps = []
     for one in lane_intervals(events):
@@ -148,7 +148,7 @@ def read_gaps(events: Iterable[Event]) -> list[tuple[str, float]]:
 
 
 class _Busy:
-    """When lanes of engines and learner were busy."""
+    """The times in which lanes of engines and learner were busy."""
 
     def __init__(self, intervals: Iterable[LaneInterval]):
         self._lanes: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
@@ -176,7 +176,7 @@ class _Busy:
 
 
 def _near(spans: Sequence[tuple[float, float]], one: LaneInterval) -> Sequence[tuple[float, float]]:
-    """Those of a lane that overlap the interval: a lane does one piece of work at a time."""
+    """The spans of a lane that overlap the interval; spans are sorted, and a lane does one piece of work at a time."""
     first = max(0, bisect.bisect_left(spans, (one.start, 0.0)) - 1)
     return [span for span in spans[first : bisect.bisect_left(spans, (one.end, 0.0))] if span[1] > one.start]
 
@@ -191,15 +191,16 @@ def _size_prefill(event: PrefillEvent) -> tuple[float, ...]:
 
 
 def _fit_side(samples: Sequence[Sample]) -> tuple[float, dict[str, dict[str, float]]]:
-    """(share, prices) of the kinds of one side.
+    """Fits (share, prices) of the kinds of one side.
 
-    With the right share, work that was alone and work that was not are predicted equally well in all. Least squares of
-    the share itself would not find it: the overlap of a piece of work is as long as the piece, and takes its noise.
+    With the right share, the total seconds of work that ran alone and of work that did not are predicted equally well.
+    Least squares of the share itself would not find it: the overlap of a piece of work is as long as the piece, and so
+    has the same noise.
     """
     by_kind = {kind: _Pieces.of(kind, samples) for kind in dict.fromkeys(sample.kind for sample in samples)}
 
     def gap(share: float) -> float:
-        """What is missing of the seconds of shared work, over what is missing of those that were alone."""
+        """Returns more than 0 if predictions fall short by a larger factor for shared work than for work alone."""
         seconds, predicted = np.zeros(2), np.zeros(2)
         for pieces in by_kind.values():
             found = pieces.predict(pieces.fit(share), share)
@@ -238,7 +239,7 @@ class _Pieces:
         return cls(np.array([(1.0, *sample.sizes) for sample in own]), seconds, np.minimum(overlap, 1.0))
 
     def fit(self, share: float) -> np.ndarray:
-        """The prices, by least squares of the relative error: else a few long pieces would decide."""
+        """Fits the prices by least squares of the relative error, so that a few long pieces do not decide."""
         from scipy.optimize import nnls
 
         matrix = self.sizes / (1 - share * self.overlap)[:, None]
@@ -250,7 +251,7 @@ class _Pieces:
         return self.sizes @ prices / (1 - share * self.overlap)
 
     def scale(self, prices: np.ndarray, share: float) -> np.ndarray:
-        """To the seconds of the kind in all, of which a few long pieces are a large part."""
+        """Scales prices so that they predict the kind's total seconds, to which a few long pieces contribute much."""
         return prices * self.seconds.sum() / max(float(self.predict(prices, share).sum()), 1e-12)
 
 
@@ -266,7 +267,7 @@ def _residuals(price: Mapping[str, float], share: float, pieces: _Pieces) -> Map
 
 
 def _fit_host(gaps: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The median gap by kind; an engine without requests waits for longer."""
+    """The median gap by kind: the longer gaps of engines without requests do not move it."""
     by_kind: dict[str, list[float]] = collections.defaultdict(list)
     for kind, seconds in gaps:
         by_kind[kind].append(seconds)

@@ -1,4 +1,4 @@
-"""A decode backend without weights: it counts tokens, and an answer ends at the length that was drawn for it."""
+"""A decode backend without weights: counts tokens and ends each answer at the length that was drawn for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIGEST = 'simulated'  # of the weights of every version
 
 
 class UpdateShape(NamedTuple):
-    """What an update of the learner is, as far as its counts depend on it."""
+    """The settings of an update on which the learner's counts depend."""
 
     optimizer_steps: int
     oldest_age: int | None  # tokens of a greater age are masked
@@ -101,13 +101,13 @@ class CountLearner:
         return {name: {'none': np.zeros(1, np.float32)} for name in ('params', 'optimizer')}
 
     def restore(self, saved: Weights) -> None:
-        """There is nothing to restore."""
+        """Does nothing: there is no state."""
 
     def _is_trained(self, age: int) -> bool:
         return self._shape.oldest_age is None or age <= self._shape.oldest_age
 
     def _count_versions(self, row: Trajectory, version: int) -> int:
-        """Policy versions among the trained tokens of a trajectory."""
+        """The number of policy versions among the trained tokens of a trajectory."""
         ages = {version - s.policy_version for s in row.segments if s.policy_version != NOT_GENERATED}
         return sum(map(self._is_trained, ages))
 
@@ -122,7 +122,7 @@ class CountChannel:
         return published.version
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """There is nothing to release."""
+        """Does nothing: versions hold no memory."""
 
 
 def _rows(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
@@ -145,14 +145,14 @@ def _list_by_age(ages: Mapping[int, int]) -> list[float]:
 
 
 LOGPROB = -1.0  # of every token
-AnswerLength = Callable[[int, int, int], int]  # (draw, sample, turn) -> tokens after which it stops by itself
-FIRST = 1024  # token of draw 0: no end of an answer; smaller ones are those of results of tools
+AnswerLength = Callable[[int, int, int], int]  # (draw, sample, turn) -> tokens after which the answer stops by itself
+FIRST = 1024  # token of draw 0: it ends no answer; smaller tokens are results of tools
 _NO_COUNTS = np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
 class CountOutput(DecodeOutput):
-    """A DecodeOutput whose arrays repeat one value a row, so that neither its memory nor its cost grows with steps."""
+    """A DecodeOutput whose arrays repeat one value a row, so neither its memory nor its cost grows with the steps."""
 
     given: np.ndarray = dataclasses.field(default_factory=lambda: _NO_COUNTS)  # int64 [rows]: valid tokens
 
@@ -168,13 +168,13 @@ class CountOutput(DecodeOutput):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Jump:
-    """One dispatch, and the dispatches like it that can follow until the first answer ends.
+    """One dispatch, and the equal dispatches that can follow it until the first answer ends.
 
     Args:
       tokens: int32 [rows], the token that a row repeats.
       left: int64 [rows], tokens until the answer ends.
       stops: bool [rows], whether it then ends by itself; else it has reached its limit.
-      positions: int64 [rows], that the row's first step sees.
+      positions: int64 [rows], the positions that the row's first step sees.
       steps: of one dispatch.
     """
 
@@ -186,11 +186,11 @@ class Jump:
 
     @property
     def dispatches(self) -> int:
-        """Up to the one in which the first answer ends, that one included."""
+        """The number of dispatches up to and including the one in which the first answer ends."""
         return -(-int(self.left.min()) // self.steps)
 
     def finish(self, dispatches: int) -> CountOutput:
-        """What came of so many."""
+        """The output of the first `dispatches` dispatches."""
         steps = dispatches * self.steps
         given = np.minimum(self.left, steps)
         shape = steps, len(given)
@@ -206,13 +206,13 @@ class CountBackend:
     """Implements rollout.backend.DecodeBackend.
 
     Args:
-      answer_length: of an answer that no limit cuts.
+      answer_length: the length of an answer that no limit cuts.
       distinct: answers to a prompt differ in their tokens, so that a later turn finds its own conversation in the KV
         cache. Without it all tokens are equal, and take no memory.
-      buckets: ascending tokens of a dispatch of prefill; a longer sequence goes in pieces of the last.
+      buckets: ascending token counts of a prefill dispatch; a longer sequence goes in pieces of the last size.
       devices: names of the devices of the engine.
       cache_bytes: of its KV cache.
-      jumps: whether `generate` gives a Jump, which the simulated clock finishes, in place of one dispatch.
+      jumps: whether `generate` returns a Jump, which the simulated clock finishes, instead of one dispatch.
     """
 
     records_context = False
@@ -270,7 +270,7 @@ class CountBackend:
         return state, cast(DecodeOutput, jump) if self._jumps else jump.finish(1)
 
     def _find_ends(self, row: DecodeRow) -> tuple[int, bool]:
-        """(tokens until the answer ends, whether it then ends by itself)."""
+        """Returns (tokens until the answer ends, whether it then ends by itself)."""
         request = row.request
         begin = row.limit - request.sampling.max_new_tokens
         turn = _find_turn(request) if self._distinct else 0
@@ -291,9 +291,9 @@ def prompt_tokens(draw: int, count: int) -> np.ndarray:
 
 
 def result_tokens(call: int, count: int) -> np.ndarray:
-    """int32 [count]: what a tool gives after turn `call`; the next turn is known by it.
+    """int32 [count]: the result of a tool after turn `call`; its token identifies the next turn.
 
-    Raises ConfigError for more turns than there are such tokens.
+    Raises ConfigError if there are more turns than such tokens.
     """
     if call + 1 >= FIRST:
         raise ConfigError(f'simulation.turns: an episode has more than {FIRST} turns; bound it with agent.max_turns')

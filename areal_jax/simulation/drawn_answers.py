@@ -1,4 +1,4 @@
-"""The answers of a simulation: drawn from distributions, or those that a run has logged. See drawn_task.Answers."""
+"""The answers of a simulation: drawn from distributions, or taken from the log of a run. See drawn_task.Answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from areal_jax.simulation.lengths import Lengths, Mixture
 from areal_jax.types import NOT_GENERATED
 
 _REACH, _STEP = 6.0, 0.01  # of the grid of normal numbers
-_RESTS = 4000  # steps of the grid of what is left of an answer
+_RESTS = 4000  # steps of the grid of remaining lengths
 _PROMPTS = 64  # nodes of the grid of prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupMoments:
-    """Of G answers to one prompt, in tokens, after lengths are cut off; L_max is the longest of the group."""
+    """Length moments of G answers to one prompt, in tokens, after lengths are cut; L_max is the group's longest."""
 
     mean: float  # E[L]
     second: float  # E[L^2]
@@ -34,22 +34,22 @@ class GroupMoments:
 
     @property
     def tail(self) -> float:
-        """M_tail = E[L_max] / E[L]: how much longer a group holds its place than an answer its slot."""
+        """M_tail = E[L_max] / E[L]: the time a group holds its place, over the time an answer holds its slot."""
         return self.longest / self.mean
 
     @property
     def token_tail(self) -> float:
-        """kappa = (E[L L_max] - E[L^2] / 2) / E[L]^2: what a token waits for its group, in mean lengths."""
+        """kappa = (E[L L_max] - E[L^2] / 2) / E[L]^2: the time a token waits for its group, in mean lengths."""
         return (self.product - self.second / 2) / self.mean**2
 
     @property
     def live_position(self) -> float:
-        """E[L^2] / (2 E[L]): tokens that a running answer has on average, since long ones run for longer."""
+        """E[L^2] / (2 E[L]): the mean tokens of a running answer; long answers count more, since they run longer."""
         return self.second / (2 * self.mean)
 
 
 def group_moments(lengths: Lengths, size: int, draw: int = 0) -> GroupMoments:
-    """Moments of a group of `size`, of the lengths as they are at that draw."""
+    """Moments of a group of `size` answers, with the length distribution at that draw."""
     values, probabilities = _grid(lengths, draw)
     rows = np.array([_moments(value, probabilities, size) for value in values])
     mean, second, longest, product = np.average(rows, axis=0, weights=_prompt_weights(len(values)))
@@ -57,9 +57,9 @@ def group_moments(lengths: Lengths, size: int, draw: int = 0) -> GroupMoments:
 
 
 def rests(lengths: Lengths, rows: int, draw: int = 0) -> tuple[float, float]:
-    """(E[R], E[max R]) in tokens: what is left of one running answer, and the most that is left of so many.
+    """(E[R], E[max R]) in tokens: the mean remaining length of a running answer, and of the longest of `rows` answers.
 
-    The rest of an answer that is met at a random moment of its run has P(R <= r) = E[min(L, r)] / E[L].
+    An answer seen at a random moment of its run has P(R <= r) = E[min(L, r)] / E[L].
     """
     values, probabilities = _grid(dataclasses.replace(lengths, group_share=0.0), draw)
     tokens = values[0]
@@ -74,7 +74,7 @@ def rests(lengths: Lengths, rows: int, draw: int = 0) -> tuple[float, float]:
 
 
 def _moments(values: np.ndarray, probabilities: np.ndarray, size: int) -> tuple[float, float, float, float]:
-    """Of independent draws from [n] values: exact, ties included."""
+    """(E[L], E[L^2], E[L_max], E[L L_max]) of `size` independent draws from [n] values: exact, ties included."""
     order = np.argsort(values)
     v, p = values[order], probabilities[order]
     below, sum_below = np.cumsum(p), np.cumsum(v * p)  # P(L <= v), E[L; L <= v]
@@ -84,7 +84,7 @@ def _moments(values: np.ndarray, probabilities: np.ndarray, size: int) -> tuple[
 
 
 def _grid(lengths: Lengths, draw: int) -> tuple[np.ndarray, np.ndarray]:
-    """(float64 [prompts, n] lengths, float64 [n] probabilities), where the prompt is one of so many alike."""
+    """(float64 [prompts, n] lengths, float64 [n] probabilities); `_prompt_weights` has the weights of the prompts."""
     numbers = np.arange(-_REACH, _REACH + _STEP / 2, _STEP)
     density = np.exp(-(numbers**2) / 2)
     density /= density.sum()
@@ -97,7 +97,7 @@ def _grid(lengths: Lengths, draw: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prompt_nodes(group_share: float) -> np.ndarray:
-    """float64 [prompts]: what prompts add to the number of an answer."""
+    """float64 [prompts]: the numbers that prompts add to the normal number of an answer."""
     if not group_share:
         return np.zeros(1)
     return np.sqrt(2 * group_share) * np.polynomial.hermite.hermgauss(_PROMPTS)[0]
@@ -108,17 +108,17 @@ def _prompt_weights(prompts: int) -> np.ndarray:
 
 
 _MILLISECONDS = 1000
-_LONGER = 1 << 40  # than any limit: an answer that reached the limit of its run would have gone on
+_LONGER = 1 << 40  # above any limit: an answer that reached the limit of its run would have continued
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawnAnswers:
-    """Lengths, rewards and seconds of a verifier are independent of each other.
+    """Draws lengths, rewards and seconds of a verifier, independently of each other.
 
     Args:
-      answers: tokens of a turn; `results`: tokens that a tool gives; `verifier`, `tool`: milliseconds.
+      answers: tokens of a turn; `results`: tokens that a tool returns; `verifier`, `tool`: milliseconds.
       success: share of the answers with the reward 1; the others have 0.
-      episode: turns; None: answers are no agents'.
+      episode: number of turns; None: the answers are not from agents.
     """
 
     seed: int
@@ -155,9 +155,9 @@ class DrawnAnswers:
 class LoggedAnswer(NamedTuple):
     """An answer of a run; of an agent, its whole episode."""
 
-    turns: tuple[int, ...]  # tokens of each
+    turns: tuple[int, ...]  # tokens of each turn
     reward: float
-    results: tuple[int, ...] = ()  # tokens of what stands between two turns
+    results: tuple[int, ...] = ()  # tokens between two turns
     tools_s: float | None = None  # seconds of all calls of tools; None: the log has none
 
     @property
@@ -171,11 +171,11 @@ Groups = tuple[tuple[LoggedAnswer, ...], ...]  # by draw, then by sample
 
 @dataclasses.dataclass(frozen=True)
 class LoggedAnswers:
-    """Those of a run: by draw, then by sample. A later draw has the answers of an earlier one, in turns.
+    """The answers of a run, by draw, then by sample. Draws beyond the last logged group start again from the first.
 
     Args:
-      groups: of the samples 0, 1, ... of every draw whose samples have all ended.
-      verifier, tool: as of DrawnAnswers; `tool` for episodes whose calls the log does not have.
+      groups: samples 0, 1, ... of every draw whose samples have all ended.
+      verifier, tool: as in DrawnAnswers; `tool` is used for episodes whose calls the log does not have.
     """
 
     groups: Groups
@@ -205,7 +205,7 @@ class LoggedAnswers:
         return self.verifier.draw(self.seed, draw, sample, 'verifier', attempt) / _MILLISECONDS
 
     def tool_s(self, draw: int, sample: int, call: int) -> float:
-        """An equal part of the seconds of the episode's calls, of which there may be several a turn."""
+        """Divides the seconds of the episode's calls equally over its tool turns, which may have several calls each."""
         found = self._find(draw, sample)
         if found.tools_s is None:
             return self.tool.draw(self.seed, draw, sample, 'tool', call) / _MILLISECONDS
@@ -217,7 +217,7 @@ class LoggedAnswers:
 
 
 def read_groups(events: Sequence[Event], workdir: pathlib.Path, groups_per_update: int) -> Groups:
-    """LoggedAnswers.groups of a log.
+    """Reads LoggedAnswers.groups from a log.
 
     Raises ConfigError for a log with fewer whole groups than a batch has, or with episodes of several rows.
     """
@@ -247,7 +247,7 @@ def read_groups(events: Sequence[Event], workdir: pathlib.Path, groups_per_updat
 
 
 def _read_answer(end: FinishEvent, reward: float, tools_s: float | None, workdir: pathlib.Path) -> LoggedAnswer:
-    """Turns are what stands between two segments that no policy generated."""
+    """Reads one answer; its turns are the tokens between segments that no policy generated."""
     if 'rows' in end:
         raise ConfigError(
             f'simulation.answers: {workdir / EVENTS} has episodes of several rows, whose further prompts it does not '
@@ -262,7 +262,7 @@ def _read_answer(end: FinishEvent, reward: float, tools_s: float | None, workdir
             turns[-1] += tokens
     if end['reason'] == 'length':
         turns[-1] = _LONGER
-    elif end['reason'] == 'turns':  # one more was asked for, which agent.max_turns refused
+    elif end['reason'] == 'turns':  # the agent asked for one more turn, which agent.max_turns refused
         turns, results = [*turns, 1], [*results, 1]
     return LoggedAnswer(tuple(turns), reward, tuple(results), tools_s)
 

@@ -1,6 +1,6 @@
-"""What comes from outside a run, drawn by key: lengths of prompts and answers, rewards, seconds of a verifier.
+"""The inputs of a run, drawn by key: lengths of prompts and answers, rewards, seconds of a verifier.
 
-Every number is a function of the seed, the draw and the sample, whatever happens in which order: two simulations that
+Every number is a function of the seed, the draw and the sample, never of the order of events: two simulations that
 differ in a setting see the same answers.
 """
 
@@ -26,7 +26,7 @@ from areal_jax.tasks.task import OverLength, Problem, Split
 from areal_jax.types import FinishReason, Prompt, SamplingParams, Verdict, Work
 
 NAME = 'simulated'
-_MOST_KEPT = 1 << 17  # lengths of answers under way, which every dispatch asks for
+_MOST_KEPT = 1 << 17  # cached lengths of answers under way, which every dispatch needs
 
 
 class Answers(Protocol):
@@ -34,7 +34,7 @@ class Answers(Protocol):
 
     @property
     def of_agents(self) -> bool:
-        """Whether an answer is an episode of turns, between which a tool is called."""
+        """Whether an answer is an episode of turns with a tool call between them."""
         ...
 
     def turns(self, draw: int, sample: int) -> int: ...
@@ -44,22 +44,22 @@ class Answers(Protocol):
         ...
 
     def result(self, draw: int, sample: int, call: int) -> int:
-        """Tokens of what the tool gives, after turn `call`."""
+        """Tokens of the tool's result after turn `call`."""
         ...
 
     def tool_s(self, draw: int, sample: int, call: int) -> float:
-        """Seconds of the tool."""
+        """Seconds of the tool call after turn `call`."""
         ...
 
     def reward(self, draw: int, sample: int) -> float: ...
 
     def verifier_s(self, draw: int, sample: int, attempt: int = 0) -> float:
-        """Seconds of the verifier."""
+        """Seconds of the verifier in an attempt, counted from 0."""
         ...
 
 
 class DrawnPrompts:
-    """Implements protocols.PromptStream: every draw is another prompt, whose length is drawn."""
+    """Implements protocols.PromptStream: every draw is a new prompt with a drawn length."""
 
     def __init__(self, lengths: Lengths, seed: int):
         self._lengths, self._seed, self._next = lengths, seed, 0
@@ -78,7 +78,7 @@ class DrawnPrompts:
 
 
 class CountedPrompts:
-    """Implements protocols.PromptStream: prompts of a task, of which the length alone is kept."""
+    """Implements protocols.PromptStream: prompts of a task, reduced to their lengths."""
 
     def __init__(self, stream: PromptStream):
         self._stream = stream
@@ -89,12 +89,12 @@ class CountedPrompts:
 
 
 def count_prompt(prompt: Prompt) -> Prompt:
-    """The prompt with the length of its tokens alone."""
+    """Replaces the tokens of a prompt by as many counted ones."""
     return Prompt(prompt.draw, prompt_tokens(prompt.draw, len(prompt.tokens)), NAME, {})
 
 
 class Places:
-    """So many at once, within `async with`; others wait in the order in which they came."""
+    """Admits `count` at once to the `async with` block; others wait in the order in which they came."""
 
     def __init__(self, clock: Clock, count: float, name: str):
         self._clock, self._free, self._name = clock, count, name
@@ -118,7 +118,7 @@ class Places:
 class DrawnVerifier:
     """Implements protocols.Verifier: workers of a lane, whose seconds and rewards are drawn.
 
-    An attempt ends at `deadline_s`; after so many `attempts` the answer has no reward.
+    An attempt ends at `deadline_s`; after `attempts` such attempts the reward is 0.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class DrawnVerifier:
         self._places = Places(clock, workers, 'a free verifier worker')
 
     def launch(self) -> None:
-        """There is no process."""
+        """Does nothing: there is no process."""
 
     def start(self) -> None:
-        """There is no process."""
+        """Does nothing: there is no process."""
 
     def close(self) -> None:
-        """There is no process."""
+        """Does nothing: there is no process."""
 
     async def verify(
         self,
@@ -156,12 +156,12 @@ class DrawnVerifier:
         return Verdict(0.0, self._attempts, 'timeout')
 
     def _find_sample(self, describe_episode: Callable[[], dict[str, Any]] | None) -> int:
-        assert describe_episode is not None  # the loop gives it with every answer
+        assert describe_episode is not None  # the loop passes it with every answer
         return int(describe_episode()['sample'])
 
 
 def keep_lengths(answers: Answers) -> Callable[[int, int, int], int]:
-    """`answers.length` with what was drawn last."""
+    """Returns `answers.length` with a cache of the last results."""
     return functools.lru_cache(_MOST_KEPT)(answers.length)
 
 
@@ -169,8 +169,8 @@ class DrawnTask:
     """Implements tasks.task.Task without problems.
 
     Args:
-      make_prompts, make_held_out: the stream of training, and as many held-out prompts; the answers to them are
-        drawn as those of training with the same draw number.
+      make_prompts, make_held_out: the stream of training, and a given number of held-out prompts; their answers are
+        drawn like the training answers with the same draw number.
     """
 
     name, scorer = NAME, ''
@@ -200,7 +200,7 @@ class DrawnTask:
 # Agents of a simulation: turns whose number, lengths and tools are drawn, through the dialogue of real agents.
 
 
-TOOL = 'tool'  # name of the one that is called
+TOOL = 'tool'  # name of the tool that is called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ class CountFormat:
     """The chat form of one episode, whose messages are counts of tokens. Implements agents.dialogue.ChatFormat."""
 
     prompt: Prompt
-    result: Callable[[int], int]  # tokens of what the tool gives after a turn
+    result: Callable[[int], int]  # tokens of the tool's result after a turn
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
         return self.prompt.tokens
@@ -229,7 +229,7 @@ class DrawnAgents:
 
     Args:
       deadline_s: of an episode; 0 = none.
-      most: episodes at once, others wait.
+      most: episodes at once; others wait.
     """
 
     def __init__(self, answers: Answers, clock: Clock, budgets: Budgets, *, deadline_s: float, most: float):
@@ -262,10 +262,10 @@ class DrawnAgents:
 
 
 async def _give() -> str:
-    """The result is a count of tokens, which the chat form knows."""
+    """Returns no text: the result is a count of tokens, which the chat form knows."""
     return ''
 
 
 def _raise(prompt: Prompt, error: Exception) -> None:
-    """Nothing of a simulated episode fails by itself."""
+    """Raises the error, which is a bug: a simulated episode never fails by itself."""
     raise error

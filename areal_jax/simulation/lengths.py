@@ -1,4 +1,4 @@
-"""Lengths of answers that are drawn by key: correlated within a group, and drifting over a run where that is asked for.
+"""Lengths of answers, drawn by key: correlated within a group, and drifting over a run if that is asked for.
 
 A length is a quantile of sqrt(c) * x + sqrt(1 - c) * y, where x is drawn once for the prompt, y for each answer, and c
 is `group_share`: for lognormal lengths the share of the variance of log L that answers to one prompt have in common.
@@ -29,7 +29,7 @@ _MIXTURE = rf'mixture\( *(?:{_NUMBER}) +{_FORM}(?: *, *(?:{_NUMBER}) +{_FORM})* 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The same every time."""
+    """The distribution of a constant."""
 
     value: float
 
@@ -39,7 +39,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Every number from `low` to `high` alike."""
+    """The uniform distribution from `low` to `high`."""
 
     low: float
     high: float
@@ -50,7 +50,7 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class Exponential:
-    """Without memory."""
+    """The exponential distribution."""
 
     mean: float
 
@@ -60,7 +60,7 @@ class Exponential:
 
 @dataclasses.dataclass(frozen=True)
 class Lognormal:
-    """Given by its mean, which is exp(sigma^2 / 2) times its median, and the standard deviation of its logarithm."""
+    """A lognormal distribution; the mean is exp(sigma^2 / 2) medians, sigma the standard deviation of the logarithm."""
 
     mean: float
     sigma: float
@@ -74,13 +74,13 @@ Simple = Constant | Uniform | Exponential | Lognormal
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """One of `parts`, chosen with its weight, such as right answers and wrong ones; weights sum to 1."""
+    """A mixture of `parts`, such as right and wrong answers, each chosen with its weight; weights sum to 1."""
 
     weights: tuple[float, ...]
     parts: tuple[Simple, ...]
 
     def part(self, uniform: float) -> int:
-        """The number of the part that a uniform number in (0, 1) chooses."""
+        """The index of the part that a uniform number in (0, 1) chooses."""
         for index, weight in enumerate(self.weights):
             uniform -= weight
             if uniform < 0:
@@ -92,7 +92,7 @@ Distribution = Simple | Mixture
 
 
 def move(start: Distribution, end: Distribution, share: float) -> Distribution:
-    """The distribution so far on the way from one to another of its form.
+    """The distribution at `share` of the way from `start` to `end`, which have the same form.
 
     Means and bounds change in equal ratios, sigma and weights in equal steps.
     """
@@ -105,14 +105,14 @@ def move(start: Distribution, end: Distribution, share: float) -> Distribution:
 
 
 def same_form(a: Distribution, b: Distribution) -> bool:
-    """Whether one can be moved toward the other."""
+    """Whether `move` can lead from one to the other."""
     if isinstance(a, Mixture) and isinstance(b, Mixture):
         return len(a.parts) == len(b.parts) and all(map(same_form, a.parts, b.parts))
     return type(a) is type(b)
 
 
 def parse_distribution(text: str, field: str) -> Distribution:
-    """'lognormal(9000, 0.75)', or another of FORMS; numbers are above 0, and 0 is allowed for a width.
+    """Parses 'lognormal(9000, 0.75)' or another of FORMS; numbers are above 0, but a width may be 0.
 
     Raises ConfigError that names the field, the text and the known forms.
     """
@@ -166,27 +166,27 @@ def _move(start: Simple, end: Simple, share: float) -> Simple:
 
 
 def _between(start: float, end: float, share: float) -> float:
-    """In equal ratios."""
+    """Interpolates in equal ratios."""
     return start * (end / start) ** share
 
 
 ANSWER = 'answer'  # kind of the numbers that are drawn
-OF_PROMPT, OF_PART = '/prompt', '/part'  # what is drawn besides an answer's own number
+OF_PROMPT, OF_PART = '/prompt', '/part'  # kinds that are drawn in addition to an answer's own number
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Whole tokens, from 1 to `cap`; the mean of a distribution is that before lengths are cut off."""
+    """Lengths in whole tokens, from 1 to `cap`; the means of the distributions are before this cut."""
 
     start: Distribution
     cap: int
-    end: Distribution | None = None  # that of the last draw of the run, of the same form; None = it does not drift
+    end: Distribution | None = None  # at the last draw of the run, of the same form; None = no drift
     phases: tuple[Distribution, ...] = ()  # of equal parts of the run, the first of them `start`; () = there is one
     draws: int = 0  # prompts of the run, after which lengths stay as they are
     group_share: float = 0.0  # c
 
     def draw(self, seed: int, draw: int, sample: int, kind: str = ANSWER, index: int = 0) -> int:
-        """The length of one answer, a function of its key alone; `index` counts where an answer has several."""
+        """The length of one answer, a function of its key alone; `index` counts the lengths of one answer."""
         found = self.at(draw)
         if isinstance(found, Mixture):
             found = found.parts[found.part(draws.uniform(seed, draw, sample, kind + OF_PART, index))]
@@ -197,34 +197,33 @@ class Lengths:
         return self.cut(found.quantile(number))
 
     def part(self, seed: int, draw: int, sample: int, kind: str = ANSWER, index: int = 0) -> int:
-        """Which part of a mixture the answer was drawn from, counted from 0; 0 where there is no mixture."""
+        """The index of the part of a mixture from which the answer was drawn; 0 if there is no mixture."""
         found = self.at(draw)
         return found.part(draws.uniform(seed, draw, sample, kind + OF_PART, index)) if isinstance(found, Mixture) else 0
 
     def at(self, draw: int) -> Distribution:
-        """The distribution of a draw, before lengths are cut off."""
+        """The distribution of a draw, before lengths are cut."""
         if self.phases:
             return self.phases[min(draw * len(self.phases) // self.draws, len(self.phases) - 1)]
         return self.start if self.end is None else move(self.start, self.end, min(1.0, draw / self.draws))
 
     def cut(self, length: float) -> int:
-        """To whole tokens, from 1 to `cap`."""
+        """Rounds and cuts a length to whole tokens from 1 to `cap`."""
         return max(1, min(self.cap, round(length)))
 
 
 def parse_lengths(
     text: str, cap: int, *, group_share: float = 0.0, draws_of_run: int = 0, field: str = 'lengths'
 ) -> Lengths:
-    """Lengths that are written as a distribution (`distributions.FORMS`), as two of one form with '->' between, or as
-    several with ';' between.
+    """Parses lengths: one distribution (`FORMS`), two of one form with '->' between, or several with ';' between.
 
     'lognormal(2000, 0.75) -> lognormal(16000, 0.75)' drifts from the first prompt of the run to the last: the logarithm
-    of the mean in equal steps. 'constant(2000); constant(4000)' has one in the first half of the prompts and the other
-    in the second.
+    of the mean changes in equal steps. 'constant(2000); constant(4000)' uses the first for the first half of the
+    prompts and the second for the other half.
 
     Args:
       cap: most tokens of an answer; longer ones are cut off.
-      group_share: of the variance of log L, what answers to one prompt have in common.
+      group_share: the share of the variance of log L that answers to one prompt have in common.
       draws_of_run: prompts of the run, over which lengths drift.
       field: of the config, for errors.
 

@@ -1,4 +1,4 @@
-"""What work costs in a simulation: by flops and bytes of chips, or by constants that were fitted to logs.
+"""The prices of work in a simulation, from flops and bytes of chips, or from constants fitted to logs.
 
 A price is a function of the lane and the work (control/clocks/virtual.py), so that engines can differ.
 """
@@ -18,17 +18,17 @@ from areal_jax.models.shape import LAYERS, Experts, ModelConfig, count_parameter
 from areal_jax.simulation.drawn_task import Answers
 from areal_jax.types import Work
 
-# Of a chip whose network is not published; an assumption: as the nodes of arXiv 2505.24298, 3.2 Tb/s for 8 chips.
+# For chips whose network is not published, assumed as in the nodes of arXiv 2505.24298: 3.2 Tb/s for 8 chips.
 ASSUMED_NIC_BYTES_S = 50e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip."""
+    """The peak rates of one chip."""
 
     name: str
     flops: float  # a second, dense, 16 bit
-    bytes_s: float  # of its memory
+    bytes_s: float  # memory bandwidth
     memory_bytes: float
     interconnect_bytes_s: float  # both directions together, to chips of the same node or slice
     nic_bytes_s: float | None  # its share of the network between nodes; None = not published with the chip
@@ -36,7 +36,7 @@ class Chip:
 
     @property
     def network_bytes_s(self) -> float:
-        """What its network is taken to have: `nic_bytes_s`, or ASSUMED_NIC_BYTES_S where none is published."""
+        """The bandwidth used for the chip's network: `nic_bytes_s`, or ASSUMED_NIC_BYTES_S if none is published."""
         return ASSUMED_NIC_BYTES_S if self.nic_bytes_s is None else self.nic_bytes_s
 
 
@@ -61,9 +61,9 @@ CHIPS = (A100, H800, H100, H200, V5E, V5P, V6E, TPU7X)
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of that name: 'H800', 'h800 sxm', 'TPU v5e' and 'v5e' are understood, in either case.
+    """Finds a chip by its name, in either case: 'H800', 'h800 sxm', 'TPU v5e', 'v5e'.
 
-    Raises ConfigError that names the chips for an unknown one.
+    Raises ConfigError that lists the chips if the name is unknown.
     """
     for chip in CHIPS:
         if name.strip().lower() in _names(chip):
@@ -76,13 +76,13 @@ def find_chip(name: str) -> Chip:
 
 
 def _names(chip: Chip) -> list[str]:
-    """What it is called, in small letters: in full, and without the maker's or the socket's word."""
+    """The lower-case names of a chip: in full, without 'TPU' or 'SXM', and also without '-80'."""
     full = chip.name.lower()
     bare = full.removesuffix(' sxm').removeprefix('tpu ')
     return [full, bare, bare.removesuffix('-80')]
 
 
-# Sizes of a model that prices of its work need, counted from its config; published models by name.
+# The model sizes from which prices are computed, counted from the config; published models by name.
 
 
 CACHE_BYTES = 2  # of each number of the KV cache, 16 bit
@@ -90,7 +90,7 @@ CACHE_BYTES = 2  # of each number of the KV cache, 16 bit
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder; windows of its attention are not known, so that a long context costs as without them."""
+    """The sizes of a decoder. Attention windows are not modelled: a long context costs the same with and without."""
 
     name: str
     parameters: float
@@ -100,24 +100,24 @@ class ModelShape:
     attention_width: int  # heads * head_dim
     kv_bytes: int  # of one position, in all layers, 16 bit
     hidden: int  # width of the residual stream
-    expert_parameters: float = 0.0  # those of `product_parameters` that are experts
+    expert_parameters: float = 0.0  # the part of `product_parameters` that is in experts
     experts: int = 0  # of a layer; 0 = none
     experts_per_token: int = 0
 
     @property
     def active_parameters(self) -> float:
-        """Of the matrices that one token is multiplied with."""
+        """The parameters of the matrices that one token is multiplied with."""
         return self.product_parameters - self.expert_parameters + self.expert_parameters * self._reached(1)
 
     def read_parameters(self, tokens: float) -> float:
-        """Of the matrices that so many tokens together are multiplied with: experts that none reaches are not read.
+        """The parameters read for `tokens` tokens together: experts that no token reaches are not read.
 
-        Every token reaches `experts_per_token` experts, all alike and independent of the other tokens.
+        Every token reaches `experts_per_token` experts, uniformly and independently of the other tokens.
         """
         return self.product_parameters - self.expert_parameters + self.expert_parameters * self._reached(tokens)
 
     def _reached(self, tokens: float) -> float:
-        """The share of the experts that some of the tokens reach."""
+        """The share of the experts that at least one of the tokens reaches."""
         return 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 1.0
 
 
@@ -142,12 +142,12 @@ def shape_of(name: str, config: ModelConfig) -> ModelShape:
 
 
 def _multiplies(path: str) -> bool:
-    """Whether it is a matrix, and no bias or scale of a norm."""
+    """Whether the leaf at a path is a matrix, not a bias or the scale of a norm."""
     return path.endswith('/weight') or '/experts/' in path
 
 
 def _qwen2(name: str, vocabulary: int, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelShape:
-    """A model that was distilled from R1 into Qwen 2.5: head dimension 128, a head of its own."""
+    """A model that was distilled from R1 into Qwen 2.5: head dimension 128, output head not tied."""
     config = ModelConfig(
         vocabulary, width, layers, heads, kv_heads, 128, mlp, 1e4, family='qwen2', qkv_bias=True, tie_embeddings=False
     )
@@ -179,13 +179,13 @@ QWEN3_30B_A3B = shape_of(
 SHAPES = (
     *(R1_DISTILL_1_5B, R1_DISTILL_7B, R1_DISTILL_14B, R1_DISTILL_32B),
     *(QWEN3_0_6B, QWEN3_8B, LLAMA_3_1_8B, QWEN3_30B_A3B),
-)  # sizes as in the config.json that are published with the models
+)  # sizes as in the config.json published with each model
 
 
 def find_shape(name: str) -> ModelShape:
-    """The published model of that name: 'R1-distill-Qwen-7B', 'r1-distill-7b' and its full name are understood.
+    """Finds a published model by its name: 'R1-distill-Qwen-7B', 'r1-distill-7b', or the full name with the maker.
 
-    Raises ConfigError that names the models for an unknown one.
+    Raises ConfigError that lists the models if the name is unknown.
     """
     wanted = _plain(name)
     for shape in SHAPES:
@@ -198,41 +198,42 @@ def find_shape(name: str) -> ModelShape:
 
 
 def _plain(name: str) -> str:
-    """Small letters, without the maker and without what the distilled models were distilled into."""
+    """The name in lower case, without the maker and without the base model of a distilled model."""
     return name.strip().lower().rpartition('/')[2].removeprefix('deepseek-').replace('distill-qwen-', 'distill-')
 
 
 # Seconds that work takes on a chip, from flops and bytes: prices of the virtual clock for work of real size.
 #
-# A decode step reads the weights and the KV cache of all rows, or computes, whichever takes longer; prefill and
-# training compute; the optimizer and a publication move bytes. `positions` are summed over the tokens in question:
-# how many positions each of them sees.
+# A decode step takes the longer of reading the weights and the KV cache of all rows, and computing; prefill and
+# training compute; the optimizer and a publication move bytes. `positions` is the number of positions that each token
+# sees, summed over the tokens in question.
 
 
-WEIGHT_BYTES = 2  # 16-bit weights, as they decode and are published
+WEIGHT_BYTES = 2  # 16-bit weights, in decoding and in publication
 OPTIMIZER_BYTES = 28  # of a parameter, float32: weight, two moments and gradient are read, all but the last written
 MEMORY_SHARE = 0.9  # of an engine's memory, for weights and KV cache
-# of the bandwidth, by models of 7 to 8 billion parameters with one row, eager, and the gain of graphs: 2605.30571
+# share of the bandwidth that models of 7 to 8 billion parameters reach with one row: eager, times the gain of graphs
+# (arXiv 2605.30571)
 BATCH_ONE = 0.27 * 1.26
 BATCH_ONE_SHAPE = QWEN3_8B
 
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """Shares of the peaks that are reached, as published for others' engines and trainers.
+    """The shares of the peaks that are reached, as published for other engines and trainers.
 
-    The defaults: 0.6 of the bandwidth is the low end of what served engines are said to reach (0.6 to 0.85); 0.5 of the
-    flops in prefill is the low end likewise (0.5 to 0.73); 0.40 in training lies in what AReaL reaches on H800s with
-    packed sequences, 0.39 to 0.46 (arXiv 2505.24298, figure 6a).
+    The defaults: 0.6 of the bandwidth is the low end of the range reported for served engines (0.6 to 0.85); 0.5 of the
+    flops in prefill is also a low end (0.5 to 0.73); 0.40 in training is within the range of AReaL on H800s with packed
+    sequences, 0.39 to 0.46 (arXiv 2505.24298, figure 6a).
     """
 
     bandwidth: float = 0.6  # while decoding
-    prefill: float = 0.5  # of the flops, also of a decode step that computes more than it reads
+    prefill: float = 0.5  # of the flops, also in a decode step that computes longer than it reads
     mfu: float = 0.40  # of the flops, while training
 
 
 def step_overhead_s(chip: Chip, shape: ModelShape, reached: Reached) -> float:
-    """Of a decode step, besides its work: what a step of one row takes longer than it reads weights, by layers."""
+    """The fixed seconds of a decode step: its time with one row minus the time to read weights, scaled by layers."""
     read_s = WEIGHT_BYTES * BATCH_ONE_SHAPE.product_parameters / chip.bytes_s
     return shape.layers / BATCH_ONE_SHAPE.layers * read_s * (1 / BATCH_ONE - 1 / reached.bandwidth)
 
@@ -245,10 +246,10 @@ class Roofline:
     shape: ModelShape
     reached: Reached = Reached()
     devices: int = 1  # of the engine: tensor parallel; of the learner: all of them
-    step_overhead_s: float = 0.0  # of a decode step, besides its work
+    step_overhead_s: float = 0.0  # of a decode step, in addition to its work
 
     def step_s(self, rows: float, positions: float) -> float:
-        """A decode step; `positions` of the cache are read, over all rows."""
+        """Seconds of a decode step that reads `positions` of the cache, summed over all rows."""
         shape, chip = self.shape, self.chip
         read = WEIGHT_BYTES * shape.read_parameters(rows) + shape.kv_bytes * positions
         read_s = read / (self.reached.bandwidth * chip.bytes_s * self.devices)
@@ -257,26 +258,26 @@ class Roofline:
         return self.step_overhead_s + max(read_s, computed_s) + self._reduce_s(rows)
 
     def prefill_s(self, tokens: float, positions: float) -> float:
-        """Prefill, or rebuild, of so many tokens; the head is used for the last of each prompt and left out."""
+        """Seconds to prefill or rebuild `tokens`; omits the head, which only the last token of each prompt needs."""
         products = 2 * (self.shape.active_parameters - self.shape.head_parameters) * tokens
         flops = self.reached.prefill * self.chip.flops * self.devices
         return (products + self._attention(positions)) / flops + self._reduce_s(tokens)
 
     def train_s(self, tokens: float, positions: float, passes: float) -> float:
-        """Training on so many tokens.
+        """Seconds of training on `tokens` tokens.
 
-        `passes` are in forward passes: 3 for the update, 4 where activations are computed again, 1 more for proximal
-        log-probs and 1 more for a reference model.
+        `passes` counts forward passes: 3 for the update, or 4 if activations are recomputed; 1 more for proximal
+        log-probs, and 1 more for a reference model.
         """
         computed = 2 * self.shape.active_parameters * tokens + self._attention(positions)
         return passes * computed / (self.reached.mfu * self.chip.flops * self.devices)
 
     def optimizer_s(self) -> float:
-        """A step of Adam with float32 state, cut over the devices: the bytes that it touches, at the full bandwidth."""
+        """Seconds of a sharded Adam step with float32 state: the bytes that it touches, at the full bandwidth."""
         return OPTIMIZER_BYTES * self.shape.parameters / (self.chip.bytes_s * self.devices)
 
     def publication_s(self, receiver: int, senders: int, changed: float = 1.0) -> float:
-        """Transfer of a version, without the pause of an engine: what the slower side's networks take.
+        """Seconds to transfer a version over the networks of the slower side, without the pause of an engine.
 
         Args:
           receiver: devices of one engine, each of which receives a part.
@@ -287,16 +288,16 @@ class Roofline:
         return sent / (self.chip.network_bytes_s * min(receiver, senders))
 
     def cache_tokens(self) -> int:
-        """Positions that fit beside the weights in nine tenths of the memory."""
+        """Positions of the KV cache that fit next to the weights in nine tenths of the memory."""
         memory = MEMORY_SHARE * self.chip.memory_bytes * self.devices
         return int((memory - WEIGHT_BYTES * self.shape.parameters) / self.shape.kv_bytes)
 
     def prices(self) -> Mapping[str, Price]:
-        """For VirtualClock: of an engine's work."""
+        """The prices of an engine's work, for VirtualClock."""
 
         def decode(lane: str, work: Work) -> float:
             rows = work.size['rows']
-            # each step sees one position more of each row: the mean over the steps, since the price is linear there
+            # each step reads one more position per row; the price is linear in positions, so the mean step is priced
             return work.amount * self.step_s(rows, work.size['positions'] + rows * (work.amount - 1) / 2)
 
         def prefill(lane: str, work: Work) -> float:
@@ -306,11 +307,11 @@ class Roofline:
         return {'decode': decode, 'prefill': prefill, 'load': lambda lane, work: load_s}
 
     def _attention(self, positions: float) -> float:
-        """Flops."""
+        """The flops of attention."""
         return 4 * self.shape.layers * self.shape.attention_width * positions
 
     def _reduce_s(self, tokens: float) -> float:
-        """Two all-reduces a layer of the residual stream, 16 bit; their latency is left out.
+        """Seconds of two all-reduces a layer of the 16-bit residual stream, without their latency.
 
         In a ring each of n devices sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009), in one direction
         of its interconnect.
@@ -326,10 +327,10 @@ _ENGINES = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')
 
 @dataclasses.dataclass(frozen=True)
 class RooflineSettings:
-    """Fields of the section `simulation` that prices by flops and bytes read."""
+    """The fields of the section `simulation` that prices by flops and bytes use."""
 
     chip: Chip  # of the learner
-    engine_chips: tuple[Chip, ...]  # one an engine
+    engine_chips: tuple[Chip, ...]  # one for each engine
     shape: ModelShape
     reached: Reached
     passes: float
@@ -349,9 +350,9 @@ class Cluster:
 
 
 def parse_chips(text: str, count: int, default: Chip) -> tuple[Chip, ...]:
-    """'4 x H800, 4 x H800/3' -> one chip for each of `count` engines, in their order; '' = the default for all.
+    """Parses '4 x H800, 4 x H800/3' into one chip for each of `count` engines, in order; '' = the default for all.
 
-    Raises ConfigError for another number of engines, an unknown chip, or a text that says neither.
+    Raises ConfigError for another number of engines, an unknown chip, or a text of another form.
     """
     if not text.strip():
         return (default,) * count
@@ -369,7 +370,7 @@ def parse_chips(text: str, count: int, default: Chip) -> tuple[Chip, ...]:
 
 
 def _find_share(name: str) -> Chip:
-    """'H800/3': a chip with a third of the speed of an H800, and its memory."""
+    """Finds 'H800/3', a chip with a third of the speed of an H800 and all of its memory."""
     whole, _, divisor = name.partition('/')
     chip = find_chip(whole)
     if not divisor:
@@ -384,7 +385,10 @@ def _find_share(name: str) -> Chip:
 
 
 def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: EnginesLayout) -> Cluster:
-    """Engines on the learner's devices have equal shares of them. Raises ConfigError where that cannot be."""
+    """Builds the engines and the learner; engines on the learner's devices get equal shares of them.
+
+    Raises ConfigError if the devices cannot be divided equally.
+    """
     sizes = engines.sizes
     if engines.shared:
         if learner.devices % engines.count:
@@ -406,7 +410,7 @@ def build_cluster(settings: RooflineSettings, learner: LearnerLayout, engines: E
 
 
 class LearnerDevices:
-    """How many the learner has now; site of a run whose devices move changes it."""
+    """The current number of the learner's devices; the site of a run changes it when devices move."""
 
     def __init__(self, number: int):
         self.number = number
@@ -415,8 +419,8 @@ class LearnerDevices:
 def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: LearnerDevices) -> Mapping[str, Price]:
     """The prices of all work of a run. A checkpoint and the copy of the weights in the learner's memory cost nothing.
 
-    Publication: engines fetch a version while they decode, at the pace of the slower network. A learner that moves to
-    other devices sends weights and moments, float32, at the network of the fewer ones.
+    Publication: engines fetch a version while they decode, at the rate of the slower network. A learner that moves to
+    other devices sends weights and moments, float32, over the network of its new number of devices.
     """
     engines = {engine_lane(index): engine.prices() for index, engine in enumerate(cluster.engines)}
     switch_s = settings.switch_s if cluster.shares else 0.0
@@ -449,7 +453,7 @@ def price_roofline(settings: RooflineSettings, cluster: Cluster, devices: Learne
 
 
 def price_evaluations(by_kind: Mapping[str, Price]) -> Mapping[str, Price]:
-    """The same with the work of evaluations beside training, which costs what that of training does."""
+    """Adds the prices of evaluations that run during training; they equal the prices of training's own work."""
     like = {'evaluation_decode': 'decode', 'evaluation_prefill': 'prefill', 'pin': 'load'}
     return {**by_kind, **{kind: _as(by_kind[other], other) for kind, other in like.items()}}
 
@@ -461,7 +465,7 @@ def _as(price: Price, kind: str) -> Price:
 
 
 def price_tool(answers: Answers) -> Price:
-    """What was drawn for the call."""
+    """Returns the price of a tool call: the seconds that were drawn for it."""
 
     def price(lane: str, work: Work) -> float:
         return answers.tool_s(work.detail['draw'], work.detail['sample'], int(work.size['call']))
@@ -470,15 +474,15 @@ def price_tool(answers: Answers) -> Price:
 
 
 def price_verifier(lane: str, work: Work) -> float:
-    """What was drawn for the answer."""
+    """The seconds that were drawn for the answer."""
     return work.size['seconds']
 
 
 def check_memory(cluster: Cluster, cache_tokens: int, context_tokens: int) -> None:
-    """Raises ConfigError where an engine has no room for weights and one sequence, or for the KV cache asked for.
+    """Raises ConfigError if an engine has no room for weights and one sequence, or for the configured KV cache.
 
     Args:
-      cache_tokens: of the KV cache of an engine; 0 = what fits.
+      cache_tokens: of the KV cache of an engine; 0 = all that fit.
     """
     for index, engine in enumerate(cluster.engines):
         fits = engine.cache_tokens()

@@ -1,8 +1,8 @@
-"""The clock of a simulation: the virtual clock with dispatches that are joined, lanes that share cores, a busy host.
+"""The clock of a simulation: the virtual clock with joined dispatches, lanes that share cores, and a busy host.
 
-Quiet dispatches of an engine, between which nothing is decided, become one jump. A jump is planned up to the first end
-of one of its answers, or as long as blocks last, and cut at the next dispatch boundary when the engine is woken: by a
-request, by weights, by a pause. So admissions, swaps and ends come at the nanosecond at which they come without jumps.
+Quiet dispatches of an engine, between which nothing is decided, become one jump. A jump is planned until the first of
+its answers ends or the blocks run out. If the engine is woken by a request, by weights or by a pause, the jump is cut
+at the next dispatch boundary. So admissions, swaps and ends happen at the same nanosecond as without jumps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from areal_jax.simulation.count_backend import Jump
 
 @dataclasses.dataclass(frozen=True)
 class Contention:
-    """How many times longer work takes while two or more lanes are busy; 1 = its cores are its own."""
+    """The factor by which work takes longer while two or more lanes are busy; 1 = the lane shares no cores."""
 
     learner: float = 1.0
     engines: float = 1.0
 
     @property
     def shares(self) -> bool:
-        """Whether anything is shared."""
+        """Whether any lane shares cores."""
         return max(self.learner, self.engines) > 1
 
 
@@ -40,7 +40,7 @@ NO_CONTENTION = Contention()
 
 
 class SharedCores:
-    """What is left of the work under way, in nanoseconds at full speed."""
+    """The remaining work of the intervals under way, in nanoseconds at full speed."""
 
     def __init__(self, contention: Contention):
         self.contention = contention
@@ -48,17 +48,17 @@ class SharedCores:
         self._settled_ns = 0
 
     def begin(self, interval: Interval, work_ns: int, now_ns: int) -> None:
-        """The interval begins, with so much work."""
+        """Begins an interval with `work_ns` of work."""
         self._settle(now_ns)
         self._left_ns[interval] = work_ns
 
     def end(self, interval: Interval, now_ns: int) -> bool:
-        """The interval is over; False where it is none of these."""
+        """Ends an interval; False if it is not under way here."""
         self._settle(now_ns)
         return self._left_ns.pop(interval, None) is not None
 
     def ends_ns(self) -> Mapping[Interval, int]:
-        """When each will end, if nothing begins or ends before."""
+        """The end of each interval if nothing begins or ends before."""
         return {
             interval: self._settled_ns + max(0, round(left * self._slowdown(interval)))
             for interval, left in self._left_ns.items()
@@ -84,7 +84,7 @@ HostPrice = Mapping[str, float]  # seconds of the host's loop for a completion, 
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """When an interval ends: now in `ends[count - 1]`, in ns of the clock."""
+    """The planned end of an interval: `ends[count - 1]`, in ns of the clock."""
 
     order: int
     ends: list[int]
@@ -98,12 +98,12 @@ class _Plan:
 class SimulatedClock(VirtualClock):
     """See the module.
 
-    At equal times completions of engines come last, in the order of the engines, whatever was requested first: the
-    requests of joined dispatches are fewer.
+    At equal times completions of engines come last, in the order of the engines, whatever was requested first, because
+    joined dispatches make fewer requests.
 
     Args:
-      host: seconds that a completion costs the loop of the host, which handles one at a time; {} = nothing.
-      contention: of lanes of engines and learner that share cores. Nothing is joined with a host or with contention.
+      host: seconds that a completion costs the host's loop, which handles one at a time; {} = nothing.
+      contention: of lanes of engines and learner that share cores. With a host or contention, no dispatches are joined.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class SimulatedClock(VirtualClock):
         return super().event(name) if lane is None else _WakeEvent(name, lambda: self._cut(lane))
 
     def _lane_of(self, interval: Interval) -> Lane:
-        return self.lanes[interval.lane]  # evaluation beside training takes time of its engines
+        return self.lanes[interval.lane]  # evaluation during training takes time of its engines
 
     def _begin(self, interval: Interval) -> None:
         if interval.is_call:
@@ -154,7 +154,7 @@ class SimulatedClock(VirtualClock):
             _push(self._heap, self._plans[interval], interval)
 
     def _plan_ends(self, interval: Interval) -> list[int]:
-        """The ends of the dispatches that the interval joins; of other work, its own."""
+        """The ends of the dispatches that the interval joins; for other work, the end of the interval."""
         jump, work = _find_jump(interval), interval.work
         if jump is None or not self._joins:
             interval.seconds = self.price_s(interval.lane, work)
@@ -164,12 +164,12 @@ class SimulatedClock(VirtualClock):
         size = dict(work.size)
         further = dataclasses.replace(work, size=size)
         for _ in range(1, count):
-            size['positions'] += work.amount * size['rows']  # each row sees the tokens that it has got
+            size['positions'] += work.amount * size['rows']  # each row also sees its new tokens
             seconds.append(self.price_s(interval.lane, further))
         return list(itertools.accumulate((round(one * NANOSECONDS) for one in seconds), initial=self._now_ns))[1:]
 
     def _cut(self, lane: str) -> None:
-        """The jump of the lane ends with the dispatch that is under way."""
+        """Ends the jump of the lane with the dispatch that is under way."""
         interval = self._jumps.get(lane)
         if interval is None:
             return
@@ -199,7 +199,7 @@ class SimulatedClock(VirtualClock):
         super()._write_completion(kind, lane, interval, **fields, **joined)
 
     def _reschedule(self) -> None:
-        """Work that shares cores ends at other times."""
+        """Pushes the new ends of all work that shares cores."""
         for interval, end in self._cores.ends_ns().items():
             self._plans[interval].ends = [end]
             _push(self._heap, self._plans[interval], interval)
@@ -207,7 +207,7 @@ class SimulatedClock(VirtualClock):
     # The next completion.
 
     def _release_next(self, block: Block) -> Ready:
-        if self._held is not None:  # the call that was released last
+        if self._held is not None:  # the last released call
             return super()._release_next(block)
         while self._heap and _is_outdated(self._plans, *self._heap[0]):
             heapq.heappop(self._heap)
@@ -223,7 +223,7 @@ class SimulatedClock(VirtualClock):
 
 
 class _WakeEvent(Event):
-    """Tells when it is set."""
+    """An event that calls `on_set` when it is set."""
 
     def __init__(self, name: str, on_set: Callable[[], None]):
         super().__init__(name)
@@ -239,7 +239,7 @@ def _push(heap: list[tuple[int, int, _Entry]], plan: _Plan, interval: Interval) 
 
 
 def _is_outdated(plans: Mapping[Interval, _Plan], when: int, order: int, entry: object) -> bool:
-    """Whether the interval of an entry ends at another time by now, or has ended."""
+    """Whether the interval of an entry has ended, or now ends at another time."""
     if not isinstance(entry, Interval) or entry.is_call:
         return False
     plan = plans.get(entry)

@@ -1,7 +1,7 @@
-"""Servers of a simulation: engines that the pool of servers drives as those of other processes, and that die.
+"""Servers of a simulation: engines that die, and that the server pool drives like engines in other processes.
 
-Deaths and returns are drawn by (seed, server, how often it has started), in seconds of the clock: the same in two
-simulations that differ in a setting, and in one that is resumed.
+Deaths and returns are drawn by (seed, server, number of starts), in seconds of the clock: they are equal in two
+simulations that differ in a setting, and in a resumed one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADDRESS = 'simulated'
 
 
 class ServerLog(EventLog):
-    """The log as the engine of a server writes to it: what it acknowledges to the pool is logged there."""
+    """The log for the engine of a server; drops 'load' events, because the pool logs what the engine acknowledges."""
 
     def __init__(self, log: EventLog):
         super().__init__(keeps=False)
@@ -46,7 +46,7 @@ class SimulatedServer:
         self._engine.start(supervisor)
 
     async def die(self) -> None:
-        """At the end of the dispatch under way, whose tokens have come; what was asked of it never ends."""
+        """Dies at the end of the dispatch under way, whose tokens still arrive; fails the open requests."""
         self._is_dead = True
         await self._engine.pause('in_place')
         for running in self._engine.stream.table.open_requests():
@@ -103,7 +103,7 @@ class SimulatedServer:
         self._engine.resume()
 
     async def close(self) -> None:
-        """The pool has no use for it any more."""
+        """Does nothing: the pool has no use for the server any more."""
 
     def _require_alive(self, action: str) -> None:
         if self._is_dead:
@@ -114,11 +114,12 @@ class SimulatedServer:
 
 
 class SimulatedRegistry:
-    """Starts the servers, lets each die and come back, and tells the pool of those that came.
+    """Starts the servers, lets each die and come back, and joins each started server to the pool.
 
     Args:
-      build_engine: of the index of a server, and whether it is the first there; a later one has no weights.
-      up: seconds from a start to the death; None = they live.
+      build_engine: builds an engine from (index of the server, whether it is the first there); later ones have no
+        weights.
+      up: seconds from a start to the death; None = servers do not die.
       down: seconds from a death to the next start.
     """
 

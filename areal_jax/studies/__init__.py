@@ -1,7 +1,7 @@
-"""A study of staleness: its plan, its arms, their results held against the plan, and the page.
+"""A study of staleness: its plan, its arms, the comparison of their results with the plan, and the page.
 
-plan.py says what is decided before any result is seen. stages.py makes arms of it. Lock-step arms train as programs of
-arms/, a process each (train_program.py), natural ones as runs of main_train, a process each; it reads what the arms
-left. score.py scores final weights, page.py holds the results against the plan and writes them down with figures.py,
-study.py does one after the other.
+plan.py has the decisions made before any result is seen. stages.py makes arms from the plan and reads their results.
+Lock-step arms train as programs of arms/ (train_program.py), natural arms as runs of main_train, one process for each
+program or run. score.py scores final weights, page.py compares the results with the plan and writes the page, with
+figures.py. study.py runs these steps in order.
 """

@@ -1,4 +1,4 @@
-"""Parts of the controls of a study that a config can name."""
+"""The parts of a study's controls that a config can name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from areal_jax.learning.objective.advantages import group_normalized
 
 
 def shuffled_advantages(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Advantages [n] of answers with each other's rewards [n]: within a group, rewards are shifted by one answer.
+    """Advantages [n] from rewards [n] that are shifted by one answer within each group.
 
-    The answers of a group are drawn independently, so what one gets says nothing about it.
+    The answers of a group are drawn independently, so an answer's shifted reward says nothing about it.
     """
     advantages = np.zeros(len(rewards))
     for group in np.unique(groups):

@@ -27,7 +27,7 @@ _MARKERS = ('o', 's', '^', 'D')  # of methods
 
 
 def write_figures(plan: Plan, records: Records, workdir: pathlib.Path) -> list[str]:
-    """Writes WORKDIR/plots/*.png; returns the paths of those that have data, relative to the work directory."""
+    """Writes WORKDIR/plots/*.png; returns the paths of figures that have data, relative to the work directory."""
     directory = workdir / DIRECTORY
     directory.mkdir(exist_ok=True)
     drawn = {
@@ -57,7 +57,7 @@ def _draw_curves(plan: Plan, records: Records, path: pathlib.Path) -> bool:
 
 
 def _draw_curve(axes: Axes, records: Sequence[Record], label: str, color: str) -> None:
-    """Mean over the seeds of moving means."""
+    """Draws the mean over the seeds of moving means."""
     if not records:
         return
     length = min(len(record.curve) for record in records)
@@ -102,7 +102,7 @@ def _draw_scores(plan: Plan, records: Records, path: pathlib.Path) -> bool:
 
 
 def _draw_means(axes: Axes, groups: Sequence[Sequence[Record]], index: int, label: str) -> None:
-    """Mean score of each group with its range over the seeds."""
+    """Draws the mean score of each group with its range over the seeds."""
     places = [place for place, group in enumerate(groups) if group]
     scores = [[record.score for record in groups[place] if record.score is not None] for place in places]
     if not places:

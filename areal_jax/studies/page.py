@@ -1,4 +1,4 @@
-"""The page of a study, study.md: failed controls, what reproduces, tables in the form of the paper, figures."""
+"""The page of a study, study.md: controls, statements reproduced or not, tables in the paper's form, figures."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WORSE, BETTER, EQUAL, UNDECIDED = 'worse', 'better', 'equal', 'not decided'
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """An arm against another, paired by seed."""
+    """A comparison of two arms, paired by seed."""
 
     label: float  # lag or eta
     difference: PairedDifference | None  # None: no seed has both
-    inner: Bounds | None  # the interval of two one-sided tests, of twice the error
+    inner: Bounds | None  # the interval of two one-sided tests, with twice the error probability
     holm_p: float | None = None
 
     def verdict(self, margins: Margins) -> str:
@@ -53,10 +53,10 @@ class Comparison:
 
 
 class Spread(NamedTuple):
-    """Of a difference over seeds."""
+    """The spread of a difference over seeds."""
 
     deviation: float  # standard deviation of the paired differences
-    pairing: Pairing | None  # what common random numbers bought; None where it cannot be told
+    pairing: Pairing | None  # the gain from common random numbers; None if it cannot be measured
 
 
 def find_rates(plan: Plan, records: Records) -> dict[str, float]:
@@ -86,20 +86,20 @@ def eta_records(records: Records, method: str, eta: float, variant: str = '') ->
 
 
 def compare_lags(plan: Plan, records: Records, method: str, factor: float = 1.0) -> list[Comparison]:
-    """Every lag minus the first, of one method."""
+    """Compares every lag with the first, for one method; differences are lag minus first."""
     first, *others = plan.lock_step.lags
     base = lag_records(records, method, first, factor)
     return _compare({float(lag): (base, lag_records(records, method, lag, factor)) for lag in others})
 
 
 def compare_methods(plan: Plan, records: Records, first: str, second: str) -> list[Comparison]:
-    """The second method minus the first, at each lag."""
+    """Compares two methods at each lag; differences are second minus first."""
     at = lambda method, lag: lag_records(records, method, lag)
     return _compare({float(lag): (at(first, lag), at(second, lag)) for lag in plan.lock_step.lags})
 
 
 def compare_etas(plan: Plan, records: Records, method: str) -> list[Comparison]:
-    """Every eta minus the first, of one method."""
+    """Compares every eta with the first, for one method; differences are eta minus first."""
     first, *others = plan.natural.etas
     base = eta_records(records, method, first)
     return _compare({eta: (base, eta_records(records, method, eta)) for eta in others})
@@ -135,7 +135,7 @@ def _student_bounds(values: Sequence[float], confidence: float) -> Bounds | None
 
 
 def smallest_difference(spread: float, seeds: int, margins: Margins) -> float:
-    """The difference that a two-sided paired t-test of so many seeds finds with the plan's power.
+    """The smallest difference that a two-sided paired t-test of `seeds` seeds finds with the plan's power.
 
     (t_(n-1, (1+confidence)/2) + t_(n-1, power)) * SD / sqrt(n)
     """
@@ -146,7 +146,7 @@ def smallest_difference(spread: float, seeds: int, margins: Margins) -> float:
 
 
 def pilot_spreads(plan: Plan, records: Records) -> dict[str, Spread]:
-    """Over the pilot's seeds: of what a lag costs each method, and of the difference of the first two methods."""
+    """The spreads over the pilot's seeds, of the lag's cost to each method and of the first two methods' difference."""
     part = plan.lock_step
     scores = {
         (method, lag): by_seed(lag_records(records, method, lag, stage=PILOT), _score)
@@ -190,7 +190,7 @@ def _score(record: Record) -> float | None:
     return record.score
 
 
-# The sentences that a study decides: its controls, and the paper's findings at this scale. docs/study.md has them.
+# The statements that a study decides: its controls, and the paper's findings at this scale. docs/study.md has them.
 
 
 HELD, FAILED, MISSING = 'held', 'failed', 'not finished'
@@ -201,7 +201,7 @@ _WORSE_AT, _EQUAL_UP_TO, _BETTER_AT = (4, 8), 8, (4, 8, 16)  # lags of the state
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A sentence with what became of it."""
+    """A statement, its outcome, and the reason."""
 
     text: str
     outcome: str
@@ -209,14 +209,14 @@ class Outcome:
 
 
 def check_controls(plan: Plan, records: Records) -> list[Outcome]:
-    """Failed ones first."""
+    """Checks the controls of the plan; failed ones come first, then unfinished ones."""
     own = [record for record in records if record.factors.stage == CONTROLS]
     found = [*_known(plan, own), _zero_rate(plan, own), *_same(own), _shuffled(plan, own)]
     return sorted(found, key=lambda control: (FAILED, MISSING, HELD).index(control.outcome))
 
 
 def decide_statements(plan: Plan, records: Records) -> list[Outcome]:
-    """The statements of the plan, in their order."""
+    """Decides the statements of the plan, in their order."""
     lags = plan.lock_step.lags
     plain, decoupled = (compare_lags(plan, records, method) for method in ('plain', 'decoupled'))
     between = compare_methods(plan, records, 'plain', 'decoupled')
@@ -312,7 +312,7 @@ def _shuffled(plan: Plan, records: Records) -> Outcome:
 
 
 def _of(records: Records, variant: str, **wanted: object) -> list[Record]:
-    """Finished ones of a control; a run needs no score for its weights."""
+    """The finished arms of a control; also without a score, because some controls compare weights alone."""
     has = lambda record: all(getattr(record.factors, name) == value for name, value in wanted.items())
     return [
         record for record in records if record.factors.variant == variant and record.state.is_finished and has(record)
@@ -326,7 +326,7 @@ def _outcome(holds: Sequence[bool], wanted: int) -> str:
 
 
 def _lags(lags: Sequence[float]) -> str:
-    """'lag 4', 'lags 4 and 8'."""
+    """Lists lags in words: 'lag 4', 'lags 4 and 8'."""
     texts = [f'{lag:g}' for lag in lags]
     joined = ' and '.join(filter(None, (', '.join(texts[:-1]), texts[-1] if texts else '')))
     return f'lag{"s" if len(texts) > 1 else ""} {joined}'
@@ -336,7 +336,10 @@ FILE = 'study.md'
 
 
 def render_page(source: str, form: str, plan: Plan, records: Records, pictures: Sequence[str], facts: str) -> str:
-    """Markdown. `form`: 'full' or 'quick'; `pictures` are paths relative to the page; `facts` say what it ran on."""
+    """Renders the page as Markdown.
+
+    `form`: 'full' or 'quick'; `pictures` are paths relative to the page; `facts` describes the machine.
+    """
     sections = [
         '# Staleness study',
         _what_ran(source, form, plan, records, facts),

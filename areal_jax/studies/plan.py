@@ -1,4 +1,4 @@
-"""What a study compares, and what counts as a result: decided in a config file before any arm has run.
+"""The plan of a study, its comparisons and criteria, which a config file fixes before any arm has run.
 
 `get_study()` of the file returns {'full': Plan, 'quick': Plan}. Overrides are {'section.field': value}, on top of
 get_config() of the same file.
@@ -20,14 +20,14 @@ Overrides: TypeAlias = Mapping[str, Value]
 
 @dataclasses.dataclass(frozen=True)
 class LockStep:
-    """Arms whose batches all have one age: what a given age does to learning."""
+    """Arms whose batches all have one age: they measure the effect of a given age on learning."""
 
     common: Overrides  # of all arms of this part
     methods: Mapping[str, Overrides]  # by name, the compared losses
     rate_from: Mapping[str, str]  # method -> the method whose sweep of the learning rate gives its rate
     lags: tuple[int, ...]  # versions, the first is the baseline
     rates: tuple[float, ...]  # ascending, of the sweep at the first lag
-    knee_slack: float  # the knee is the largest rate whose mean score is at most so much below the best
+    knee_slack: float  # the knee is the largest rate whose mean score is at most this far below the best
     knee_seeds: tuple[int, ...]
     seeds: tuple[int, ...]  # at the knee
     side_factors: tuple[float, ...]  # of the knee
@@ -38,7 +38,7 @@ class LockStep:
 
 @dataclasses.dataclass(frozen=True)
 class Natural:
-    """Asynchronous runs under the virtual clock: which ages an eta brings about, and what these do."""
+    """Asynchronous runs under the virtual clock: they measure the ages that an eta causes, and their effect."""
 
     common: Overrides
     methods: tuple[str, ...]  # of LockStep.methods
@@ -52,7 +52,7 @@ class Natural:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """A range that a number must lie in, ends included."""
+    """A range for a number, ends included."""
 
     low: float
     high: float
@@ -70,7 +70,7 @@ class Controls:
     known_seeds: tuple[int, ...]
     known_bounds: Mapping[int, Bounds]  # lag -> share of right symbols over `known_window`, median of seeds
     known_window: tuple[int, int]  # first update, and the one after the last
-    same_lag: int  # of the arm that is there twice, and of the one with a learning rate of 0
+    same_lag: int  # of the arm that runs twice, and of the arm with a learning rate of 0
     same_eta: float
     shuffled: Overrides  # of the run whose rewards belong to other answers
     shuffled_below: float  # score
@@ -78,9 +78,9 @@ class Controls:
 
 @dataclasses.dataclass(frozen=True)
 class Margins:
-    """What counts as a difference, and as none. Scores are shares of right symbols."""
+    """The margins that decide whether there is a difference. Scores are shares of right symbols."""
 
-    score: float  # two scores are equal where the 90% interval of their difference is within +- this
+    score: float  # two scores are equal if the 90% interval of their difference is within +- this
     confidence: float  # of intervals of differences; Holm over the lags of a comparison
     power: float  # of the smallest difference that the seeds show
     slow: float  # throughput at the baseline eta is at most this share of the throughput at the next eta
@@ -99,16 +99,16 @@ class Plan:
     jobs: int  # programs of arms at a time
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, as study.json has them."""
+        """The plan as plain values, as in study.json."""
         return json.loads(json.dumps(_plain(self), sort_keys=True))
 
     def digest(self) -> str:
-        """SHA-256 of the plan, the same for equal plans."""
+        """The SHA-256 of the plan, equal for equal plans."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: object) -> object:
-    """Dataclasses, mappings and tuples as dicts and lists; an infinite number as text."""
+    """Turns dataclasses, mappings and tuples into dicts and lists, and numbers that are not finite into text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Scores of final weights: right places of sampled answers to all training prompts, with one noise for all arms.
+"""Scores final weights: the share of right places in sampled answers to training prompts. All arms share the noise.
 
 Shapes: S prompts, R answers to each, A tokens of an answer.
 """
@@ -20,15 +20,15 @@ from areal_jax.studies.arms.setting import make_constants, make_setting
 from areal_jax.types import Tree
 
 SEED = 2**31 - 1  # of the noise
-MOST_PROMPTS = 64  # of tasks that have more, the first ones of one order
+MOST_PROMPTS = 64  # of a task with more prompts, the first ones in a fixed order
 ANSWERS = 64  # to each prompt
 
 
 def make_scorer(arm: Arm) -> Callable[[Tree], float]:
-    """A function from weights of the arm's model to their score.
+    """Returns a function from weights of the arm's model to their score.
 
-    The share of the task.length places of an answer that are right. Unless rollout.ignore_eos, the end is one place
-    more, and what is behind an end is wrong.
+    The score is the share of an answer's task.length places that are right. Unless rollout.ignore_eos is set, the end
+    is one more place, and every place after an end is wrong.
     """
     config = arm.config.copy_and_resolve_references().unlock()
     ends = not config.rollout.ignore_eos
@@ -54,7 +54,7 @@ def make_scorer(arm: Arm) -> Callable[[Tree], float]:
 
 
 def share_right(answers: np.ndarray, truths: np.ndarray, eos: int | None) -> float:
-    """Share of right places of answers [N, G, A] to truths [N, A]; none is right behind an EOS, unless that is None."""
+    """The share of places in answers [N, G, A] equal to truths [N, A]; if `eos` is given, none after it counts."""
     right = answers == truths[:, None]
     if eos is not None:
         is_end = answers == eos

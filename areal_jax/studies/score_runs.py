@@ -1,6 +1,6 @@
 """The process that scores the final weights of single runs: python -m areal_jax.studies.score_runs LIST.
 
-LIST is the file that stages.py writes. Each run gets score.json; those that have one keep it.
+LIST is the file that stages.py writes. Each run without a score.json gets one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def score_runs(path: pathlib.Path) -> int:
 
 
 def read_weights(workdir: pathlib.Path) -> Tree:
-    """The weights of the newest checkpoint of a run, numpy."""
+    """Reads the weights of the newest checkpoint of a run, as numpy arrays."""
     run = EarlierRun(str(workdir))
     decoder = describe_model(run.config).decoder
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

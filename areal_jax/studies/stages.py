@@ -38,21 +38,21 @@ class Program:
     """Arms that one process trains together."""
 
     name: str
-    workdir: pathlib.Path  # of the job; each arm has one of its own
+    workdir: pathlib.Path  # of the job; each arm has a separate one
     arms: tuple[Arm, ...]
     module = 'areal_jax.studies.train_program'
 
     def command(self, resume: bool) -> list[str]:
-        """What runs it; a program that was ended begins anew."""
+        """Returns the command that runs the program; an interrupted program starts from the beginning."""
         return [sys.executable, '-m', self.module, str(self.workdir / LIST)]
 
     def write_list(self) -> None:
-        """Writes what the process reads."""
+        """Writes the list of arms that the process reads."""
         self.workdir.mkdir(parents=True, exist_ok=True)
         files.write_json(self.workdir / LIST, {'arms': {arm.name: list(arm.arguments) for arm in self.arms}})
 
     def read_state(self) -> ArmState:
-        """Of all its arms: finished once all are."""
+        """Reads the state of all its arms: finished once all are."""
         states = [read_state(arm) for arm in self.arms]
         updates, finished = min(state.updates for state in states), all(state.is_finished for state in states)
         reason = '' if finished else read_end(self.workdir / LOG)
@@ -61,7 +61,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring(Program):
-    """The scores of the final weights of single runs that have finished."""
+    """Scores the final weights of single runs that have finished."""
 
     module = 'areal_jax.studies.score_runs'
 
@@ -71,7 +71,7 @@ class Scoring(Program):
 
 
 def make_programs(stage: str, arms: Sequence[Arm], workdir: pathlib.Path) -> list[Program]:
-    """Programs of arms that have one lag each, so that none generates what it does not train.
+    """Makes programs whose arms all have one lag, so that no program generates batches that it does not train.
 
     Raises ConfigError, naming arm and field, for an arm that no program can train.
     """
@@ -88,7 +88,7 @@ def make_programs(stage: str, arms: Sequence[Arm], workdir: pathlib.Path) -> lis
 
 
 def read_list(path: pathlib.Path) -> dict[str, tuple[pathlib.Path, config_dict.ConfigDict]]:
-    """(workdir, config) of each arm of a job, by name; raises UserError for a list that is damaged or not valid."""
+    """Reads (workdir, config) of each arm of a job, by name; raises UserError for a damaged or invalid list."""
     found = {}
     for name, arguments in files.read_json(path, 'start the study again, which writes it').get('arms', {}).items():
         values = flags.FlagValues()
@@ -107,7 +107,7 @@ Rates = Mapping[str, float]  # learning rate of each method
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What tells an arm of a study from the others."""
+    """The values that distinguish an arm of a study from the others."""
 
     stage: str
     method: str
@@ -120,7 +120,7 @@ class Factors:
 
     @property
     def name(self) -> str:
-        """Names the arm, and its directory inside the stage's directory."""
+        """The name of the arm, and of its directory inside the stage's directory."""
         where = f'lag{self.lag}' if self.lag is not None else f'eta{self.eta:g}'
         rate = '' if self.rate is None else f'_rate{self.rate:.3g}'
         return f'{self.variant and self.variant + "_"}{where}_{self.method}{rate}_seed{self.seed}'
@@ -137,10 +137,10 @@ class Stage:
 
 
 class StageMaker:
-    """Makes stages of a plan.
+    """Makes the stages of a plan.
 
     Args:
-      command: of the study; fields that it sets are set for all arms.
+      command: of the study; all arms get the fields that it sets.
       workdir: of the study.
     """
 
@@ -148,13 +148,13 @@ class StageMaker:
         self._command, self._plan, self._workdir = command, plan, workdir
 
     def make(self, name: str, rates: Rates) -> Stage:
-        """One of STAGES; the first two need no rates. Raises UserError for an arm that cannot run, naming it."""
+        """Makes one of STAGES; the first two need no rates. Raises UserError for an arm that cannot run, naming it."""
         listed = {CONTROLS: self._controls, KNEE: self._knee}.get(name)
         named = {PILOT: self._pilot, LOCK_STEP: self._lock_step, NATURAL: self._natural}.get(name)
         return self.build(name, dict(listed() if listed else named(rates) if named else ()))
 
     def build(self, name: str, wanted: Mapping[Factors, Overrides]) -> Stage:
-        """A stage of these arms. Raises UserError for an arm that cannot run, naming it."""
+        """Makes a stage of the `wanted` arms. Raises UserError for an arm that cannot run, naming it."""
         built = make_arms(
             self._command,
             {factors.name: self._cached(overrides) for factors, overrides in wanted.items()},
@@ -166,7 +166,7 @@ class StageMaker:
         return Stage(name, arms, tuple(make_programs(name, together, self._workdir)), alone)
 
     def scoring(self, stage: Stage) -> Scoring:
-        """The job that scores the runs of a stage which have finished."""
+        """Makes the job that scores the finished runs of a stage."""
         name = f'{stage.name}_scores'
         finished = tuple(arm for arm in stage.runs if read_state(arm).is_finished)
         return Scoring(name, self._workdir / PROGRAMS / name, finished)
@@ -175,14 +175,14 @@ class StageMaker:
         return {'run.compilation_cache': str(self._workdir / CACHE), **overrides}
 
     def _together(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
-        """A lock-step arm."""
+        """Makes (factors, overrides) of a lock-step arm."""
         part = self._plan.lock_step
         own: Overrides = {'staleness.schedule': f'fixed({factors.lag})', 'run.seed': factors.seed}
         rate: Overrides = {} if factors.rate is None else {RATE: factors.rate}
         return factors, {**part.common, **part.methods[factors.method], **(more or {}), **own, **rate}
 
     def _alone(self, factors: Factors, more: Overrides | None = None) -> tuple[Factors, Overrides]:
-        """A natural run."""
+        """Makes (factors, overrides) of a natural run."""
         part = self._plan.natural
         assert factors.eta is not None
         own: Overrides = {'staleness.eta': factors.eta, 'run.seed': factors.seed}
@@ -240,12 +240,12 @@ class StageMaker:
                 yield self._alone(factors, overrides)
 
 
-# What the arms of a study left, as numbers: scores, curves, ages, throughput.
+# The results of a study's arms as numbers: scores, curves, ages, throughput.
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One arm, and its numbers where it has finished; None for what it does not have."""
+    """One arm, and its numbers if it has finished; None for a number that it lacks."""
 
     factors: Factors
     state: ArmState
@@ -258,7 +258,7 @@ class Record:
     initial_weights: str = ''  # of lock-step arms
     mismatch: float | None = None  # RMS, nats
     drift: float | None = None  # RMS, nats
-    split_cost: float | None = None  # share of the update's seconds that went into these two
+    split_cost: float | None = None  # share of the update's seconds spent on measuring these two
 
     @property
     def area(self) -> float | None:
@@ -266,7 +266,7 @@ class Record:
         return statistics.fmean(self.curve) if self.curve else None
 
     def window(self, first: int, end: int) -> float | None:
-        """Mean of the curve from update `first` on, counted from 0, up to the one before `end`."""
+        """Mean of the curve over the updates from `first` to `end` - 1, counted from 0."""
         part = self.curve[first:end]
         return statistics.fmean(part) if part else None
 
@@ -275,22 +275,22 @@ Records: TypeAlias = Sequence[Record]
 
 
 def read_records(arms: Mapping[Factors, Arm], programs: Iterable[Program] = ()) -> list[Record]:
-    """Of all arms, finished or not; a damaged file makes its arm unfinished.
+    """Reads the records of all arms, finished or not; a damaged file makes its arm unfinished.
 
-    An arm without a reason of its own gets the reason of its program.
+    An arm that gives no reason gets the reason of its program.
     """
     reasons = {arm.workdir: program.read_state().reason for program in programs for arm in program.arms}
     return [_read(factors, arm, reasons.get(arm.workdir, '')) for factors, arm in arms.items()]
 
 
 def select(records: Iterable[Record], **wanted: object) -> list[Record]:
-    """Finished arms whose factors have these values: select(records, stage='knee', lag=0)."""
+    """Selects the finished arms whose factors have the `wanted` values: select(records, stage='knee', lag=0)."""
     has = lambda record: all(getattr(record.factors, name) == value for name, value in wanted.items())
     return [record for record in records if record.score is not None and has(record)]
 
 
 def by_seed(records: Iterable[Record], read: Callable[[Record], float | None]) -> dict[int, float]:
-    """One number of each record by its seed; records without it are left out."""
+    """One number of each record, by seed; records without that number are left out."""
     found = {record.factors.seed: read(record) for record in records}
     return {seed: value for seed, value in found.items() if value is not None}
 
@@ -333,7 +333,7 @@ def _read_finished(factors: Factors, arm: Arm, state: ArmState) -> Record:
     )
 
 
-# A sweep whose arms are trained as programs of many arms: its config file has get_programs(), not get_sweep().
+# A sweep that trains its arms as programs of many arms: its config file has get_programs(), not get_sweep().
 
 
 SCORES = 'scores.md'  # in the directory of the sweep
@@ -348,8 +348,8 @@ class ProgramSweep:
       form: 'full' or 'quick'.
       jobs: programs at a time.
 
-    Raises UserError for an arm that cannot run, or that no program can train, and for a directory that holds anything
-    else.
+    Raises UserError for an arm that cannot run, or that no program can train, and for a directory that does not belong
+    to this sweep.
     """
 
     def __init__(self, command: CommandLine, form: str, workdir: pathlib.Path, jobs: int):
@@ -359,15 +359,15 @@ class ProgramSweep:
         require_same_sweep(workdir, self._source, self.arms)
 
     def print_commands(self) -> None:
-        """One a line, of the programs that have not finished."""
+        """Prints the commands of the programs that have not finished, one a line."""
         for program in self._programs:
             if not program.read_state().is_finished:
                 print(shlex.join(program.command(False)))
 
     def run(self, interrupts: Interrupts) -> int:
-        """Trains what has not finished and writes the scores; returns the exit code.
+        """Trains the programs that have not finished and writes the scores; returns the exit code.
 
-        Raises UserError for arms that failed, after all others had their turn.
+        Raises UserError for arms that failed, after all others have run.
         """
         note_sweep(self._workdir, self._source, self.arms)
         pending = [program for program in self._programs if not program.read_state().is_finished]
@@ -387,7 +387,7 @@ class ProgramSweep:
 
 
 def render_scores(scores: Mapping[str, float]) -> str:
-    """Markdown: the median over the seeds of the final weights' score, and their range, by the names of the arms."""
+    """Renders the final weights' scores as Markdown: median and range over the seeds, by the names of the arms."""
     found: dict[str, dict[tuple[str, str], list[float]]] = {}
     for name, score in scores.items():
         row, column, table, _ = name.split('.')
@@ -404,14 +404,14 @@ def _render_table(table: str, cells: Mapping[tuple[str, str], Sequence[float]]) 
 
 
 def _render(scores: Sequence[float]) -> str:
-    """'0.95 (0.91 to 0.97)'; '' without any."""
+    """Formats scores as '0.95 (0.91 to 0.97)'; a single score alone, no scores as ''."""
     if len(scores) < 2:
         return ''.join(f'{score:.2f}' for score in scores)
     return f'{statistics.median(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})'
 
 
 def _read_scores(arms: Sequence[Arm]) -> dict[str, float]:
-    """Of the arms that have finished."""
+    """Reads the scores of the finished arms."""
     finished = [arm for arm in arms if read_state(arm).is_finished]
     return {arm.name: files.read_json(arm.workdir / REPORT)['score'] for arm in finished}
 

@@ -1,4 +1,4 @@
-"""Runs a study stage by stage, as far as it has not run yet, and writes its page."""
+"""Runs the unfinished stages of a study one after the other, and writes its page."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NO_RATE = 'the later stages need the learning rate of every method, which the s
 
 
 def read_plan(command: CommandLine, form: str) -> Plan:
-    """What get_study() of the config file returns for a form; raises CommandLineError for anything else."""
+    """Reads the plan of a form from get_study() of the config file; raises CommandLineError for anything else."""
     plans = call_in_file(command.source, 'get_study', _PURPOSE)
     plan = plans.get(form) if isinstance(plans, Mapping) else None
     if not isinstance(plan, Plan):
@@ -59,10 +59,10 @@ class Study:
     Args:
       command: with the config file, which has get_config() and get_study().
       form: one of FORMS.
-      workdir: of the study; an earlier, unfinished one of the same plan goes on.
-      jobs: programs and runs at a time; None = as the plan says.
+      workdir: of the study; an unfinished study of the same plan continues.
+      jobs: programs and runs at a time; None = as in the plan.
 
-    Raises UserError for a plan with an arm that cannot run, and for a directory that holds anything else.
+    Raises UserError for a plan with an arm that cannot run, and for a directory that does not belong to this study.
     """
 
     def __init__(self, command: CommandLine, form: str, workdir: pathlib.Path, jobs: int | None):
@@ -81,7 +81,7 @@ class Study:
         self._require_same()
 
     def print_commands(self) -> None:
-        """One command a line for what is left, as far as it is known."""
+        """Prints the commands of all unfinished jobs that are known so far, one a line."""
         for name in STAGES:
             if (stage := self._make(name)) is None:
                 print(f'{name} and what follows: once the sweep of the learning rate has finished', file=sys.stderr)
@@ -91,9 +91,9 @@ class Study:
                 print(shlex.join(job.command(False)))
 
     def run(self, interrupts: Interrupts) -> int:
-        """Runs what is left and writes the page; returns the exit code.
+        """Runs all unfinished stages and writes the page; returns the exit code.
 
-        Raises UserError for arms or controls that failed, after all others had their turn.
+        Raises UserError for arms or controls that failed, after all others have run.
         """
         files.write_json(self._workdir / RECORD, self._record)
         stages: list[Stage] = []
@@ -122,7 +122,7 @@ class Study:
         return ExitCode.FINISHED
 
     def _make(self, name: str) -> Stage | None:
-        """None where the stage needs learning rates that are not known yet."""
+        """Makes a stage; None if it needs learning rates that are not known yet."""
         rates: Rates = {}
         if name not in (CONTROLS, KNEE):
             rates = find_rates(self._plan, read_records(self._maker.make(KNEE, {}).arms))
@@ -131,7 +131,7 @@ class Study:
         return self._maker.make(name, rates)
 
     def _run_stage(self, stage: Stage, interrupts: Interrupts) -> bool:
-        """Whether it was told to stop."""
+        """Runs the unfinished jobs of a stage; True if it was told to stop."""
         programs, runs = _pending_programs(stage), _pending_runs(stage)
         print(f'{stage.name}: {len(programs)} programs and {len(runs)} runs are left', flush=True)
         if self._run_programs(programs, self._jobs or self._plan.jobs, interrupts):
@@ -152,7 +152,7 @@ class Study:
         return runner.is_stopping
 
     def _require_same(self) -> None:
-        """Raises ConfigError where the directory holds anything but this study, started or not; writes nothing."""
+        """Raises ConfigError if the directory holds anything but this study, started or not; writes nothing."""
         path, another = self._workdir / RECORD, 'give another --workdir'
         if not path.exists():
             there = [entry.name for entry in self._workdir.iterdir()] if self._workdir.is_dir() else []
@@ -171,7 +171,7 @@ class Study:
                 )
 
     def _write(self, records: Records) -> None:
-        """The table, the figures where matplotlib is installed, and the page."""
+        """Writes the table, the figures if matplotlib is installed, and the page."""
         files.write_text(self._workdir / TABLE, _render_csv(records))
         pictures: list[str] = []
         if importlib.util.find_spec('matplotlib') is None:
@@ -205,7 +205,7 @@ def _describe_machine() -> str:
 
 
 def _render_csv(records: Records) -> str:
-    """A row for each arm, all digits; what is not known is empty."""
+    """Renders a row for each arm, with all digits; unknown values are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
     factors = [field.name for field in dataclasses.fields(records[0].factors)] if records else []

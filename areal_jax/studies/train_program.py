@@ -1,7 +1,7 @@
 """The process of a program of arms: python -m areal_jax.studies.train_program LIST.
 
-LIST is the file that stages.py writes. Each arm gets what a run leaves: config.json, metrics.jsonl and, last,
-report.json. What an earlier process left of these arms is removed first.
+LIST is the file that stages.py writes. Each arm gets the files of a run: config.json, metrics.jsonl and, last,
+report.json. Metrics and reports that an earlier process left are removed first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(path: pathlib.Path) -> int:
 
 
 def make_report(result: ArmResult, score: float) -> files.JsonObject:
-    """What a study reads of the report of a run, and the score."""
+    """Makes the fields of a run's report that a study reads, and adds the score."""
     series = lambda name: [_number(line, name) for line in result.lines]
     trained, ages = series(names.TOKENS_TRAINED), series(names.TOKEN_AGE_MEAN)
     tokens = sum(trained)
@@ -66,7 +66,7 @@ def make_report(result: ArmResult, score: float) -> files.JsonObject:
 
 
 def _number(line: Line, name: str) -> float:
-    """The metric; 0 in an update that has none, because it trained no token."""
+    """The metric; 0 for an update that lacks it because it trained no token."""
     return number(line, name) or 0.0
 
 

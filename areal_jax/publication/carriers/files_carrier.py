@@ -1,7 +1,7 @@
-"""Records over the file system: whole versions are the directories that servers load, deltas are files beside them.
+"""Records over the file system: whole versions are the directories that servers load, deltas are files next to them.
 
 record_channel.py sends with FilesSender and reads with FilesReceiver. A whole version and the deltas
-after it are a chain; it stays on the disk while a version of it is needed.
+after it are a chain; the chain stays on the disk while any of its versions is needed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from areal_jax.publication.versions import (
 
 _MAGIC = b'ARJDELTA'
 _PREFIX, _FIELDS = struct.Struct('<8sI'), struct.Struct('<qqI')
-_START = _PREFIX.size + _FIELDS.size  # of the header
+_START = _PREFIX.size + _FIELDS.size  # offset of the header
 _MOST_BYTES = 1 << 40  # a delta is smaller than its weights
 _AGAIN = 'the whole version before it is still valid; publish again, and let nothing else write there'
 
 
 def write_delta(path: pathlib.Path, record: Record) -> None:
-    """Raises PublicationError for lack of space, with both sizes, and for a failed write."""
+    """Writes a delta to a file; raises PublicationError for lack of space, with both sizes, and for a failed write."""
     header = record.header
     assert header.base is not None
     encoded = header.encode()
@@ -68,9 +68,9 @@ def write_delta(path: pathlib.Path, record: Record) -> None:
 
 
 def read_delta(path: pathlib.Path, version: int) -> Record:
-    """The record in the file; its parts are views of the content.
+    """Returns the record in the file; its parts are views of the content.
 
-    Raises PublicationError for a file that is missing, cut, longer, flipped in any bit, or of another version.
+    Raises PublicationError if the file is missing, too short, too long, of another version, or has any bit flipped.
     """
     try:
         content = files.read_regular(path, 'ask for a newer version', _MOST_BYTES)
@@ -92,7 +92,7 @@ def read_delta(path: pathlib.Path, version: int) -> Record:
 
 
 def read_base(path: pathlib.Path) -> int:
-    """The version that the delta in the file is applied to; raises PublicationError for a file of another form."""
+    """Returns the version that the delta in the file applies to; raises PublicationError for any other file."""
     try:
         with path.open('rb') as file:
             return _read_prefix(path, file.read(_START))[2]
@@ -101,7 +101,7 @@ def read_base(path: pathlib.Path) -> int:
 
 
 def _read_prefix(path: pathlib.Path, content: bytes) -> tuple[int, int, int, int]:
-    """(checksum, version, version of the base, bytes of the header)."""
+    """Returns (checksum, version, version of the base, bytes of the header)."""
     if len(content) < _START or not content.startswith(_MAGIC):
         raise PublicationError(f'{path} is no delta of weights, or is cut to {len(content)} bytes; {_AGAIN}')
     version, base, length = _FIELDS.unpack_from(content, _PREFIX.size)
@@ -110,14 +110,14 @@ def _read_prefix(path: pathlib.Path, content: bytes) -> tuple[int, int, int, int
     return _PREFIX.unpack_from(content)[1], version, base, length
 
 
-_READERS = 'readers'  # directory of what they hold, beside the versions
+_READERS = 'readers'  # directory next to the versions; says which version each reader holds
 
 
 class FilesSender:
     """record.RecordSender over a directory. Only one sender at a time may use it.
 
     Args:
-      companions, separate_head: see FilesChannel; of whole versions.
+      companions, separate_head: see FilesChannel; used for whole versions.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class FilesSender:
         self._companions, self._separate_head = companions or HfCompanions(), separate_head
 
     def send(self, record: Record) -> str:
-        """The address is the absolute path of a directory or of a file.
+        """Writes a record; the address is the absolute path of a directory or of a file.
 
-        A whole record removes this and later versions, which the run wrote before it was resumed.
+        A whole record first removes this and later versions, which the run wrote before it was resumed.
         """
         directory, header = self._directory.absolute(), record.header
         if header.base is not None:
@@ -153,7 +153,7 @@ class FilesSender:
         return str(target)
 
     def release(self, version: int, pinned: Collection[int] = ()) -> None:
-        """The newest two versions stay in any case, as does a whole version that a process is reading."""
+        """See RecordSender. Keeps the newest two versions in any case, and a whole version while a process reads it."""
         wholes, deltas = list_versions(self._directory), list_deltas(self._directory)
         existing = sorted({*wholes, *deltas})
         kept: set[int] = set()
@@ -167,7 +167,7 @@ class FilesSender:
                 remove_unread(path)
 
     def held(self) -> Mapping[str, Held]:
-        """By the name of the reader, with what is no letter, digit, '-' or '.' as '_'."""
+        """See RecordSender. In the readers' names, '_' replaces all but letters, digits, '-' and '.'."""
         found = {}
         for path in sorted((self._directory / _READERS).glob('*.json')):
             with contextlib.suppress(files.FileError, KeyError, TypeError, ValueError):
@@ -176,15 +176,15 @@ class FilesSender:
         return found
 
     def close(self) -> None:
-        """Versions stay on the disk."""
+        """Does nothing: versions stay on the disk."""
 
 
 class FilesReceiver:
     """record.RecordReceiver over a directory that a FilesSender writes.
 
     Args:
-      config: of the model, which the directories of whole versions must have.
-      name: of the reader, in what the sender knows of it; '' = it says nothing.
+      config: of the model; the directories of whole versions must match it.
+      name: of the reader, for `RecordSender.held`; '' = `acknowledge` does nothing.
     """
 
     def __init__(self, directory: str | os.PathLike[str], config: ModelConfig, name: str = ''):
@@ -199,7 +199,7 @@ class FilesReceiver:
             consume(read_delta(delta_path(self._directory, v), v))
 
     def acknowledge(self, held: Held) -> None:
-        """A directory that cannot be written is none of the reader's problems."""
+        """See RecordReceiver. Ignores a directory that cannot be written: the reader can still read."""
         if not self._name:
             return
         name = ''.join(c if c.isalnum() or c in '-.' else '_' for c in self._name)
@@ -209,10 +209,10 @@ class FilesReceiver:
             files.write_json(path, {'version': held.version, 'manifest_hash': held.manifest_hash})
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
     def _find_way(self, version: int, held: Held | None) -> tuple[int | None, list[int]]:
-        """(whole version or None, deltas in order) from what is held to `version`."""
+        """Returns (whole version or None, deltas in order): the records that lead from `held` to `version`."""
         deltas: list[int] = []
         at = version
         while (path := delta_path(self._directory, at)).exists():
@@ -230,7 +230,7 @@ class FilesReceiver:
 
 
 class _Leaves(Sequence[Part]):
-    """The bits of leaves, each read when it is asked for."""
+    """The bits of leaves, each read on access."""
 
     def __init__(self, leaves: Sequence[np.ndarray]):
         self._leaves = leaves
@@ -244,7 +244,7 @@ class _Leaves(Sequence[Part]):
 
 @contextlib.contextmanager
 def _reading(path: pathlib.Path, version: int, config: ModelConfig) -> Iterator[Record]:
-    """The whole record of a directory, which is not removed meanwhile."""
+    """Yields the whole record of a directory, which is not removed meanwhile."""
     with contextlib.ExitStack() as reading:
         try:
             found, manifest = parse_manifest(reading.enter_context(keep_while_read(path)))
@@ -262,11 +262,11 @@ def _reading(path: pathlib.Path, version: int, config: ModelConfig) -> Iterator[
 
 
 def _chain(version: int, deltas: Mapping[int, pathlib.Path]) -> Iterator[int]:
-    """The version, and the versions before it that it needs."""
+    """Yields the version, then the earlier versions that it needs, newest first."""
     yield version
     while version in deltas:
         try:
             version = read_base(deltas[version])
-        except PublicationError:  # a damaged file: nothing leads through it
+        except PublicationError:  # the file is damaged, so the chain ends here
             return
         yield version

@@ -1,10 +1,10 @@
-"""Locks on single bytes of a file that belong to one opening of it; the kernel releases them when its process dies.
+"""Locks single bytes of a file for one opening of the file; the kernel releases them when the process dies.
 
-fcntl(2), "Open file description locks": unlike those of lockf they keep apart two openings in one process, and closing
+fcntl(2), "Open file description locks": unlike lockf's locks, they keep two openings in one process apart, and closing
 another descriptor of the file releases nothing. Linux only.
 
-Run by its path, `python -I -S FILE PATH POSITION`, it removes a file when the byte is released: it imports nothing of
-this package, so that it starts in a few milliseconds and needs little memory for as long as a run takes.
+Run as a program, `python -I -S FILE PATH POSITION`, it removes a file when the byte is released. It imports nothing
+of this package, so it starts in a few milliseconds and needs little memory during a whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def are_supported() -> bool:
 
 
 def try_lock(descriptor: int, position: int) -> bool:
-    """Locks the byte at `position`, which may be behind the end of the file; False where another opening has it."""
+    """Locks the byte at `position`, which may be past the end of the file; False if another opening has locked it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, position, 1, 0))
     except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
@@ -46,7 +46,7 @@ def find_locked(descriptor: int, start: int, count: int) -> list[int]:
             break
         last = first + length if length else end
         found.update(range(max(first, position), min(last, end)))
-        # the kernel names any one lock of the range, in practice the lowest: look on both sides of it
+        # the kernel names any one lock of the range, in practice the lowest: search on both sides of it
         if first > position:
             found.update(find_locked(descriptor, position, first - position))
         position = last
@@ -54,9 +54,9 @@ def find_locked(descriptor: int, start: int, count: int) -> list[int]:
 
 
 def remove_when_released(path: str, position: int) -> None:
-    """Returns at once; a process in a session of its own waits for the lock, whose owner ends, and removes the file.
+    """Starts a process in a new session that waits until the owner of the lock ends, then removes the file.
 
-    Signals that end a program or a terminal do not end it: it ends with the owner of the lock.
+    Returns at once. The process ignores SIGINT, SIGTERM and SIGHUP, so it lives as long as the owner of the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     if os.fork():

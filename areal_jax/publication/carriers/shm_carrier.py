@@ -1,7 +1,7 @@
 """Carries records of weights through shared memory, from the learner to any number of readers on its host.
 
-The sender fills a place that no reader holds, and then makes it the newest. A reader holds the place that it reads, and
-finds out by the sequence number of the place if the sender could not wait for it. shm_segment.py has the file.
+The sender fills a place that no reader holds, and then makes it the newest. A reader holds the place that it reads. If
+the sender could not wait, the reader learns it from the place's sequence number. shm_segment.py has the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALIGN = 64  # bytes of a cache line, and a multiple of every element
 
 
 class Entry(NamedTuple):
-    """Where a record is in a place."""
+    """The position of a record in a place."""
 
     held: Held
     header: slice
@@ -38,12 +38,12 @@ class Entry(NamedTuple):
 
 
 def count_bytes(header: bytes, sizes: Sequence[int]) -> int:
-    """Bytes that a record takes in a place."""
+    """The number of bytes that a record takes in a place."""
     return _align(_PREFIX_BYTES) + _align(len(header)) + sum(map(_align, sizes))
 
 
 def write_record(place: memoryview, start: int, record: Record, header: bytes) -> int:
-    """Copies a record to `start`; returns where the next one begins. The copy of the parts does not hold the GIL."""
+    """Copies a record to `start`; returns the start of the next one. The copy of the parts does not hold the GIL."""
     total = count_bytes(header, record.header.sizes)
     prefix = _PREFIX.pack(
         *(_MAGIC, record.header.version, len(header), total, record.header.manifest_hash.encode()), zlib.crc32(header)
@@ -60,7 +60,7 @@ def write_record(place: memoryview, start: int, record: Record, header: bytes) -
 
 
 def read_entries(place: memoryview, n_records: int) -> list[Entry]:
-    """The records of the chain in a place; raises PublicationError for bytes that are none."""
+    """Finds the records of the chain in a place; raises PublicationError for bytes that are not records."""
     entries, start = list[Entry](), 0
     for _ in range(n_records):
         prefix = bytes(place[start : start + _PREFIX.size])
@@ -78,7 +78,7 @@ def read_entries(place: memoryview, n_records: int) -> list[Entry]:
 
 
 def read_record(place: memoryview, entry: Entry) -> Record:
-    """A record with views of the place as its parts; raises PublicationError for a damaged header."""
+    """Returns a record whose parts are views of the place; raises PublicationError for a damaged header."""
     content = bytes(place[entry.header])
     if zlib.crc32(content) != entry.header_crc:
         raise PublicationError(f'the header of version {entry.held.version} in shared memory is damaged')
@@ -98,10 +98,10 @@ def _align(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-# The row of a reader in the control of a segment: its name, and the version that it has acknowledged last.
+# The row of a reader in the control of a segment: its name, and the version that it acknowledged last.
 #
-# bytes of the name (4), name (116), holds it has taken (8), when it acknowledged (8, ns), version (8), manifest hash
-# (64), crc32 of these (4)
+# length of the name in bytes (4), name (116), holds taken (8), time of the acknowledgement (8, ns), version (8),
+# manifest hash (64), crc32 of the fields before (4)
 
 
 _ROW = struct.Struct('<I116sQqq64s')
@@ -111,11 +111,11 @@ _NOTHING = -1  # version of a reader that has acknowledged none
 
 @dataclasses.dataclass(frozen=True)
 class ReaderRow:
-    """What a reader says of itself."""
+    """A reader's description of itself."""
 
     name: str
     holds: int = 0  # how often it has begun to read: tells a new hold from one that was ignored
-    acknowledged_ns: int = 0  # of the clock that all processes of a host share
+    acknowledged_ns: int = 0  # by the monotonic clock, which all processes of a host share
     held: Held | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class ReaderRow:
 
 
 def read_row(row: memoryview) -> ReaderRow | None:
-    """None where nobody has written one, or its writer died or is stopped in the middle."""
+    """Reads the row of a reader; None if no reader wrote it, or if its writer died or is stopped while writing."""
     content, crc = bytes(row[: _ROW.size]), bytes(row[_ROW.size : _ROW.size + _CRC.size])
     if _CRC.pack(zlib.crc32(content)) != crc:
         return None
@@ -143,9 +143,9 @@ def read_row(row: memoryview) -> ReaderRow | None:
 
 
 SCHEME = 'shm:'
-_PAGE_BYTES = 1 << 21  # places begin at huge pages, where the system has them
+_PAGE_BYTES = 1 << 21  # places begin at huge pages, if the system has them
 _FIRST_PLACES = 2
-_LOOK_S = 1e-3  # between two looks whether a place is free
+_LOOK_S = 1e-3  # between two checks whether a place is free
 _TRIES = 5  # of one fetch, each ended by a newer version
 
 Result = TypeVar('Result')
@@ -156,11 +156,11 @@ class ShmSender:
 
     Args:
       path: of the segment, `segment_path` of the run; this process owns it until `close`.
-      delta_share: room for deltas behind a whole record, as a share of its bytes.
-      hold_deadline_s: how long `send` waits for a reader of the place that it must fill, one that is stopped, say. The
-        process of a reader that has died is not waited for.
-      most_places: chains at the same time, from 2 to 8: the newest, the one that is written, and those that `release`
-        names as pinned or has not reached.
+      delta_share: room for deltas after a whole record, as a share of its bytes.
+      hold_deadline_s: how long `send` waits for a reader (a stopped one, say) of the place that it must fill. It does
+        not wait for a reader whose process has died.
+      most_places: chains kept at the same time, from 2 to 8: the newest, the one being written, and the chains that
+        `release` names as pinned or has not reached.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ShmSender:
         return f'{SCHEME}{self._segment.path}'
 
     def send(self, record: Record) -> str:
-        """See RecordSender. Raises ChainFull for a delta that the place of its chain has no room for."""
+        """See RecordSender. Raises ChainFull if the place of the chain has no room for a delta."""
         require_parts(record)
         header = record.header.encode()
         needed = count_bytes(header, record.header.sizes)
@@ -199,7 +199,7 @@ class ShmSender:
         self._lowest, self._pinned = version, frozenset(pinned)
 
     def held(self) -> Mapping[str, Held]:
-        """What each living reader has acknowledged last, by its name; the latest of two of one name."""
+        """The version that each living reader acknowledged last, by name; of two with one name, the later one's."""
         rows = [read_row(self._segment.reader_row(reader)) for reader in self._segment.living_readers()]
         latest = sorted((row for row in rows if row), key=lambda row: row.acknowledged_ns)
         return {row.name: row.held for row in latest if row.held}
@@ -222,7 +222,7 @@ class ShmSender:
             )
         place = self._free_place()
         sequence = segment.sequence(place)
-        segment.set_sequence(place, sequence | 1)  # from here on readers of the old chain know that it is gone
+        segment.set_sequence(place, sequence | 1)  # from now on readers of the old chain know that it is gone
         segment.set_n_records(place, 0)
         self._chains[place] = []
         self._ends[place] = write_record(memoryview(segment.map_place(place)), 0, record, header)
@@ -247,7 +247,7 @@ class ShmSender:
         self._segment.set_n_records(place, len(self._chains[place]))
 
     def _free_place(self) -> int:
-        """A place whose chain may go: no reader holds it, or its readers have had their time."""
+        """Returns a place whose chain may be replaced: no reader holds it, or its readers missed the deadline."""
         segment = self._segment
         others = [place for place in range(segment.n_places) if not self._chains.get(place) or place != segment.newest]
         released = [place for place in others if not is_needed(self._chains.get(place, []), self._lowest, self._pinned)]
@@ -255,7 +255,7 @@ class ShmSender:
             return unheld[0]
         if self._add_place():
             return segment.n_places - 1
-        # readers of what is not released yet, and not pinned, take the newest chain
+        # unpinned versions may go before their release: their readers take the newest chain instead
         candidates = released or [place for place in others if not self._is_pinned(place)]
         if not candidates:
             raise PublicationError(
@@ -265,7 +265,7 @@ class ShmSender:
         return self._await_place(candidates)
 
     def _await_place(self, candidates: Sequence[int]) -> int:
-        """The first place that its readers let go; after the deadline one that they hold still."""
+        """Returns the first place that its readers let go; after the deadline, one that they still hold."""
         end_s = time.monotonic() + self._hold_deadline_s
         while not (unheld := [place for place in candidates if not self._holders(place)]):
             if time.monotonic() > end_s:
@@ -276,7 +276,7 @@ class ShmSender:
         return unheld[0]
 
     def _add_place(self) -> bool:
-        """Makes room for one more chain; False where there are enough, or the file system has no room."""
+        """Makes room for one more chain; False if there are enough, or if the file system has no room."""
         if self._segment.n_places >= self._most_places:
             return False
         try:
@@ -289,7 +289,7 @@ class ShmSender:
         return any(record.version in self._pinned for record in self._chains.get(place, []))
 
     def _holders(self, place: int) -> list[int]:
-        """Readers that hold a place, but for holds that a send before has ignored."""
+        """Readers that hold a place, except for holds that an earlier send has ignored."""
         ignored = self._ignored.get(place, {})
         return [reader for reader in self._segment.holders(place) if ignored.get(reader) != self._n_holds(reader)]
 
@@ -299,10 +299,10 @@ class ShmSender:
 
 
 class ShmReceiver:
-    """record.RecordReceiver over shared memory; parts are views of it, which nobody can write through.
+    """record.RecordReceiver over shared memory; parts are read-only views of it.
 
-    `consume` may be called with bytes that change meanwhile, if this process was stopped for longer than the deadline
-    of the sender. What it did or raised then does not count: it is called again, with the newest whole record first.
+    If this process is stopped for longer than the sender's deadline, `consume` may see bytes that change during the
+    call. The result or exception of that call is dropped, and `consume` is called again, from a whole record on.
 
     Args:
       path: of the segment that the address names.
@@ -325,14 +325,14 @@ class ShmReceiver:
             try:
                 return self._fetch(version, held, consume)
             except _Overtaken:
-                held = None  # deltas may have been applied to what was overwritten
+                held = None  # deltas from overwritten bytes may have been applied
         raise PublicationError(
             f'version {version} in {self._segment.path} was overwritten {_TRIES} times while it was read: give this '
             'engine more of the processor, or publish less often'
         )
 
     def acknowledge(self, held: Held) -> None:
-        """See RecordReceiver; raises PublicationError where the sender is gone."""
+        """See RecordReceiver; raises PublicationError if the sender is gone."""
         if not self._is_served():
             raise PublicationError(f'version {held.version} was not acknowledged: {self._describe_sender()}')
         self._write_row(dataclasses.replace(self._row, held=held, acknowledged_ns=time.monotonic_ns()))
@@ -396,7 +396,7 @@ class _Reading:
         return self._unless_overtaken(lambda: read_entries(self._view, self._segment.n_records(self._place)))
 
     def feed(self, entries: Sequence[Entry], consume: Callable[[Record], None]) -> None:
-        """Calls `consume` with each record; raises _Overtaken, whatever that raised, if the chain was replaced."""
+        """Calls `consume` with each record; raises _Overtaken if the chain was replaced, whatever `consume` raised."""
         for entry in entries:
             record = self._unless_overtaken(lambda: read_record(self._view, entry))
             self._unless_overtaken(lambda: consume(record))

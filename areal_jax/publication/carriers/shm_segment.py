@@ -1,9 +1,9 @@
-"""The file in memory through which one process of a host hands weights to others: its bytes, its locks, its life.
+"""The shared-memory file through which a process hands weights to others on its host: its bytes, locks and lifetime.
 
     control     magic, owner, state; a row for each place; a row for each reader
-    place 0..   room for one chain (stream_sender.py): records behind each other, as shm_carrier.py writes them
+    place 0..   room for one chain (stream_sender.py): records one after the other, as shm_carrier.py writes them
 
-Numbers have 64 bits in the order of bytes of the machine, and each is written in one store. docs/design/carriers.md has
+Numbers have 64 bits in the byte order of the machine, and each is written in one store. docs/design/carriers.md has
 the table of all fields. shm_carrier.py has the sender and the receiver.
 """
 
@@ -39,19 +39,19 @@ _READERS_AT = 4096  # in bytes; shm_carrier.py says what a row holds
 READER_BYTES = 256
 _OPEN, _CLOSED = 1, 2
 
-# bytes that processes lock, far behind the end of the file
+# bytes that processes lock, far past the end of the file
 _LOCKS = 1 << 40
 _OWNER_LOCK, _READER_LOCKS, _HOLD_LOCKS = _LOCKS, _LOCKS + (1 << 10), _LOCKS + (1 << 20)
 
 
 def segment_path(run: str, incarnation: str, directory: pathlib.Path = DIRECTORY) -> pathlib.Path:
-    """Where the segment of one start of a run is."""
+    """The path of the segment of one start of a run; characters that a name may not have become '_'."""
     safe = re.sub(r'[^A-Za-z0-9_.]', '_', f'{run}.{incarnation}')
     return directory / f'{_PREFIX}{safe}{_SUFFIX}'
 
 
 class Segment:
-    """The file as one process has it open. `create_segment` and `open_segment` make it."""
+    """One process's opening of the file. `create_segment` and `open_segment` make it."""
 
     def __init__(self, path: pathlib.Path, descriptor: int, *, writes: bool):
         self.path, self.descriptor, self._writes = path, descriptor, writes
@@ -94,7 +94,7 @@ class Segment:
         return bool(self._words[_MAGIC_AT] == _MAGIC)
 
     def require_places(self) -> None:
-        """Raises PublicationError where the control tells of more than the file holds; for readers."""
+        """Raises PublicationError if the control describes more places than the file holds; for readers."""
         size = os.fstat(self.descriptor).st_size
         if self.n_places > MOST_PLACES or CONTROL_BYTES + self.n_places * self.place_bytes > size:
             raise PublicationError(
@@ -103,7 +103,7 @@ class Segment:
             )
 
     def sequence(self, place: int) -> int:
-        """Odd while the writer replaces the chain there, and another even number for each chain."""
+        """The sequence number of a place: odd while the writer replaces its chain, a new even number for each chain."""
         return int(self._words[self._row(place)])
 
     def set_sequence(self, place: int, value: int) -> None:
@@ -121,7 +121,7 @@ class Segment:
         return self._bytes[start : start + READER_BYTES]
 
     def map_place(self, place: int) -> mmap.mmap:
-        """The bytes of a place, with their pages in the table of this process; readers can not write there."""
+        """Maps the bytes of a place, with all pages in this process's page table; readers cannot write there."""
         if place not in self._places:
             access = mmap.PROT_READ | (mmap.PROT_WRITE if self._writes else 0)
             self._places[place] = mmap.mmap(
@@ -134,21 +134,21 @@ class Segment:
         return self._places[place]
 
     def allocate(self, place_bytes: int, n_places: int) -> None:
-        """Reserves memory for places; raises PublicationError, with both sizes, where the file system has less.
+        """Reserves memory for places; raises PublicationError, with both sizes, if the file system has less.
 
-        Without the reservation a page that can not be had would end the process with SIGBUS at the first store.
+        Without the reservation, the first store to a page that cannot be had would end the process with SIGBUS.
         """
         old = self.n_places * self.place_bytes
         size = n_places * place_bytes
         try:
             os.posix_fallocate(self.descriptor, CONTROL_BYTES + old, size - old)
         except OSError as error:
-            os.ftruncate(self.descriptor, CONTROL_BYTES + old)  # what it got before it failed
+            os.ftruncate(self.descriptor, CONTROL_BYTES + old)  # gives back the pages reserved before the failure
             raise _no_room(self.path, size - old, error) from error
         self._words[_PLACE_BYTES], self._words[_N_PLACES] = place_bytes, n_places
 
     def claim_reader(self) -> int:
-        """The lowest row of readers that is free, locked until this process dies or `close`."""
+        """Locks the lowest free row of readers, until `close` or the death of this process, and returns it."""
         for reader in range(MOST_READERS):
             if try_lock(self.descriptor, _READER_LOCKS + reader):
                 return reader
@@ -158,11 +158,11 @@ class Segment:
         )
 
     def living_readers(self) -> list[int]:
-        """Rows of readers whose processes live."""
+        """Rows of the readers whose processes are alive."""
         return [at - _READER_LOCKS for at in find_locked(self.descriptor, _READER_LOCKS, MOST_READERS)]
 
     def hold(self, place: int, reader: int) -> bool:
-        """Asks the writer to leave a place alone until `let_go`."""
+        """Asks the writer not to replace the chain of a place until `let_go`; False if another opening has the lock."""
         return try_lock(self.descriptor, _hold_lock(place, reader))
 
     def let_go(self, place: int, reader: int) -> None:
@@ -174,22 +174,22 @@ class Segment:
         return [at - first for at in find_locked(self.descriptor, first, MOST_READERS)]
 
     def has_owner(self) -> bool:
-        """Whether the process that made it lives; for readers."""
+        """Whether the process that made the segment is alive; for readers."""
         return bool(find_locked(self.descriptor, _OWNER_LOCK, 1))
 
     def end(self) -> None:
-        """Tells readers that nothing more comes, and removes the name; what they have mapped stays readable."""
+        """Tells readers that no more versions come, and unlinks the file; places they have mapped stay readable."""
         self._words[_STATE] = _CLOSED
-        with contextlib.suppress(OSError):  # somebody has removed it
+        with contextlib.suppress(OSError):  # another process has removed it
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self.path)):
                 self.path.unlink()
 
     def close(self) -> None:
-        """Releases the locks of this opening, and its maps if nothing refers to them any more; once."""
+        """Releases the locks of this opening, and its maps if nothing refers to them any more. Call it once."""
         self._words.release()
         self._bytes.release()
         for mapped in (self._control, *self._places.values()):
-            with contextlib.suppress(BufferError):  # an array of the caller still shows it: it goes with the array
+            with contextlib.suppress(BufferError):  # the caller's array still uses the map: it is freed with the array
                 mapped.close()
         self._places.clear()
         os.close(self.descriptor)
@@ -199,9 +199,9 @@ class Segment:
 
 
 def create_segment(path: pathlib.Path) -> Segment:
-    """A new segment without places, owned by this process.
+    """Makes a new segment without places, owned by this process.
 
-    Raises PublicationError where a living process owns one of that name, and where the directory can not have it.
+    Raises PublicationError if a living process owns a segment of that name, or if the directory cannot hold it.
     """
     _require_linux()
     while True:
@@ -222,13 +222,13 @@ def create_segment(path: pathlib.Path) -> Segment:
 
 
 def remove_with_owner(path: pathlib.Path) -> None:
-    """Has the segment removed when the process that owns it ends, however it ends: SIGKILL to its whole group too.
+    """Has the segment removed when its owner ends, however it ends, even by SIGKILL to the whole process group.
 
-    A small process waits for that. What kills it at the same time, the end of a container, say, leaves the file to
-    `sweep`. Raises PublicationError where it can not be started.
+    A small watcher process waits for that end. If both die together, as at the end of a container, the file is left
+    to `sweep`. Raises PublicationError if the watcher cannot be started.
     """
     program = [sys.executable, '-I', '-S', open_file_locks.__file__, str(path), str(_OWNER_LOCK)]
-    # without the mark of a worker: whoever kills those of a run leaves it
+    # without the mark of a worker: whatever kills the workers of a run must not kill the watcher
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     nothing = subprocess.DEVNULL
     done = subprocess.run(program, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, cwd='/', check=False)
@@ -237,7 +237,7 @@ def remove_with_owner(path: pathlib.Path) -> None:
 
 
 def open_segment(path: pathlib.Path) -> Segment:
-    """A segment that another process made; raises PublicationError where there is none."""
+    """Opens a segment that another process made; raises PublicationError if there is no valid one."""
     _require_linux()
     fix = "let the learner run on this host, or use publication.channel='stream'"
     try:
@@ -267,7 +267,7 @@ def _require_linux() -> None:
 def _remove_if_dead(path: pathlib.Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # it has gone, or belongs to another user
+    except OSError:  # the file is gone, or belongs to another user
         return False
     try:
         status = os.fstat(descriptor)

@@ -1,6 +1,6 @@
-"""Receives records of weights over a socket; a connection that breaks is opened again, and the record goes on.
+"""Receives records of weights over a socket; a broken connection is opened again, and the record continues.
 
-stream_sender.py is the other end, stream_socket.py has what they say.
+stream_sender.py is the other end, stream_socket.py has their messages.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from areal_jax.publication.versions import PublicationError
 
 _RETRY_S = 0.05
 _LINE_BYTES = 64
-_GONE = (ConnectionRefusedError, FileNotFoundError)  # nobody listens there, and nobody will: addresses are not reused
+_GONE = (ConnectionRefusedError, FileNotFoundError)  # no sender, and none will come: addresses are not reused
 
 Result = TypeVar('Result')
 
 
 class _RefusedError(Exception):
-    """The sender answers, and does not have the version."""
+    """The sender answered that it does not have the version."""
 
 
 class StreamReceiver:
@@ -54,8 +54,8 @@ class StreamReceiver:
       address: 'unix:PATH' or 'tcp:HOST:PORT'.
       name: of the reader, for `RecordSender.held`; unique among the readers of a sender.
       prove: proves the key of the run as the side that connects; raises UserError, OSError or EOFError.
-      frame_deadline_s: for the sender to answer, and for each frame; the connection is opened again after it.
-      record_deadline_s: for all of a record, connections that broke included.
+      frame_deadline_s: for the sender to answer, and for each frame; when it is missed, the connection is opened again.
+      record_deadline_s: for a whole record, reconnections included.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StreamReceiver:
         self._buffer = bytearray()
 
     def fetch(self, version: int, held: Held | None, consume: Callable[[Record], None]) -> None:
-        """See RecordReceiver; the deadline does not count the time of `consume`."""
+        """See RecordReceiver; the deadline does not include the time of `consume`."""
         known = held
         while record := self._repeat(
             lambda: self._next(version, known), f'version {version} was not received', self._record_deadline_s
@@ -88,16 +88,16 @@ class StreamReceiver:
                 return
 
     def acknowledge(self, held: Held) -> None:
-        """See RecordReceiver; raises PublicationError where the sender cannot be reached."""
+        """See RecordReceiver; raises PublicationError if the sender cannot be reached."""
 
         def tell() -> None:
             connection = self._connect()
             connection.send(Kind.ACKNOWLEDGE, encode_held(held))
             _require_kind(connection.receive_prefix(), Kind.NOTED)
 
-        # an engine has the version already: it does not wait for a sender that is silent
+        # the engine has the version already, so it does not wait for a silent sender
         self._repeat(tell, f'version {held.version} was not acknowledged', self._frame_deadline_s)
-        self._hello = self._hello._replace(held=held)  # what a new connection says
+        self._hello = self._hello._replace(held=held)  # sent first on a new connection
 
     def close(self) -> None:
         if self._connection is not None:
@@ -105,9 +105,9 @@ class StreamReceiver:
             self._connection = None
 
     def _repeat(self, action: Callable[[], Result], failed: str, deadline_s: float) -> Result:
-        """Does something over a connection, and again over a new one where it breaks, until the deadline.
+        """Runs `action`, and runs it again over a new connection if the connection breaks, until the deadline.
 
-        Raises PublicationError, which begins with `failed`.
+        Raises PublicationError, whose message begins with `failed`.
         """
         end_s = time.monotonic() + deadline_s
         while True:
@@ -133,7 +133,7 @@ class StreamReceiver:
             time.sleep(_RETRY_S)
 
     def _connect(self) -> FrameSocket:
-        """The connection, opened and proved if there is none."""
+        """Returns the connection; opens it and proves the key if there is none."""
         if self._connection is None:
             own = connect(self._address, self._frame_deadline_s)
             connection = FrameSocket(own, self._frame_deadline_s)
@@ -153,7 +153,7 @@ class StreamReceiver:
         return self._connection
 
     def _next(self, version: int, known: Held | None) -> Record | None:
-        """The record after `known`; raises what a broken connection raises, with the bytes that came kept."""
+        """Receives the record after `known`. If the connection breaks, raises its error and keeps the bytes so far."""
         connection, partial = self._connect(), self._partial
         request = Request(version, known)
         if partial is not None:
@@ -172,7 +172,7 @@ class StreamReceiver:
         return partial.record()
 
     def _begin(self, header: RecordHeader, prefix: Prefix) -> _PartialRecord:
-        """The record to which the next frames belong: the one that came in part, or a new one."""
+        """Returns the record that the next frames belong to: the one received in part, or a new one."""
         partial, held = self._partial, Held(header.version, header.manifest_hash)
         if partial is not None and (partial.held, partial.leaf, partial.offset) == (held, prefix.leaf, prefix.offset):
             return partial
@@ -191,7 +191,7 @@ class StreamReceiver:
 
 
 class _PartialRecord:
-    """A record of which the bytes before `leaf` and `offset` are here."""
+    """A record whose bytes before `leaf` and `offset` have been received."""
 
     def __init__(self, header: RecordHeader, buffer: memoryview):
         self._header, self.held = header, Held(header.version, header.manifest_hash)
@@ -202,7 +202,7 @@ class _PartialRecord:
             at += _align(size)
 
     def receive(self, connection: FrameSocket) -> None:
-        """Raises FrameError for any frame but the next one, with nothing of it counted."""
+        """Receives the remaining frames; raises FrameError for any frame but the next one, which is not counted."""
         for piece in cut_pieces(self._header.sizes, self.leaf, self.offset):
             prefix = connection.receive_prefix()
             _require_kind(prefix, Kind.PART)
@@ -223,49 +223,48 @@ def _require_kind(prefix: Prefix, kind: Kind) -> None:
 
 
 def _align(size: int) -> int:
-    """Bytes that a part takes, so that each begins where elements of any dtype may begin."""
+    """Rounds the size of a part up, so that every part begins aligned for elements of any dtype."""
     return -(-size // _LINE_BYTES) * _LINE_BYTES
 
 
 def _let_go(record: Record) -> None:
-    """Views of the parts that `consume` has kept raise from now on, instead of showing the next record."""
+    """Releases the parts: views that `consume` has kept raise from now on, instead of showing the next record."""
     for part in record.parts:
         if isinstance(part, memoryview):
-            with contextlib.suppress(BufferError):  # an array shows it
+            with contextlib.suppress(BufferError):  # an array still refers to it
                 part.release()
 
 
-# Opens the receiver that an address names: 'shm:PATH', 'unix:PATH', 'tcp:HOST:PORT', or several of these, by commas.
+# Opens the receiver that an address names: 'shm:PATH', 'unix:PATH', 'tcp:HOST:PORT', or several, separated by commas.
 #
-# A carrier that a file of this host stands for is used where the file is here, so that one address serves all
-# readers.
+# A carrier with a file (shm, unix) is used if that file exists on this host, so one address serves all readers.
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Who receives, and how long it waits."""
+    """The name, the key and the deadlines of a reader."""
 
     name: str  # unique among the readers of a sender
-    prove: Prove | None = None  # the key of the run, as the side that connects; None: it uses no sockets
+    prove: Prove | None = None  # proves the key of the run as the side that connects; None: no sockets are used
     frame_deadline_s: float = 30.0
     record_deadline_s: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A carrier, by the beginning of its addresses."""
+    """A carrier, chosen by the beginning of its addresses."""
 
     open: Callable[[str, Reader], RecordReceiver]  # (rest of the address, reader)
-    is_here: Callable[[str], bool]  # whether this host can have what the rest of the address names
+    is_here: Callable[[str], bool]  # whether this host can reach the rest of the address
 
 
 def name_version(address: str, held: Held) -> str:
-    """'shm:PATH#7@3f2a...': a version at an address, as a server is told which one to load."""
+    """Names a version at an address, 'shm:PATH#7@3f2a...'; servers are told by it which version to load."""
     return f'{address}#{held.version}@{held.manifest_hash}'
 
 
 def parse_version_name(text: str) -> tuple[str, Held] | None:
-    """(address, version) of a text that `name_version` made; None for any other, a path of a directory, say."""
+    """Returns (address, version) of a text that `name_version` made; None for any other, such as a directory path."""
     address, mark, named = text.rpartition('#')
     version, _, manifest_hash = named.partition('@')
     if not mark or not version.isdecimal() or not address.startswith(tuple(SCHEMES)):
@@ -274,7 +273,7 @@ def parse_version_name(text: str) -> tuple[str, Held] | None:
 
 
 def open_receiver(address: str, reader: Reader) -> RecordReceiver:
-    """A receiver for the first carrier that reaches this host, of an address or of the name of a version there.
+    """Opens a receiver for the first carrier of an address, or of a version's name, that reaches this host.
 
     Raises PublicationError for an unknown scheme, an address of other hosts only, and a sender that is not there.
     """

@@ -1,7 +1,7 @@
 """Sends records of weights over sockets: a Unix socket for readers on this host, TCP for the others.
 
-A thread accepts at each socket, and a thread serves each reader, so that a slow one delays no other. Nothing is sent
-before both ends have proved that they have the key of the run.
+One thread accepts connections at each socket, and one thread serves each reader, so that a slow reader delays no other.
+Nothing is sent before both ends have proved that they have the key of the run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from areal_jax.publication.versions import ChainFull, PublicationError
 
 
 def find_missing(chain: Sequence[Held], version: int, held: Held | None) -> range | None:
-    """Indices of the records that bring a reader from `held` to `version`; None where the chain has no such version.
+    """Indices of the records that bring a reader from `held` to `version`; None if the chain lacks that version.
 
-    Deltas alone if the chain has `held` at or before that version, else everything from the whole record on.
+    These are deltas alone if the chain has `held` at or before that version, else all records from the whole one on.
     """
     versions = [record.version for record in chain]
     if version not in versions:
@@ -66,7 +66,7 @@ def require_next(chain: Sequence[Held], header: RecordHeader) -> None:
 
 
 def require_parts(record: Record) -> None:
-    """Raises ValueError for parts of other sizes than the header says."""
+    """Raises ValueError if the sizes of the parts differ from the sizes in the header."""
     found = [memoryview(part).nbytes for part in record.parts]
     if found != list(record.header.sizes):
         raise ValueError(f'version {record.header.version} has parts of {found} bytes, not {list(record.header.sizes)}')
@@ -78,7 +78,7 @@ def is_needed(chain: Sequence[Held], lowest: int, pinned: Collection[int]) -> bo
 
 
 def describe(chains: Sequence[Sequence[Held]]) -> str:
-    """'versions 4, 5 and 7', 'no version': for errors."""
+    """Lists the versions of chains for errors: 'versions 4, 5 and 7', 'no version'."""
     versions = sorted({record.version for chain in chains for record in chain})
     if not versions:
         return 'no version'
@@ -89,11 +89,11 @@ def describe(chains: Sequence[Sequence[Held]]) -> str:
 # The chains that a sender over sockets keeps: bytes in a few buffers, lent to connections that send from them.
 
 
-Stop = Callable[[], None]  # ends a connection, so that its thread gives back what it was lent
+Stop = Callable[[], None]  # ends a connection, so that its thread gives back the buffer
 
 
 class StoredRecord:
-    """A record in a buffer. Prefixes of frames are computed once, however many readers there are."""
+    """A record in a buffer. The prefix of each frame is computed once, however many readers there are."""
 
     def __init__(self, record: Record, header: bytes, content: memoryview):
         self.held = Held(record.header.version, record.header.manifest_hash)
@@ -105,7 +105,7 @@ class StoredRecord:
         self._prefixes: dict[Piece, bytes] = {}
 
     def frame(self, piece: Piece) -> tuple[bytes, memoryview]:
-        """(prefix, payload) of the frame that carries a piece."""
+        """Returns (prefix, payload) of the frame that carries a piece."""
         start = self._starts[piece.leaf] + piece.offset
         payload = self._content[start : start + piece.n_bytes]
         if piece not in self._prefixes:
@@ -120,14 +120,14 @@ class _Place:
         self.buffer = np.empty(n_bytes, np.uint8)
         self.records: list[StoredRecord] = []
         self.end = 0
-        self.lent: list[Stop] = []  # of each connection that sends from it
+        self.lent: list[Stop] = []  # one for each connection that sends from the buffer
 
     @property
     def chain(self) -> list[Held]:
         return [stored.held for stored in self.records]
 
     def append(self, record: Record, header: bytes) -> StoredRecord:
-        """Copies a record behind the others, which are not touched."""
+        """Copies a record after the others, which are not touched."""
         start = self.end
         for part, size in zip(record.parts, record.header.sizes, strict=True):
             if size:
@@ -137,9 +137,9 @@ class _Place:
 
 
 class StreamChains:
-    """At most `most_places` chains; a new one takes the buffer of an old one, whose readers are cut off if need be.
+    """Keeps at most `most_places` chains; a new one takes an old one's buffer, after disconnecting its last readers.
 
-    One thread calls `store`, any number `lend`.
+    One thread calls `store`, any number of threads call `lend`.
     """
 
     def __init__(self, delta_share: float, most_places: int):
@@ -154,24 +154,24 @@ class StreamChains:
             self._lowest, self._pinned = version, frozenset(pinned)
 
     def store(self, record: Record) -> None:
-        """Raises ChainFull for a delta without room, PublicationError for one on another base."""
+        """Stores a record; raises ChainFull for a delta without room, PublicationError for a delta on another base."""
         require_parts(record)
         header = record.header.encode()
         if record.header.base is None:
             place = self._take_place(record.header.n_bytes)
         else:
             place = self._find_end(record)
-        stored = place.append(record, header)  # nobody is lent these bytes yet
+        stored = place.append(record, header)  # these bytes are not lent yet, so no lock is needed
         with self._changed:
             place.records.append(stored)
             self._newest = place
 
     @contextlib.contextmanager
     def lend(self, version: int, known: Held | None, stop: Stop) -> Iterator[StoredRecord | None]:
-        """The next record on the way to `version`, None where none is missing; its bytes stay inside the block.
+        """Yields the next record on the way to `version`, or None if none is missing.
 
-        `stop` is called, from another thread, when the buffer is needed. Raises PublicationError for a version that is
-        in no chain.
+        The bytes of the record do not change inside the block. When the buffer is needed, another thread calls `stop`.
+        Raises PublicationError if no chain has the version.
         """
         with self._changed:
             place, stored = self._find(version, known)
@@ -205,7 +205,7 @@ class StreamChains:
         return self._newest
 
     def _take_place(self, n_bytes: int) -> _Place:
-        """An empty buffer that nobody reads; connections that read it are ended."""
+        """Returns an empty buffer without readers, after ending the connections that read it."""
         with self._changed:
             place = self._choose()
             place.records.clear()
@@ -239,21 +239,21 @@ def _is_pinned(chain: Sequence[Held], pinned: Collection[int]) -> bool:
     return any(held.version in pinned for held in chain)
 
 
-MOST_CONNECTIONS = 256  # readers, and those whose proof is under way
-_PAUSE_S = 0.1  # where the process has no more files or threads
+MOST_CONNECTIONS = 256  # readers, and connections whose proof is under way
+_PAUSE_S = 0.1  # after a failed accept: the process may have no more file descriptors
 
 
 class StreamSender:
     """record.RecordSender over sockets.
 
-    It keeps the newest chain in one buffer, the chain before it in another, and a third where `release` has not reached
-    or pins a chain: at most `most_places` times the bytes of a whole record and of `delta_share` more. A reader that
-    still reads an old chain when its buffer is needed is cut off; it asks again.
+    It keeps the newest chain in one buffer, the chain before it in another, and a third for a chain that `release` pins
+    or has not reached: at most `most_places` buffers of (1 + `delta_share`) times the bytes of a whole record. A reader
+    that still reads an old chain when its buffer is needed is disconnected; it asks again.
 
     Args:
       prove: proves the key of the run as the side that listens; raises UserError, OSError or EOFError.
       listen: 'host' or 'host:port' of the interface for readers on other hosts; '' = this host only.
-      frame_deadline_s: a reader that takes in no frame for so long is cut off.
+      frame_deadline_s: a reader that takes longer to receive a frame is disconnected.
       directory: where the private directory of the Unix socket is made; None = the system's.
     """
 
@@ -285,11 +285,11 @@ class StreamSender:
 
     @property
     def n_readers(self) -> int:
-        """Those that are connected and have proved the key."""
+        """The number of connected readers that have proved the key."""
         return self._connections.n_readers
 
     def send(self, record: Record) -> str:
-        """See RecordSender. Raises ChainFull for a delta that the buffer of its chain has no room for."""
+        """See RecordSender. Raises ChainFull if the buffer of the chain has no room for a delta."""
         self._chains.store(record)
         return self.address
 
@@ -298,7 +298,7 @@ class StreamSender:
         self._chains.release(version, pinned)
 
     def held(self) -> Mapping[str, Held]:
-        """What each connected reader has acknowledged last, by its name."""
+        """The version that each connected reader acknowledged last, by name."""
         return self._connections.held()
 
     def close(self) -> None:
@@ -327,7 +327,7 @@ class StreamSender:
                 self._connections.remove(connection)
 
     def _serve(self, own: socket.socket, connection: FrameSocket) -> None:
-        """One reader, until it or the sender ends the connection."""
+        """Serves one reader, until the reader or the sender ends the connection."""
         try:
             own.settimeout(self._frame_deadline_s)
             prepare(own)
@@ -339,7 +339,7 @@ class StreamSender:
             self._connections.welcome(connection, hello)
             while True:
                 self._answer(connection, hello.name)
-        except (UserError, EOFError, OSError):  # a stranger, or a reader that has gone, or will connect again
+        except (UserError, EOFError, OSError):  # no reader of this run, or a reader that is gone or will reconnect
             pass
         finally:
             self._connections.remove(connection)
@@ -367,7 +367,7 @@ class StreamSender:
 
 
 def _send_record(connection: FrameSocket, stored: StoredRecord, request: Request) -> None:
-    """From the place on that the reader has not got yet."""
+    """Sends a record, from the first byte on that the reader does not have yet."""
     resumes = request.partial == stored.held
     leaf, offset = (request.leaf, request.offset) if resumes else (0, 0)
     connection.send(Kind.HEADER, stored.header, stored.held.version, leaf, offset)
@@ -376,15 +376,15 @@ def _send_record(connection: FrameSocket, stored: StoredRecord, request: Request
 
 
 class _Connections:
-    """The sockets of a sender, and what the readers at their other ends hold."""
+    """The sockets of a sender, and the versions that the readers at their other ends hold."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[FrameSocket, Hello | None] = {}  # None: its proof is under way; the oldest first
+        self._open: dict[FrameSocket, Hello | None] = {}  # oldest first; None: the proof is under way
         self.has_ended = False
 
     def add(self, connection: FrameSocket) -> bool:
-        """Keeps it; of too many the oldest one without proof must go, and False where all have proved the key."""
+        """Keeps a connection. At the limit, ends the oldest one without proof; False if all have proved the key."""
         with self._lock:
             if self.has_ended:
                 return False
@@ -397,7 +397,7 @@ class _Connections:
             return True
 
     def welcome(self, connection: FrameSocket, hello: Hello) -> None:
-        """The reader has proved the key. An earlier connection of its name is ended: that one is lost."""
+        """Notes that the reader has proved the key. Ends an earlier connection of its name, which is lost."""
         with self._lock:
             for other, known in self._open.items():
                 if known is not None and known.name == hello.name:

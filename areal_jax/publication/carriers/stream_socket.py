@@ -1,6 +1,6 @@
-"""Sockets for records of weights: addresses, who listens at them, and frames with a deadline each.
+"""Sockets for records of weights: addresses, listening sockets, and frames with a deadline each.
 
-A Unix socket is in a directory of its own that only this user may enter, with a short name.
+A Unix socket has a short name in a private directory that only this user may enter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from areal_jax.files import decode_json
 from areal_jax.publication.record import Held, Part
 from areal_jax.publication.versions import PublicationError
 
-FRAME_BYTES = 1 << 20  # of a part in one frame; the sender computes the crc of one while the reader checks another
+FRAME_BYTES = 1 << 20  # of a part in one frame; the sender computes the crc of a frame while the reader checks another
 _MOST_BYTES = 64 << 20  # of any payload; a header has about 100 bytes a leaf
-_LEAVES, _BYTES, _VERSIONS = range(1 << 32), range(1 << 64), range(-(1 << 63), 1 << 63)  # what a prefix can say
+_LEAVES, _BYTES, _VERSIONS = range(1 << 32), range(1 << 64), range(-(1 << 63), 1 << 63)  # values that fit in a prefix
 _MAGIC = b'ajw1'
 _FIELDS = struct.Struct('!4sB3xqIIQ')
 _CRC = struct.Struct('!I')
@@ -35,22 +35,22 @@ PREFIX_BYTES = _FIELDS.size + _CRC.size
 
 
 class FrameError(PublicationError):
-    """Bytes that are no frame, or not the next one; the connection cannot be used any more."""
+    """Bytes are not a frame, or not the next one; the connection cannot be used any more."""
 
 
 class Kind(enum.IntEnum):
-    HELLO = 1  # reader: who it is, and what it has acknowledged
-    NEXT = 2  # reader: asks for the record after what it knows, on the way to a version
-    HEADER = 3  # sender: a record begins, or goes on at leaf and offset
+    HELLO = 1  # reader: its name, and the version that it has acknowledged
+    NEXT = 2  # reader: asks for the record after the version it has, on the way to another version
+    HEADER = 3  # sender: a record begins, or continues at leaf and offset
     PART = 4  # sender
-    DONE = 5  # sender: nothing is missing
+    DONE = 5  # sender: no record is missing
     ACKNOWLEDGE = 6  # reader: holds a version
-    NOTED = 7  # sender: has heard that
+    NOTED = 7  # sender: answer to ACKNOWLEDGE
     REFUSED = 8  # sender: why it gives no record
 
 
 class Prefix(NamedTuple):
-    """Everything of a frame but its payload."""
+    """A frame without its payload."""
 
     kind: Kind
     version: int = 0
@@ -69,13 +69,13 @@ class Piece(NamedTuple):
 
 
 def encode_prefix(kind: Kind, payload: Part = b'', version: int = 0, leaf: int = 0, offset: int = 0) -> bytes:
-    """What precedes the payload of a frame on the wire."""
+    """Returns the bytes that precede the payload of a frame on the wire."""
     fields = _FIELDS.pack(_MAGIC, kind, version, leaf, len(payload), offset)
     return fields + _CRC.pack(zlib.crc32(payload, zlib.crc32(fields)))
 
 
 def decode_prefix(content: Part) -> Prefix:
-    """Raises FrameError for bytes that no frame begins with; `require_payload` checks the crc."""
+    """Decodes a prefix; raises FrameError if no frame begins with these bytes. `require_payload` checks the crc."""
     magic, kind, version, leaf, n_bytes, offset = _FIELDS.unpack_from(content)
     if magic != _MAGIC:
         raise FrameError(f'a frame of weights begins with {magic!r}: the other end speaks another protocol')
@@ -89,13 +89,13 @@ def decode_prefix(content: Part) -> Prefix:
 
 
 def require_payload(content: Part, payload: Part) -> None:
-    """Raises FrameError where prefix and payload are not as they were sent."""
+    """Raises FrameError if the encoded prefix `content` or the payload is not as it was sent."""
     if zlib.crc32(payload, zlib.crc32(content[: _FIELDS.size])) != _CRC.unpack_from(content, _FIELDS.size)[0]:
         raise FrameError('a frame of weights was changed on its way (its crc32 differs)')
 
 
 def cut_pieces(sizes: Sequence[int], leaf: int = 0, offset: int = 0) -> Iterator[Piece]:
-    """The frames of a record's parts in order, from a place on."""
+    """Yields the frames of a record's parts in order, from `offset` in `leaf` on."""
     for index in range(leaf, len(sizes)):
         start = offset if index == leaf else 0
         for at in range(start, sizes[index], FRAME_BYTES):
@@ -103,18 +103,18 @@ def cut_pieces(sizes: Sequence[int], leaf: int = 0, offset: int = 0) -> Iterator
 
 
 class Hello(NamedTuple):
-    """What a reader says of itself."""
+    """A reader's description of itself."""
 
     name: str
     held: Held | None
 
 
 class Request(NamedTuple):
-    """What a reader asks for."""
+    """A reader's request for the next record."""
 
     version: int
-    known: Held | None  # that it holds, or has consumed on the way
-    partial: Held | None = None  # the record of which it has the bytes before `leaf` and `offset`
+    known: Held | None  # the version that the reader holds, or has consumed on the way
+    partial: Held | None = None  # the record of which the reader has the bytes before `leaf` and `offset`
     leaf: int = 0
     offset: int = 0
 
@@ -124,7 +124,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(payload: Part) -> Hello:
-    """Raises FrameError for anything else."""
+    """The inverse of `encode_hello`; raises FrameError for anything else."""
     found = _read_object(payload)
     name = found.get('name')
     if not isinstance(name, str) or not name or not name.isprintable():
@@ -138,7 +138,7 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(payload: Part) -> Request:
-    """Raises FrameError for anything else."""
+    """The inverse of `encode_request`; raises FrameError for anything else."""
     found = _read_object(payload)
     version, leaf, offset = (_read_number(found, key) for key in ('version', 'leaf', 'offset'))
     if version not in _VERSIONS or leaf not in _LEAVES or offset not in _BYTES:
@@ -154,7 +154,7 @@ def encode_held(held: Held) -> bytes:
 
 
 def decode_held(payload: Part) -> Held:
-    """Raises FrameError for anything else."""
+    """The inverse of `encode_held`; raises FrameError for anything else."""
     try:
         held = _read_held(decode_json(bytes(payload)))
     except ValueError as error:
@@ -196,14 +196,14 @@ def _read_held(found: object) -> Held | None:
 
 
 def _shorten(value: object) -> str:
-    """A part of what the other end has sent, however deep or long it is."""
+    """A short text for a value that the other end has sent, however deep or long it is."""
     return reprlib.repr(value)
 
 
 UNIX, TCP = 'unix:', 'tcp:'
 Prove: TypeAlias = Callable[
     [socket.socket], object
-]  # proves the key of the run both ways; distributed/peers.py has two
+]  # proves the key of the run in both directions; distributed/peers.py has two such functions
 _MOST_PATH_BYTES = 107  # of sockaddr_un, without the zero at the end
 _FOLDER, _NAME, _UNBORN = 'areal_jax-weights-', 's', 'b'
 _BACKLOG = 128
@@ -219,20 +219,20 @@ class FrameSocket:
         self._prefix = bytearray(PREFIX_BYTES)
 
     def send(self, kind: Kind, payload: Part = b'', version: int = 0, leaf: int = 0, offset: int = 0) -> None:
-        """Raises OSError where the other end is gone or takes nothing in."""
+        """Sends a frame; raises OSError if the other end is gone or receives nothing."""
         self.send_encoded(encode_prefix(kind, payload, version, leaf, offset), payload)
 
     def send_encoded(self, prefix: bytes, payload: Part) -> None:
-        """The same of a frame whose prefix is known."""
-        self._socket.settimeout(self._deadline_s)  # of sendall, a bound on the whole call
+        """Sends a frame whose prefix is already encoded; raises the same errors as `send`."""
+        self._socket.settimeout(self._deadline_s)  # in sendall, a bound on the whole call
         self._socket.sendall(prefix)
         if len(payload):
             self._socket.sendall(payload)
 
     def receive_prefix(self, *, waits: bool = False) -> Prefix:
-        """The next prefix; `waits`: its first byte may take as long as it likes.
+        """Receives the next prefix; with `waits`, there is no deadline for its first byte.
 
-        Raises EOFError where the other end has closed, OSError where it is lost or late, FrameError for other bytes.
+        Raises EOFError if the other end has closed, OSError if it is lost or late, FrameError for other bytes.
         """
         view = memoryview(self._prefix)
         if waits:
@@ -242,14 +242,14 @@ class FrameSocket:
         return decode_prefix(self._prefix)
 
     def receive_payload(self, prefix: Prefix, target: memoryview | None = None) -> memoryview:
-        """The payload of the prefix that was received last, in `target` if it is given; raises the same errors."""
+        """Receives the payload of the last received prefix, into `target` if given; raises the same errors."""
         payload = memoryview(bytearray(prefix.n_bytes)) if target is None else target
         self._read(payload)
         require_payload(self._prefix, payload)
         return payload
 
     def shut(self) -> None:
-        """Ends the connection, also for a thread that waits in it; `close` must follow."""
+        """Ends the connection, also for a thread that waits on it; `close` must follow."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -271,9 +271,9 @@ def _require_bytes(taken: int) -> int:
 
 
 def listen_unix(directory: pathlib.Path | None = None) -> tuple[socket.socket, pathlib.Path]:
-    """A Unix socket that listens, and its path in a new private directory below `directory`, None = the system's.
+    """Opens a listening Unix socket in a new private directory below `directory`; returns it and its path.
 
-    Raises PublicationError where the path does not fit into the address of a socket.
+    None = the system's directory. Raises PublicationError if the path does not fit into the address of a socket.
     """
     parent = pathlib.Path(tempfile.gettempdir()) if directory is None else directory
     folder = pathlib.Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))  # mode 700
@@ -288,19 +288,19 @@ def listen_unix(directory: pathlib.Path | None = None) -> tuple[socket.socket, p
     bound = folder / _UNBORN
     own.bind(os.fspath(bound))
     own.listen(_BACKLOG)
-    bound.rename(path)  # `sweep_unix` of another process takes a socket for dead at which nobody listens yet
+    bound.rename(path)  # only now: `sweep_unix` of another process takes a socket without a listener for dead
     return own, path
 
 
 def remove_unix(path: pathlib.Path) -> None:
-    """The socket and its directory."""
+    """Removes the socket and its directory."""
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
 
 
 def sweep_unix(directory: pathlib.Path | None = None) -> list[pathlib.Path]:
-    """Removes the sockets of this user at which nobody listens any more; returns their paths."""
+    """Removes this user's sockets that no process listens at any more; returns their paths."""
     parent, removed = pathlib.Path(tempfile.gettempdir()) if directory is None else directory, list[pathlib.Path]()
     for folder in sorted(parent.glob(f'{_FOLDER}*')):
         with contextlib.suppress(OSError):
@@ -312,7 +312,7 @@ def sweep_unix(directory: pathlib.Path | None = None) -> list[pathlib.Path]:
 
 
 def _is_listening(path: pathlib.Path) -> bool:
-    """Also True for a directory whose socket is not there yet."""
+    """Whether a process listens at the socket; also True if the directory has no socket yet."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_LEAST_WAIT_S)
         try:
@@ -325,7 +325,10 @@ def _is_listening(path: pathlib.Path) -> bool:
 
 
 def listen_tcp(interface: str) -> tuple[socket.socket, str]:
-    """A socket that listens at 'host' or 'host:port' of this machine, and its 'host:port'; raises PublicationError."""
+    """Listens at 'host' or 'host:port' of this machine; returns the socket and its 'host:port'.
+
+    Raises PublicationError.
+    """
     if (where := split_address(interface)) is None:
         raise PublicationError(f'publication.listen={interface!r} must be a host or host:port of this machine')
     host, port = where
@@ -344,7 +347,7 @@ def listen_tcp(interface: str) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, deadline_s: float) -> socket.socket:
-    """A socket connected to 'unix:PATH' or 'tcp:HOST:PORT'; raises OSError."""
+    """Connects to 'unix:PATH' or 'tcp:HOST:PORT'; raises OSError."""
     if address.startswith(UNIX):
         own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         own.settimeout(deadline_s)
@@ -361,7 +364,7 @@ def connect(address: str, deadline_s: float) -> socket.socket:
 
 
 def prepare(own: socket.socket) -> None:
-    """Over TCP small frames leave at once, and a host that is gone is noticed; nothing for a Unix socket."""
+    """Sets TCP to send small frames at once and to notice a lost host; does nothing for a Unix socket."""
     if own.family == socket.AF_UNIX:
         return
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

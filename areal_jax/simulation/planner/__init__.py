@@ -1,1 +1,1 @@
-"""The planner: from devices, model and lengths to the layout and the settings of a run, and what limits it next."""
+"""The planner: from devices, model and lengths to the layout and settings of a run, and the limits on its pace."""

@@ -1,4 +1,4 @@
-"""What a plan means in words and numbers: what limits it, what breaks next, watts, and when to train synchronously."""
+"""Explains a plan in words and numbers: its limit, the next limit, watts, and when to train synchronously."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from areal_jax.simulation.prices import Reached
 from areal_jax.telemetry.energy_meters import DECODE, IDLE, POWER, TRAIN, Energy, Phase, decode_activity, joules
 
 DRAWS = 200
-DEVIATIONS = 2.0  # of a normal number, beyond which one of twenty lies
-LEAST_SCATTER = 0.02  # of a simulation that saw little of it, and is itself as uncertain
+DEVIATIONS = 2.0  # standard deviations of a normal number, which one in twenty exceeds
+LEAST_SCATTER = 0.02  # for a simulation that saw less: its own result is that uncertain
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Lowest and highest value that is published."""
+    """The lowest and the highest published value."""
 
     low: float
     high: float
@@ -42,10 +42,10 @@ PUBLISHED: Mapping[str, Range] = {
 
 
 def find_interval(setting: Setting, plan: Plan, found: Outcome, seed: int = 0) -> tuple[float, float]:
-    """Returns tokens a second, (low, high): what a few updates in a row of this plan train, nineteen times of twenty.
+    """Returns (low, high) tokens a second: the range of a few updates in a row, nineteen times out of twenty.
 
-    Two things are in it. What is known within a range: the 5th and 95th percentile of DRAWS through `find_factors`. And
-    what lengths do: DEVIATIONS times the scatter of the simulated run to either side.
+    It covers two uncertainties: costs known within a range, by the 5th and 95th percentile of DRAWS in `find_factors`;
+    and lengths, by DEVIATIONS times the scatter of the simulated run to either side.
     """
     low, high = find_factors(setting, plan, seed)
     room = DEVIATIONS * max(found.scatter, LEAST_SCATTER)
@@ -53,12 +53,12 @@ def find_interval(setting: Setting, plan: Plan, found: Outcome, seed: int = 0) -
 
 
 def find_factors(setting: Setting, plan: Plan, seed: int = 0) -> tuple[float, float]:
-    """(low, high): factors on the speed of a plan; 1 lies between.
+    """Returns (low, high): factors on the speed of a plan, low <= 1 <= high.
 
-    The constants that a plan is simulated with are low ends of most ranges, so `low` is often 1.
+    The constants with which a plan is simulated are low ends of most ranges, so `low` is often 1.
 
-    Each draw goes through the closed forms and is compared with the setting's own constants: what the simulation adds
-    to them is taken to be the same for all draws. Ranges are drawn uniformly and independently.
+    The closed forms with each draw are compared with the closed forms with the setting's own constants; the simulation
+    is assumed to differ from them by the same factor for all draws. Ranges are drawn uniformly and independently.
     """
     drawn = np.random.default_rng(seed)
     base = predict(setting, plan).period_s
@@ -72,7 +72,7 @@ def _draw(setting: Setting, drawn: np.random.Generator) -> Setting:
     reached = Reached(found['bandwidth'], found['prefill'], found['mfu'])
     answers = setting.answers
     if answers.text.startswith('lognormal'):
-        # E[L^2] = exp(sigma^2) E[L]^2 of a lognormal: what another sigma within the range does to it
+        # E[L^2] = exp(sigma^2) E[L]^2 of a lognormal: the factor for another sigma within the range
         factor = float(np.exp(found['sigma'] ** 2 - PUBLISHED['sigma'].high ** 2))
         second = max(answers.moments.mean**2, answers.moments.second * factor)
         answers = dataclasses.replace(answers, moments=dataclasses.replace(answers.moments, second=second))
@@ -81,26 +81,26 @@ def _draw(setting: Setting, drawn: np.random.Generator) -> Setting:
 
 
 _BUSY = 0.93  # of the time: a lane that is busy for more sets the pace
-_FILLED = 0.9  # of the slots: with fewer answers in them an engine could decode more
-_NEAR = 0.5  # of a limit: what uses more is worth a word
+_FILLED = 0.9  # of the slots: an engine with fewer answers could decode more
+_NEAR = 0.5  # of a limit: a larger use of it is mentioned
 _AS_FAST = 0.99
 _HOUR_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What is said of a plan beside its numbers."""
+    """The sentences on a plan, in addition to its numbers."""
 
     binding: str  # 'learner', 'publication', 'engines', 'memory', 'max_eta', 'max_age', 'age_price' or 'eta'
-    binds: str  # one sentence on it
+    binds: str  # one sentence on `binding`
     breaks_next: str  # one sentence
     asynchrony: str  # one sentence on training in turns
-    trains_in_turns: bool  # that is as fast or faster
+    trains_in_turns: bool  # training in turns is as fast or faster, or no asynchronous plan keeps the age
 
 
 @dataclasses.dataclass(frozen=True)
 class Trade:
-    """A plan that is better from this `Setting.age_price` on."""
+    """A plan that is better if `Setting.age_price` is `price` or more."""
 
     price: float
     plan: Plan
@@ -110,7 +110,7 @@ class Trade:
 def advise(
     setting: Setting, plan: Plan, outcome: Outcome, load: Load, live: float, in_turns: Outcome | None, why_not: str
 ) -> Advice:
-    """What is said of a plan.
+    """Makes the advice on a plan.
 
     Args:
       live: answers that an engine decodes at a time.
@@ -136,7 +136,7 @@ def advise(
 
 
 def find_binding(setting: Setting, plan: Plan, outcome: Outcome, live: float) -> str:
-    """Returns what sets the pace: a side, a publication, or the bound of the gate, which leaves slots empty."""
+    """Returns the limit on the pace: a side, a publication, or the bound of the gate, which leaves slots empty."""
     if outcome.learner_busy >= _BUSY:
         return 'learner'
     if publication_s(setting, plan.training) >= _BUSY * outcome.period_s:
@@ -151,7 +151,7 @@ def find_binding(setting: Setting, plan: Plan, outcome: Outcome, live: float) ->
 
 
 def describe_binding(setting: Setting, plan: Plan, outcome: Outcome, live: float, binding: str) -> str:
-    """Returns the sentence on what `find_binding` found."""
+    """Returns the sentence on the limit that `find_binding` found."""
     engines, learner = f'{100 * outcome.engines_busy:.0f}%', f'{100 * outcome.learner_busy:.0f}%'
     shares = f'engines are busy {engines} of the time, the learner {learner}'
     of_devices = {
@@ -174,7 +174,7 @@ def describe_binding(setting: Setting, plan: Plan, outcome: Outcome, live: float
 
 
 def list_trades(tried: Mapping[Plan, Outcome], plan: Plan) -> list[Trade]:
-    """Returns the plans that a higher price of age would take among these, each with the least such price."""
+    """Returns the plans in `tried` that a higher price of age would choose, each with the least such price."""
     trades: list[Trade] = []
     while True:
         now = tried[plan]
@@ -190,7 +190,7 @@ def list_trades(tried: Mapping[Plan, Outcome], plan: Plan) -> list[Trade]:
 
 
 def describe_next(load: Load) -> str:
-    """The limit beside the accelerators of which most is used."""
+    """Returns a sentence on the limit, other than the accelerators, that is used the most."""
     name, share = max(load.shares().items(), key=lambda item: item[1])
     used = f'{100 * share:,.0f}% of {name} is used'
     if share > 1:
@@ -199,7 +199,7 @@ def describe_next(load: Load) -> str:
 
 
 def make_load(setting: Setting, layout: Layout, plan: Plan, tokens_s: float, costs: HostCosts = MEASURED) -> Load:
-    """At the simulated pace, with as small pieces of answers as the controller can take in."""
+    """Makes the load at the simulated pace, with the smallest pieces of answers that the controller can process."""
     answers = setting.answers
     return choose_pieces(Load(layout, Pace(tokens_s, answers.moments.mean, answers.live_positions, plan.slots), costs))
 
@@ -211,7 +211,7 @@ def count_running_groups(setting: Setting, plan: Plan) -> int:
 
 
 def device_hours(setting: Setting, plan: Plan, tokens_s: float) -> float:
-    """Of a million trained tokens; devices that the plan leaves over do not count."""
+    """Device-hours for a million trained tokens; devices that the plan leaves unused do not count."""
     return 1e6 / tokens_s * count_devices(setting, plan) / _HOUR_S
 
 
@@ -220,9 +220,9 @@ def count_devices(setting: Setting, plan: Plan) -> int:
 
 
 def joules_a_token(setting: Setting, plan: Plan, outcome: Outcome, live: float) -> Energy | None:
-    """Of a trained token, with the published watts of the chip; None where there are none, as for the next.
+    """The energy of a trained token, by the published watts of the chip; None without watts, and for shared devices.
 
-    Boards alone, without host, network and cooling. Prefill counts as decoding, and devices left over do not count.
+    Boards alone, without host, network and cooling. Prefill counts as decoding, and unused devices do not count.
     """
     power = POWER.get(setting.chip.name)
     if power is None or plan.shared:

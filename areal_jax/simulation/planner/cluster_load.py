@@ -1,6 +1,6 @@
-"""What a run on a cluster asks of its controller, its registry, its disk and its network: arithmetic on measured costs.
+"""The load of a run on its controller, registry, disk and network: arithmetic on measured costs.
 
-`host_costs` has what was measured; the pace of the run comes from a simulation, or from peaks (`load_tables`).
+`MEASURED` has the measured costs; the pace of the run comes from a simulation, or from peaks (load_tables.py).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from areal_jax.config.cluster import EnginesLayout, LearnerLayout, parse_engines, parse_learner
 from areal_jax.simulation.prices import WEIGHT_BYTES, ModelShape
 
-# of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes
+# bytes, CPU seconds and tokens of a batch of 512 groups of 16 answers of 256 tokens, sent to 64 learner processes
 _BATCH_BYTES, _BATCH_CPU_S, _BATCH_TOKENS = 17.9e6, 0.092, 512 * 16 * 256
 
 
 @dataclasses.dataclass(frozen=True)
 class HostCosts:
-    """In seconds of one core where nothing else is said."""
+    """Costs of the host, in seconds of one core unless stated otherwise."""
 
     answer_s: float
-    piece_s: float  # of an answer, besides its tokens
+    piece_s: float  # of a piece of an answer, without its tokens
     token_s: float
     question_s: float
-    entry_s: float  # of the registry, in a look
+    entry_s: float  # of an entry, each time the registry is read
     batch_byte_s: float  # of a batch that goes to the learner
     batch_token_bytes: float
     log_bytes: float  # of an answer
@@ -44,7 +44,7 @@ MEASURED = HostCosts(
 
 
 def read_costs(host: pathlib.Path) -> HostCosts:
-    """From the results of benchmarks/host.py, of this machine or another."""
+    """Reads the costs from the results of benchmarks/host.py, of this machine or another."""
     rows = json.loads(host.read_text())['rows']
     wire, registry = _find(rows, 'wire'), _find(rows, 'registry', engines=64)
     version = _find(rows, 'publication', dtype='bfloat16')
@@ -67,16 +67,16 @@ NODE = 8  # accelerators
 DECODE_STEPS = 16  # rollout.decode_steps: tokens of an answer in a piece
 PIECES = (DECODE_STEPS, 64, 256)
 CHECK_EVERY_S, LOOK_EVERY_S = 5.0, 1.0  # ServerSettings.health_every_s, RegistryWatch.every_s
-FILE_SERVER_BYTES_S = 10e9  # that all nodes together read from the shared file system: yours will differ
+FILE_SERVER_BYTES_S = 10e9  # read by all nodes together from the shared file system: yours will differ
 MOST_FRAME_BYTES = 1 << 30  # areal_jax/distributed/peers.py, of the command with a batch
 TOKEN_BYTES = 8  # of an answer in the controller: token and log-prob
 DAY_S = 86_400
-_BUSY = 0.8  # of a limit: what uses more is said to bind
+_BUSY = 0.8  # of one core: the controller's load must be below it for the pieces that `choose_pieces` takes
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A run: its layout as the config has it, and what an update trains on."""
+    """A run: its layout as in the config, and the number of answers of an update."""
 
     model: ModelShape
     learner: str  # cluster.learner
@@ -98,7 +98,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How fast a run is, and of what."""
+    """The speed of a run, and the sizes of its answers."""
 
     tokens_s: float  # generated, and as many trained
     mean_tokens: float  # of an answer
@@ -108,7 +108,7 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a layout at a pace asks for."""
+    """The load of a layout at a pace."""
 
     layout: Layout
     pace: Pace
@@ -143,7 +143,7 @@ class Load:
 
     @property
     def upkeep_cpu(self) -> float:
-        """Health checks and looks at the registry."""
+        """The cores used by health checks and reads of the registry."""
         engines = self.layout.engines_layout.count
         return engines * (self.costs.question_s / CHECK_EVERY_S + self.costs.entry_s / LOOK_EVERY_S)
 
@@ -161,7 +161,7 @@ class Load:
 
     @property
     def memory_bytes(self) -> float:
-        """Of the controller: half-grown answers in all slots, an update's worth that is complete, and its command."""
+        """Memory of the controller: running answers in all slots, complete answers of an update, and its command."""
         open_tokens = self.layout.engines_layout.count * self.pace.slots * self.pace.live_positions
         return TOKEN_BYTES * (open_tokens + self.layout.answers * self.pace.mean_tokens) + self.batch_bytes
 
@@ -174,18 +174,18 @@ class Load:
 
     @property
     def registry_operations_s(self) -> float:
-        """Heartbeats of all roles; in a look of the controller a listing, and time and content of each entry."""
+        """Heartbeats of all roles, and the controller's reads: a listing, and time and content of each entry."""
         entries = 1 + self.layout.learner_layout.processes + self.layout.engines_layout.count
         return entries + (1 + 2 * entries) / LOOK_EVERY_S
 
     @property
     def version_bytes(self) -> float:
-        """publication.dtype='bfloat16'."""
+        """Bytes of a version with publication.dtype='bfloat16'."""
         return WEIGHT_BYTES * self.layout.model.parameters
 
     @property
     def written_bytes(self) -> float:
-        """By each learner process, of a version."""
+        """Bytes of a version that each learner process writes."""
         return self.version_bytes / self.layout.learner_layout.processes
 
     @property
@@ -194,28 +194,28 @@ class Load:
 
     @property
     def read_bytes(self) -> float:
-        """Over the network, of a version: each node keeps what it has read for its other engines."""
+        """Bytes of a version read over the network: each node reads it once for all its engines."""
         return self.engine_hosts * self.version_bytes
 
     @property
     def network_s(self) -> float:
-        """Of a publication: all nodes read it."""
+        """Seconds of a publication in which all nodes read the version."""
         return self.read_bytes / FILE_SERVER_BYTES_S
 
     @property
     def write_s(self) -> float:
-        """Of a publication: each learner process on one core."""
+        """Seconds of a publication in which each learner process writes its part on one core."""
         return self.written_bytes * self.costs.write_byte_s
 
     @property
     def read_s(self) -> float:
-        """Of a publication: every engine reads and checks all of it on one core, while it decodes."""
+        """Seconds of a publication in which every engine reads and checks it all on one core, while decoding."""
         return self.version_bytes * self.costs.read_byte_s
 
     # What breaks first.
 
     def shares(self) -> dict[str, float]:
-        """Of each limit, how much is used."""
+        """The used share of each limit."""
         return {
             'one core of the controller': self.controller_cpu,
             'reading a version from the shared file system, of the time of an update': self.network_s / self.update_s,
@@ -226,6 +226,6 @@ class Load:
 
 
 def choose_pieces(load: Load) -> Load:
-    """The load with the least `decode_steps` of PIECES that leaves the controller a part of its core, or the most."""
+    """The load with the least `decode_steps` of PIECES that leaves part of the controller's core free, or the most."""
     loads = [dataclasses.replace(load, decode_steps=steps) for steps in PIECES]
     return next((one for one in loads if one.controller_cpu < _BUSY), loads[-1])

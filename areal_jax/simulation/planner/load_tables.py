@@ -37,10 +37,10 @@ from areal_jax.simulation.prices import (
 )
 
 _MARK = 'python -m areal_jax.simulation.planner.load_tables'
-REACHED = Reached(bandwidth=0.6, prefill=0.5, mfu=0.40)  # its docstring says why
-PASSES = 4  # in forward passes, of a trained token: 3 of the update, 1 for the proximal log-probs
-MEAN_TOKENS, PROMPT_TOKENS = 9_000, 512  # of an answer at most 27,648 long, lognormal with sigma 0.75
-LIVE_POSITIONS = 6_642 + PROMPT_TOKENS  # of a slot on average, E[L^2] / (2 E[L]) of these lengths
+REACHED = Reached(bandwidth=0.6, prefill=0.5, mfu=0.40)  # the docstring of Reached gives the reasons
+PASSES = 4  # forward passes of a trained token: 3 for the update, 1 for the proximal log-probs
+MEAN_TOKENS, PROMPT_TOKENS = 9_000, 512  # of answers of at most 27,648 tokens, lognormal with sigma 0.75
+LIVE_POSITIONS = 6_642 + PROMPT_TOKENS  # of a slot on average: E[L^2] / (2 E[L]) of these lengths, and the prompt
 MOST_SLOTS = 256
 LAYOUTS = (
     Layout(R1_DISTILL_1_5B, 'hosts=1 x fsdp=2', '6 x tensor=1', 64 * 16),
@@ -51,13 +51,12 @@ LAYOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The speed that a layout reaches at most, with all slots full and no version to load."""
+    """The highest speed of a layout, with all slots full and no version to load."""
 
     layout: Layout
 
     @property
     def engine(self) -> Roofline:
-        """One engine."""
         model, overhead_s = self.layout.model, step_overhead_s(H800, self.layout.model, REACHED)
         return Roofline(H800, model, REACHED, self.layout.engines_layout.devices_each, overhead_s)
 
@@ -67,7 +66,7 @@ class Peak:
 
     @property
     def generated_s(self) -> float:
-        """Tokens a second of all engines, prefills left out."""
+        """Tokens a second of all engines, without prefills."""
         engines = self.layout.engines_layout.count
         return engines * self.slots / self.engine.step_s(self.slots, self.slots * LIVE_POSITIONS)
 
@@ -78,13 +77,13 @@ class Peak:
         return 1 / learner.train_s(1, LIVE_POSITIONS, PASSES)
 
     def load(self, costs: HostCosts, decode_steps: int = DECODE_STEPS) -> Load:
-        """The slower side sets the pace."""
+        """The load at the pace of the slower side."""
         pace = Pace(min(self.generated_s, self.trained_s), MEAN_TOKENS, LIVE_POSITIONS, self.slots)
         return Load(self.layout, pace, costs, decode_steps)
 
 
 def number(value: float) -> str:
-    """Three digits, with thousands separated."""
+    """Formats a number with three digits, and separates thousands."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f'{float(f"{value:.3g}"):,.{digits}f}'
 
@@ -94,7 +93,7 @@ def percent(share: float) -> str:
 
 
 def tell_cpu(steps: int, load: Load) -> str:
-    """The controller's with so many tokens in a piece."""
+    """Formats the controller's CPU share with `steps` tokens in a piece."""
     return percent(dataclasses.replace(load, decode_steps=steps).controller_cpu)
 
 
@@ -148,7 +147,7 @@ def make_table(lines: Lines, loads: Sequence[Load]) -> str:
 
 
 def make_tables(costs: HostCosts) -> dict[str, str]:
-    """By the name of their marks in the page."""
+    """Makes the tables, by the names of their marks in the page."""
     loads = [Peak(layout).load(costs) for layout in LAYOUTS]
     limits = [(name, functools.partial(tell_share, name)) for name in loads[0].shares()]
     tables: dict[str, Lines] = {'layout': LAYOUT, 'controller': CONTROLLER, 'storage': FILES, 'limits': limits}
@@ -156,7 +155,7 @@ def make_tables(costs: HostCosts) -> dict[str, str]:
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """The page with each table between its marks; raises ValueError for a mark that is not there."""
+    """Returns the page with each table between its marks; raises ValueError for a missing mark."""
     for name, table in tables.items():
         begin, end = f'<!-- {name}: {_MARK} -->', '<!-- end -->'
         before, mark, rest = page.partition(begin)

@@ -1,7 +1,8 @@
-"""The search for a plan: it begins where closed forms say, and simulates neighbours until none is better.
+"""The search for a plan: starts from closed forms, and simulates neighbours until no neighbour is better.
 
-A plan is better where its mean age keeps to the bound, then where it is worth more: tokens a second less the price of
-their age. Of those within TIE of the best the one with the smaller eta, or with fewer devices, is taken.
+A plan that keeps the bound on the mean age is better than one that does not; otherwise the one with the larger worth is
+better: tokens a second less the price of their age. Among plans within TIE of the best, the search takes the one with
+the smaller eta, or with fewer devices.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ MOST_ETA = 32  # twice the largest finite bound that arXiv 2505.24298 trained wi
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Of an update, and how long they are; lengths are after the limit."""
+    """The answers of an update and their lengths, after the cut at the limit."""
 
     text: str  # simulation.answers
     count: int  # of an update
     group_size: int
     moments: GroupMoments
-    longest: float  # expected, of the answers of an update, tokens
+    longest: float  # expected length of the longest answer of an update, tokens
     prompt: float  # mean tokens
     limit: int  # rollout.max_new_tokens
     context: int  # rollout.context_tokens
@@ -35,23 +36,23 @@ class Answers:
 
     @property
     def live_positions(self) -> float:
-        """Of a slot on average, its prompt included."""
+        """The mean number of positions in a slot, its prompt included."""
         return self.moments.live_position + self.prompt
 
     @property
     def tokens(self) -> float:
-        """Generated for an update, and trained in it."""
+        """The tokens that an update generates and trains."""
         return self.count * self.moments.mean
 
     @property
     def read_tokens(self) -> float:
-        """That an update computes: a prompt is read once for its group."""
+        """The tokens that an update computes; each prompt is read once for its group."""
         return self.tokens + self.groups * self.prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What is known within a range: shares of the peaks, and seconds of a publication besides its bytes."""
+    """The costs that are known only within a range: shares of the peaks, and fixed seconds of a publication."""
 
     reached: Reached = dataclasses.field(default_factory=Reached)
     load_s: float = 2.0
@@ -59,7 +60,7 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a plan is made for."""
+    """The devices, model, answers and bounds for which a plan is made."""
 
     devices: int
     chip: Chip
@@ -67,18 +68,18 @@ class Setting:
     answers: Answers
     engine_devices: int  # tensor parallel
     most_slots: int  # of an engine, that fit its memory
-    least_training: int  # devices that hold what training needs
+    least_training: int  # devices whose memory holds the training state
     costs: Costs = dataclasses.field(default_factory=Costs)
     passes: float = 4.0  # forward passes of a trained token
     optimizer_steps: int = 4  # of an update
     most_eta: int = MOST_ETA
     max_age: float | None = None  # bound on the mean age of a trained token, versions; None = none
-    # share of the speed that is given up for a mean age of one version less; what a version costs in learning depends
-    # on objective, rate and task, so that no published number is a default
+    # share of the speed that is given up for a mean age of one version less; the cost of a version in learning depends
+    # on objective, learning rate and task, so no published number can be a default
     age_price: float = 0.0
 
     def shrink(self, divisor: int) -> Setting:
-        """The setting with devices and answers divided alike; what an update takes stays the same."""
+        """Divides devices and answers by `divisor`; the time of an update stays the same."""
         answers = dataclasses.replace(self.answers, count=self.answers.count // divisor)
         least = math.ceil(self.least_training / divisor)
         return dataclasses.replace(self, devices=self.devices // divisor, answers=answers, least_training=least)
@@ -86,7 +87,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Plan:
-    """What is decided. Engines that share the learner's devices take turns with it, with eta 0."""
+    """The decisions of a plan. Engines that share the learner's devices take turns with it, with eta 0."""
 
     engines: int
     training: int  # devices
@@ -97,7 +98,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of a simulated run, after its warm-up. Shares are of time, ages in versions of the trained tokens."""
+    """The result of a simulated run, after its warm-up. Shares are of time; ages are of trained tokens, in versions."""
 
     period_s: float  # of an update
     tokens_s: float  # generated, and all trained in time
@@ -106,20 +107,20 @@ class Outcome:
     age_mean: float
     age_p95: float
     updates: int = 0  # measured
-    trained_s: float = 0.0  # tokens a second of the updates themselves, which swings with their lengths
-    scatter: float = 0.0  # standard deviation of that over a few updates in a row, of its mean
+    trained_s: float = 0.0  # tokens a second of the updates themselves, which varies with their lengths
+    scatter: float = 0.0  # standard deviation of `trained_s` over a few updates in a row, as a share of its mean
 
 
 Simulate = Callable[[Plan], Outcome]
 
 
 def price_age(setting: Setting, tokens_s: float, age: float) -> float:
-    """Tokens a second that are worth as much at age 0: each version of mean age takes its price from what is left."""
+    """The tokens a second of equal worth at age 0: each version of mean age costs a share `age_price` of the rest."""
     return tokens_s * (1 - setting.age_price) ** age
 
 
 def worth(setting: Setting, outcome: Outcome) -> float:
-    """What a plan is compared by, where it keeps the bound on the age."""
+    """The value by which plans that keep the bound on the age are compared."""
     return price_age(setting, outcome.tokens_s, outcome.age_mean)
 
 
@@ -131,10 +132,10 @@ def fits(setting: Setting, plan: Plan) -> bool:
     return plan.engines >= 1 and plan.training >= setting.least_training and used <= setting.devices
 
 
-# A plan's period by closed forms, in milliseconds of computing: where a search starts, and how its result varies.
+# A plan's period by closed forms, computed in milliseconds: the start of a search, and the variation of its result.
 #
-# Loads as in section `closed_forms`, with what the fluid limit leaves out: the gate bounds the answers under way, a
-# group holds its place until its longest answer ends, and every version makes engines compute their caches again.
+# Loads as in closed_forms.py, with the effects that the fluid limit omits: the gate bounds the answers under way, a
+# group holds its place until its longest answer ends, and every version makes engines recompute their caches.
 
 
 _ROUNDS = 24  # of the fixed point, which halves its error in each
@@ -153,7 +154,7 @@ class Prediction:
 
 
 def train_s(setting: Setting, training: float) -> float:
-    """Seconds of an update on so many devices: passes and optimizer."""
+    """Seconds of an update on `training` devices: passes and optimizer."""
     answers = setting.answers
     learner = Roofline(setting.chip, setting.shape, setting.costs.reached, 1)
     computed_s = learner.train_s(answers.read_tokens, answers.tokens * answers.live_positions, setting.passes)
@@ -161,20 +162,20 @@ def train_s(setting: Setting, training: float) -> float:
 
 
 def publication_s(setting: Setting, training: float) -> float:
-    """Seconds until an engine has a version that so many devices send."""
+    """Seconds until an engine has a version that `training` devices send."""
     learner = Roofline(setting.chip, setting.shape)
     return learner.publication_s(setting.engine_devices, max(1, round(training))) + setting.costs.load_s
 
 
 def predict(setting: Setting, plan: Plan, slowdown: float = 1.0, engines: float = 0.0) -> Prediction:
-    """The period P of max(T, W, p): W is what engines take for an update with as many answers as the gate admits.
+    """Predicts the period P = max(T, W, p); W is the engines' time for an update with the answers that the gate admits.
 
     Of the (eta + 1) B answers that the gate admits, B are trained for T of P, B wait for p of P until the gate knows of
     their update, and 1 / M_tail of the others are live.
 
     Args:
       slowdown: of the engines, against this closed form.
-      engines: in place of the plan's, when it is no whole number; the learner has the rest.
+      engines: replaces the plan's number of engines, and may be fractional; the learner has the other devices.
     """
     answers = setting.answers
     count = engines or plan.engines
@@ -199,20 +200,20 @@ def _engine(setting: Setting) -> Roofline:
 
 
 def _generation_s(engine: Roofline, answers: Answers, live: float, engines: float) -> float:
-    """Decoding and first prefills of an update."""
+    """Seconds of decoding and first prefills for an update."""
     step_s = engine.step_s(live, live * answers.live_positions)
     prompts_s = answers.groups * engine.prefill_s(answers.prompt, answers.prompt**2 / 2)
     return (answers.tokens * step_s / live + prompts_s) / engines
 
 
 def _rebuild_s(engine: Roofline, answers: Answers, live: float) -> float:
-    """Once a version: the caches of an engine; its weights come while it decodes."""
+    """Seconds, once a version, to rebuild an engine's caches; its weights arrive while it decodes."""
     tokens = live * answers.live_positions
     return engine.prefill_s(tokens, tokens * answers.live_positions / 2)
 
 
 def list_plans(setting: Setting, slots: int, eta: int) -> Iterable[Plan]:
-    """Every split of all devices."""
+    """Yields every split of all devices."""
     most = (setting.devices - setting.least_training) // setting.engine_devices
     for engines in range(1, most + 1):
         plan = Plan(engines, setting.devices - engines * setting.engine_devices, eta, slots)
@@ -221,12 +222,12 @@ def list_plans(setting: Setting, slots: int, eta: int) -> Iterable[Plan]:
 
 
 def predict_worth(setting: Setting, plan: Plan, found: Prediction) -> float:
-    """As `plan_setting.worth`, by closed forms."""
+    """The `worth` of a plan, by closed forms."""
     return price_age(setting, setting.answers.tokens / found.period_s, found.age_mean)
 
 
 def choose_start(setting: Setting) -> Plan:
-    """The best plan by closed forms whose age keeps to the bound; of those as good the least eta, all slots."""
+    """The best plan by closed forms that keeps the bound on the age; of equally good ones, least eta and most slots."""
     bound = math.inf if setting.max_age is None else setting.max_age
     best: tuple[float, Plan] | None = None
     for slots in _halve(setting.most_slots) if setting.max_age is not None else [setting.most_slots]:
@@ -237,32 +238,32 @@ def choose_start(setting: Setting) -> Plan:
             ]
             if kept and (best is None or best[0] < (1 - _TIE) * max(kept)[0]):
                 best = max(kept)
-    assert best is not None  # engine_size.require_room has seen to it that there is a split
+    assert best is not None  # question.require_room has checked that there is a split
     return best[1]
 
 
 def _halve(slots: int) -> list[int]:
-    """256, 128, ... 16."""
+    """Lists ever smaller numbers of slots: 256, 128, ... 16."""
     return [slots, *_halve(slots // 2)] if slots > _FEWEST_SLOTS else [slots]
 
 
-TIE = 0.01  # of the worth: what a simulation does not tell apart
-_WAITING = 0.93  # a side that is busy for less waits for something
-_FAR = 0.1  # of the worth: a plan with a smaller eta that closed forms say is worse by more is not simulated
-_FAR_SPLIT = 0.25  # likewise of another split, where closed forms know less
-_STEPS = 16  # the first step is so small a part of the devices
-_NEIGHBOURS_ROUNDS = 3  # of split and eta in turns
+TIE = 0.01  # of the worth: a difference that a simulation cannot resolve
+_WAITING = 0.93  # a side that is busy for less of the time is waiting
+_FAR = 0.1  # of the worth: a smaller eta is not simulated if closed forms predict a larger loss
+_FAR_SPLIT = 0.25  # the same for another split, which closed forms predict less well
+_STEPS = 16  # the first step is 1 / _STEPS of the engines that all devices would make
+_NEIGHBOURS_ROUNDS = 3  # rounds that alternate between eta and split
 Progress = Callable[[Plan, Outcome], None]
 Predict = Callable[[Setting, Plan, float], Prediction]
 
 
 class Search:
-    """Simulates each plan once, at most so many of them.
+    """Simulates each plan at most once, and at most `most` plans.
 
     Args:
       setting: at the scale of the simulations.
-      predict: closed forms of a plan that decide what is worth a simulation.
-      most: simulations; the search takes the best of those that it has when they are used up.
+      predict: closed forms of a plan, which decide whether it is worth a simulation.
+      most: simulations; when they are used up, the search takes the best plan so far.
     """
 
     def __init__(
@@ -277,7 +278,7 @@ class Search:
         self._simulate, self._most, self._note, self._predict = simulate, most, note, predict
 
     def run(self, start: Plan) -> Plan:
-        """The best plan that engines of their own decode for."""
+        """Finds the best plan whose engines have separate devices."""
         best = self._settle_age(self._climb(self._move_by_prediction(start)))
         for _ in range(_NEIGHBOURS_ROUNDS):
             moved = self._climb_eta(best)
@@ -287,7 +288,7 @@ class Search:
         return self._spare_devices(self._lower_to_least_eta(self.best))
 
     def ask(self, plan: Plan) -> Outcome | None:
-        """Its outcome, None where the simulations are used up."""
+        """Returns the outcome of a plan; None if the simulations are used up."""
         if plan not in self.tried:
             if len(self.tried) >= self._most:
                 return None
@@ -298,7 +299,7 @@ class Search:
 
     @property
     def best(self) -> Plan:
-        """Of the plans that were simulated."""
+        """The best of the plans that were simulated."""
         return max(self.tried, key=self._value)
 
     def keeps_age(self, plan: Plan) -> bool:
@@ -306,13 +307,13 @@ class Search:
         return bound is None or self.tried[plan].age_mean <= bound
 
     def _value(self, plan: Plan) -> tuple[float, float]:
-        """Larger is better: (how far above the bound, worth)."""
+        """Larger is better: (0, or minus the excess of the age over the bound; worth)."""
         outcome = self.tried[plan]
         bound = math.inf if self.setting.max_age is None else self.setting.max_age
         return min(0.0, bound - outcome.age_mean), worth(self.setting, outcome)
 
     def _is_as_good(self, plan: Plan) -> bool:
-        """As the best of those that are known, however small the steps were that led away from it."""
+        """Whether a plan is within TIE of the best plan so far, so that small losses cannot add up over many steps."""
         over, found = self._value(plan)
         best_over, best = max(map(self._value, self.tried))
         return over >= best_over and found >= (1 - TIE) * best
@@ -323,13 +324,13 @@ class Search:
     # The split.
 
     def _split(self, plan: Plan, engines: int) -> Plan:
-        """The plan with so many engines, and all other devices in the learner."""
+        """The plan with `engines` engines, and all other devices in the learner."""
         return dataclasses.replace(
             plan, engines=engines, training=self.setting.devices - engines * self.setting.engine_devices
         )
 
     def _move_by_prediction(self, plan: Plan) -> Plan:
-        """Simulates; where engines limit, moves to where closed forms with this slowdown say, and simulates that."""
+        """Simulates a plan; if engines limit it, simulates the split that closed forms prefer with that slowdown."""
         for _ in range(2):
             outcome = self.ask(plan)
             if outcome is None or outcome.learner_busy > _WAITING:
@@ -345,7 +346,7 @@ class Search:
         return self.best
 
     def _climb(self, best: Plan) -> Plan:
-        """To a split that has no better neighbour, in steps that become smaller."""
+        """Moves to a split that has no better neighbour, in ever smaller steps."""
         if self.ask(best) is None:
             return self.best
         step = max(1, self.setting.devices // self.setting.engine_devices // _STEPS)
@@ -357,11 +358,11 @@ class Search:
         return best
 
     def _move(self, best: Plan, around: Sequence[Plan], is_worth_it: Callable[[Plan, Plan], bool]) -> Plan:
-        """The best of a plan and those around it that are worth a simulation."""
+        """Returns the best of a plan and of its neighbours that are worth a simulation."""
         return max([best, *(plan for plan in around if is_worth_it(plan, best) and self.ask(plan))], key=self._value)
 
     def _is_worth_it(self, plan: Plan, best: Plan) -> bool:
-        """Whether a split may be better: its learner alone does not take longer, and closed forms are not far off."""
+        """Whether a split may be better: its learner is faster than the best period, and its prediction is near."""
         if not fits(self.setting, plan):
             return False
         outcome = self.tried[best]
@@ -372,7 +373,7 @@ class Search:
     # eta, slots, and devices left over.
 
     def _settle_age(self, best: Plan) -> Plan:
-        """Within the bound on the age, if there is a plan that keeps it: with a smaller eta, or with fewer slots."""
+        """Moves to a plan that keeps the bound on the age, if there is one: with a smaller eta, or with fewer slots."""
         bound = self.setting.max_age
         if bound is None:
             return best
@@ -394,7 +395,7 @@ class Search:
         return dataclasses.replace(plan, slots=slots) if slots >= 1 else None
 
     def _climb_eta(self, best: Plan) -> Plan:
-        """To an eta that has no better neighbour: steps from half of it to an eighth, within which little changes."""
+        """Moves to an eta without a better neighbour, in steps from half of eta to an eighth; less changes little."""
         step = max(1, best.eta // 2)
         while step >= max(1, best.eta // 8):
             etas = {min(self.setting.most_eta, best.eta + step), max(0, best.eta - step)} - {best.eta}
@@ -405,7 +406,7 @@ class Search:
         return best
 
     def _at_eta(self, plan: Plan, eta: int) -> Plan:
-        """With another eta, and with as many engines more or fewer as closed forms have then."""
+        """The plan with another eta, and with the change in the number of engines that closed forms predict."""
         slots = plan.slots
         now, then = (
             max(list_plans(self.setting, slots, one), key=self._predict_worth).engines for one in (plan.eta, eta)
@@ -414,13 +415,13 @@ class Search:
         return moved if fits(self.setting, moved) else dataclasses.replace(plan, eta=eta)
 
     def _may_be_better(self, plan: Plan, best: Plan) -> bool:
-        """Whether another eta is not clearly worse by closed forms, which are flatter in it than simulations."""
+        """Whether another eta is not clearly worse by closed forms, which vary less with eta than simulations."""
         if self.setting.max_age is not None and plan.eta > best.eta:
             return False
         return self._predict_worth(plan) > (1 - TIE) * self._predict_worth(best)
 
     def _lower_to_least_eta(self, best: Plan) -> Plan:
-        """The least that is as good."""
+        """Finds the least eta that is as good."""
         low, high = -1, best.eta  # as good with `high`, worse with `low`
         least = (1 - _FAR) * self._predict_worth(best)
         while high - low > 1:
@@ -432,7 +433,7 @@ class Search:
         return best
 
     def _spare_devices(self, best: Plan) -> Plan:
-        """With the fewest devices that are as good: a learner that waits can be smaller."""
+        """Takes as few devices as are as good: a learner that waits can be smaller."""
         outcome = self.tried[best]
         training = max(self.setting.least_training, math.ceil(best.training * outcome.learner_busy / 0.98))
         smaller = dataclasses.replace(best, training=training)
@@ -442,10 +443,10 @@ class Search:
 
 
 def refine(setting: Setting, small: Setting, plan: Plan, outcome: Outcome) -> Plan:
-    """The plan at full size: as many times larger, with the split of whole devices at which both sides keep pace.
+    """Scales a plan to full size, with the split into whole devices at which both sides keep pace.
 
-    Engines are taken to be as much slower than closed forms as they were in the simulation of `small`. With a bound on
-    the age the split stays, since another one has other ages.
+    Engines are assumed to be slower than closed forms by the same factor as in the simulation of `small`. With a bound
+    on the age the split stays, since another split has other ages.
     """
     scale = setting.devices / small.devices
     if scale == 1:

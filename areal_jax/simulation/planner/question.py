@@ -1,4 +1,4 @@
-"""From what a user asks a plan for to a `Setting`; pure, but for the log of a run, which app/ reads."""
+"""Turns a user's request for a plan into a `Setting`. Pure: app/ reads the log of a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from areal_jax.simulation.lengths import parse_lengths
 from areal_jax.simulation.planner.neighbours import MOST_ETA, Answers, Setting
 from areal_jax.simulation.prices import MEMORY_SHARE, WEIGHT_BYTES, Chip, ModelShape, Roofline, find_chip
 
-WEIGHTS_SHARE = 0.25  # of an engine's memory at most for its weights: an assumption, as the next
+WEIGHTS_SHARE = 0.25  # of an engine's memory at most for its weights: an assumption, like MOST_SLOTS
 MOST_SLOTS = 256
-_FILLED = 0.9  # of the cache by answers of average length: where they fill all of it, long ones are preempted
+_FILLED = 0.9  # of the cache by answers of average length: if they filled all of it, long answers would be preempted
 STATE_BYTES = 16  # of a parameter that is trained with Adam: float32 weight and two moments, 16-bit weight and gradient
-STATE_SHARE = 0.5  # of the memory at most for them: the rest is for activations
+STATE_SHARE = 0.5  # of the memory at most for this state: the rest is for activations
 _LARGEST = 64  # devices of one engine
 
 
 def find_engine_devices(chip: Chip, shape: ModelShape, context: int) -> int:
-    """The least power of two whose weights take a quarter of the memory and beside which one sequence fits.
+    """The least power of two of devices whose memory is at most a quarter weights, and has room for one sequence.
 
-    Raises ConfigError, with both numbers, where no engine is large enough.
+    Raises ConfigError, with both numbers, if no engine is large enough.
     """
     devices = 1
     while devices <= _LARGEST:
@@ -41,18 +41,18 @@ def find_engine_devices(chip: Chip, shape: ModelShape, context: int) -> int:
 
 
 def count_slots(chip: Chip, shape: ModelShape, devices: int, live_positions: float) -> int:
-    """Answers of average length that take nine tenths of the cache, at most MOST_SLOTS."""
+    """The number of answers of average length that fill nine tenths of the cache, at most MOST_SLOTS."""
     cache = _FILLED * Roofline(chip, shape, devices=devices).cache_tokens()
     return max(1, min(MOST_SLOTS, int(cache / live_positions)))
 
 
 def count_training(chip: Chip, shape: ModelShape) -> int:
-    """Devices of the learner at least."""
+    """The least number of devices that hold the learner's state."""
     return math.ceil(STATE_BYTES * shape.parameters / (STATE_SHARE * chip.memory_bytes))
 
 
 def require_room(devices: int, chip: Chip, shape: ModelShape, engine_devices: int) -> None:
-    """Raises ConfigError where the devices do not hold one engine and a learner: both numbers."""
+    """Raises ConfigError, with both numbers, if the devices do not hold one engine and a learner."""
     training = count_training(chip, shape)
     if devices < (needed := engine_devices + training):
         memory = MEMORY_SHARE * chip.memory_bytes * engine_devices
@@ -64,14 +64,17 @@ def require_room(devices: int, chip: Chip, shape: ModelShape, engine_devices: in
 
 
 MEAN_PROMPT = 512  # tokens: half of the limit of arXiv 2505.24298
-LIMIT_MEANS = 3.072  # rollout.max_new_tokens in mean lengths: 27,648 of 9,000, as there
-_PIECE = 1024  # tokens to which a limit is rounded up
-_PROMPTS = 2  # limits of a prompt, in its mean
+LIMIT_MEANS = 3.072  # rollout.max_new_tokens in mean lengths: 27,648 / 9,000, as in that paper
+_PIECE = 1024  # a limit is rounded up to a multiple of this
+_PROMPTS = 2  # limit of a prompt, in mean lengths
 _CLUSTER = re.compile(r'\s*(\d+)\s*x\s*(.+?)\s*')
 
 
 def parse_cluster(text: str) -> tuple[int, Chip]:
-    """'64 x H800' -> (64, the chip). Raises ConfigError for another form, no device, two kinds, or an unknown chip."""
+    """Parses '64 x H800' into (64, the chip).
+
+    Raises ConfigError for another form, fewer than two devices, several kinds, or an unknown chip.
+    """
     match = _CLUSTER.fullmatch(text)
     if match is None:
         raise ConfigError(f"--cluster={text!r} is not of the form '64 x H800'")
@@ -86,12 +89,12 @@ def parse_cluster(text: str) -> tuple[int, Chip]:
 
 
 def describe_lengths(text: str, count: int, group_size: int, limit: int = 0, prompt: int = MEAN_PROMPT) -> Answers:
-    """Answers whose lengths are a distribution.
+    """Describes answers whose lengths have a distribution.
 
     Args:
       limit: rollout.max_new_tokens; 0 = LIMIT_MEANS mean lengths.
 
-    Raises ConfigError for a text that is none, one that drifts, or one of several phases.
+    Raises ConfigError for a text that is no distribution, that drifts, or that has several phases.
     """
     require_batch(count, group_size)
     if '->' in text or ';' in text:
@@ -107,7 +110,7 @@ def describe_lengths(text: str, count: int, group_size: int, limit: int = 0, pro
 def describe_log(
     text: str, groups: Sequence[Sequence[tuple[int, float]]], count: int, limit: int, prompt: int = MEAN_PROMPT
 ) -> Answers:
-    """Answers of a run; its groups as of drawn_answers.read_groups, `text` as of simulation.answers."""
+    """Describes the answers of a run; `groups` as from drawn_answers.read_groups, `text` as in simulation.answers."""
     size = len(groups[0])
     require_batch(count, size)
     moments = logged_moments(groups, limit)
@@ -116,7 +119,7 @@ def describe_log(
 
 
 def logged_moments(groups: Sequence[Sequence[tuple[int, float]]], limit: int) -> GroupMoments:
-    """Moments of the answers of a run, as they would be cut off at the limit."""
+    """Moments of the answers of a run, after a cut at the limit."""
     rows = [np.minimum([float(length) for length, _ in group], limit) for group in groups]
     every = np.concatenate(rows)
     longest = np.array([row.max() for row in rows])
@@ -125,7 +128,7 @@ def logged_moments(groups: Sequence[Sequence[tuple[int, float]]], limit: int) ->
 
 
 def require_batch(count: int, group_size: int) -> None:
-    """Raises ConfigError for a batch that is not one of whole groups."""
+    """Raises ConfigError for a batch that does not consist of whole groups."""
     if group_size < 1 or count < group_size:
         raise ConfigError(f'--answers={count} --group_size={group_size}: a batch has one group at least')
     if count % group_size:
@@ -139,7 +142,7 @@ def make_setting(
     devices: int, chip: Chip, shape: ModelShape, answers: Answers, max_age: float | None = None,
     most_eta: int = MOST_ETA, age_price: float = 0.0,
 ) -> Setting:  # fmt: skip
-    """Raises ConfigError where the devices do not hold engine and learner, and for a bound or a price that is none."""
+    """Makes the setting; raises ConfigError for too few devices, and for an invalid bound or price."""
     if max_age is not None and not max_age >= 0:
         raise ConfigError(f'--max_age={max_age:g} must be at least 0')
     if most_eta < 0:
@@ -164,6 +167,6 @@ def _describe(
 
 
 def _round_up(tokens: float) -> int:
-    """Small lengths to a sixteenth of a piece."""
+    """Rounds up to a multiple of _PIECE, or of a sixteenth of it if `tokens` are at most _PIECE."""
     piece = _PIECE if tokens > _PIECE else _PIECE // 16
     return math.ceil(tokens / piece) * piece

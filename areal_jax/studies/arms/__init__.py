@@ -1,13 +1,13 @@
 """Many runs as one program: arms of a study in lock-step on token reversal, trained together as one vmap.
 
-    arm.py                a config with a name; what arms of one program may differ in
-    setting.py            what they share, and the constants that each has of its own
+    arm.py                a config with a name; the fields in which arms of one program may differ
+    setting.py            the settings that all arms share, and the constants of each arm
     problems.py           the prompts of every update, from the task's stream
     answer_generation.py  answers to the prompts of a batch; frictions: which answers and rewards are disturbed, and how
     arm_update.py         a batch becomes log-probs, rewards, advantages, minibatches and optimizer steps
     arm_training.py       from configs to results: updates in a loop on the device, arms side by side, and their metrics
 
-Shapes, in addition to those in areal_jax/__init__.py: U updates of a run, C updates of a call of the program; for the
-answers: B groups, G answers of a group, P tokens of a prompt, A tokens of an answer. All of them are the same for every
-answer.
+Shapes, in addition to the shapes in areal_jax/__init__.py: U updates of a run, C updates of a call of the program; for
+the answers: B groups, G answers of a group, P tokens of a prompt, A tokens of an answer. They are equal for all
+answers.
 """

@@ -1,7 +1,7 @@
-"""Answers to the prompts of a batch under given weights: all have A tokens, and the noise of a single run.
+"""Generates answers to the prompts of a batch: all have A tokens, drawn with the noise of a single run.
 
 A prompt is read once for all answers of its group. Shapes: B, G, P, A as in __init__.py; C = A - 1 tokens of an answer
-are read again; N = B * G answers; T = P + G * C places that an answer can see.
+are read again; N = B * G answers; T = P + G * C places in the cache of a group.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class _Cache(NamedTuple):
     answers: jax.Array  # [B, G, C, K, D]
 
     def write(self, new: jax.Array, number: jax.Array) -> _Cache:
-        """With [N, K, D] of token `number` of every answer."""
+        """Returns the cache with `new` [N, K, D] written at token `number` of every answer."""
         rows = new.reshape(*self.answers.shape[:2], *new.shape[1:])
         return self._replace(answers=jax.lax.dynamic_update_index_in_dim(self.answers, rows, number, 2))
 
     def whole(self) -> jax.Array:
-        """[B, T, K, D]."""
+        """The keys or values of prompts and answers, [B, T, K, D]."""
         flat = self.answers.reshape(len(self.answers), -1, *self.answers.shape[3:])
         return jnp.concatenate([self.prompts, flat], axis=1)
 
@@ -56,7 +56,7 @@ def generate(
     draws: jax.Array,
     scale: jax.Array | None = None,
 ) -> Answers:
-    """Answers to prompts int32 [B, P] with the draw numbers int32 [B].
+    """Generates answers to prompts int32 [B, P] with the draw numbers int32 [B].
 
     `scale`: float32 [B, G], SamplingParams.logit_scale of each answer; None = 1.
     """
@@ -91,20 +91,20 @@ def generate(
 
 
 def _request_keys(seed: jax.Array, draws: jax.Array, size: int) -> jax.Array:
-    """uint32 [N, 2]."""
+    """The noise keys of all answers, uint32 [N, 2]."""
     samples = jnp.tile(jnp.arange(size, dtype=jnp.uint32), len(draws))
     n = len(draws) * size
     return sampling.request_keys(jnp.broadcast_to(seed, (n, 2)), jnp.repeat(draws, size).astype(jnp.uint32), samples)
 
 
 def _shape(tokens: jax.Array, logprobs: jax.Array, groups: int) -> Answers:
-    """From [A, N]."""
+    """Makes answers from arrays [A, N]."""
     shaped = lambda x: x.T.reshape(groups, -1, len(x))
     return Answers(shaped(tokens), shaped(logprobs))
 
 
 def _prefill(setting: Setting, groups: int, length: int) -> Attend:
-    """Attention inside prompts, which fills an empty cache."""
+    """Attention within prompts, which fills an empty cache."""
     room = (groups, setting.group_size, setting.answer_tokens - 1)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, entry: Tree, window: int | None) -> tuple[jax.Array, Tree]:
@@ -136,7 +136,7 @@ def _decode(groups: int, number: jax.Array) -> Attend:
 
 
 def _own_places(size: int, prompt: int, steps: int) -> np.ndarray:
-    """bool [G, T]: the prompt and the answer's own tokens."""
+    """bool [G, T]: whether a place is in the prompt or in the answer itself."""
     owner = np.concatenate([np.full(prompt, -1), np.repeat(np.arange(size), steps)])
     return (owner == -1) | (owner == np.arange(size)[:, None])
 
@@ -146,16 +146,16 @@ def _step_of(size: int, prompt: int, steps: int) -> np.ndarray:
     return np.concatenate([np.full(prompt, -1), np.tile(np.arange(steps), size)])
 
 
-# The frictions of arms as arrays: the very ones of single runs with these configs (areal_jax/control/frictions.py).
+# The frictions of arms as arrays, equal to the frictions of single runs with these configs (control/frictions.py).
 #
 # Shapes: U, B, G, A as in __init__.py.
 
 
 class Faults(NamedTuple):
-    """Of one arm, or of all arms with a leading axis. What no arm of a program has is None."""
+    """The frictions of one arm, or of all arms with a leading axis; None for a friction that no arm has."""
 
     hit: Array  # bool [U, B, G]: answers with the friction of the actor
-    replaced: Array  # bool [U, B, G]: of these, the constant ones
+    replaced: Array  # bool [U, B, G]: of these, the constant answers
     token: Array  # int32, of a constant answer
     noise: Array | None  # float32 [U, B, G, A], nats
     scale: Array | None  # float32 [U, B, G], of the logits that tokens are drawn from
@@ -167,7 +167,7 @@ class Faults(NamedTuple):
 def draw_faults(
     arms: Sequence[Frictions | None], prompts: Sequence[np.ndarray], group_size: int, answer_tokens: int
 ) -> list[Faults] | None:
-    """For each arm, whose prompts are int32 [U, B, P]; None where no arm has a friction."""
+    """Draws the faults of each arm, for its prompts int32 [U, B, P]; None if no arm has a friction."""
     if not any(arms):
         return None
     on = [arm for arm in arms if arm is not None and arm.actor_share]
@@ -199,7 +199,7 @@ def _draw(frictions: Frictions, prompts: np.ndarray, shape: tuple[int, int], *, 
 
 
 def _noise(frictions: Frictions, hit: np.ndarray, shape: tuple[int, int]) -> Iterator[np.ndarray]:
-    """float32 [G, A] of each group; `hit` is bool [U * B, G]."""
+    """Yields the noise of each group, float32 [G, A]; `hit` is bool [U * B, G]."""
     for draw, of_group in enumerate(hit):
         noise = np.zeros(shape, np.float32)
         for sample in np.flatnonzero(of_group) if frictions.actor == LOGPROBS else ():
@@ -208,7 +208,7 @@ def _noise(frictions: Frictions, hit: np.ndarray, shape: tuple[int, int]) -> Ite
 
 
 def take(faults: Faults | None, update: jax.Array) -> Faults | None:
-    """Those of one update of one arm, leaves [B, ...]."""
+    """Takes the faults of one update of one arm, leaves [B, ...]."""
     if faults is None:
         return None
     rest = {name: value for name, value in faults._asdict().items() if name != 'token' and value is not None}
@@ -216,7 +216,7 @@ def take(faults: Faults | None, update: jax.Array) -> Faults | None:
 
 
 def disturb_answers(faults: Faults | None, answers: Answers) -> Answers:
-    """As frictions.disturb_answer: tokens and log-probs [B, G, A] as the actor reports them."""
+    """Disturbs tokens and log-probs [B, G, A] as frictions.disturb_answer does: as the actor reports them."""
     if faults is None:
         return answers
     tokens, logprobs, replaced = *answers, jnp.asarray(faults.replaced)[..., None]
@@ -227,7 +227,7 @@ def disturb_answers(faults: Faults | None, answers: Answers) -> Answers:
 
 
 def disturb_right(faults: Faults | None, right: jax.Array) -> jax.Array:
-    """As frictions.disturb_rewards, in right symbols [B, G]: float32 with frictions, else as they are."""
+    """Disturbs right symbols [B, G] as frictions.disturb_rewards does: float32 with frictions, else unchanged."""
     if faults is None:
         return right
     paid = jnp.where(faults.pays[:, None], right, 0).astype(jnp.float32)
@@ -236,7 +236,7 @@ def disturb_right(faults: Faults | None, right: jax.Array) -> jax.Array:
 
 
 def count_faults(faults: Faults | None, right: jax.Array) -> dict[str, jax.Array]:
-    """What arm_training.py makes the metrics of frictions from, of a batch with so many right symbols before them."""
+    """Counts for the friction metrics of arm_training.py; `right` has the right symbols before the frictions."""
     if faults is None:
         return {}
     size = right.shape[1]

@@ -1,4 +1,4 @@
-"""Arms: what arms of one program may differ in, and the sentence for an arm that cannot join it."""
+"""Arms: the fields in which arms of one program may differ, and the errors for arms that cannot join it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_jax.plugins import is_own
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """The config of one run, as main_train takes it."""
+    """The name and the config of one run; main_train takes the same config."""
 
     name: str
     config: config_dict.ConfigDict
@@ -31,8 +31,8 @@ VARIES = (
     *('loss.denominator', 'learner.filter_equal_rewards'),
     *('friction.actor', 'friction.actor_share', 'friction.actor_token', 'friction.actor_nats'),
     *('friction.actor_temperature', 'friction.reward_share', 'friction.unrewarded_share'),
-)  # an array over the arms each
-# how a single run is computed, shown and saved; weights differ by rounding at most
+)  # each becomes an array over the arms
+# how a single run is computed, shown and saved; these fields change the weights by rounding at most
 _IDLE = (
     *('run.clock', 'run.stall_timeout_s', 'run.compilation_', 'run.export', 'task.verifier', 'task.max_failed_groups'),
     *('rollout.slots', 'rollout.decode_steps', 'rollout.context_tokens', 'rollout.block_tokens'),
@@ -63,21 +63,21 @@ _ONLY: Mapping[str, Value] = {
     'loss.reward_bias': 0.0,
     'loss.reward_scale': 1.0,
     'loss.reward_clip': None,
-}  # what the program can compute; other values need a run of their own
-# choices that need a pass of their own, or what only a host has
+}  # the values that the program can compute; other values need a separate run
+# choices that need a separate pass, or data that only the host has
 _REFUSED: Mapping[str, tuple[Value, ...]] = {
     'delight_gate': ('bernoulli',),
     'aggregation': ('token_sum',),
 }
 ADVANTAGES = (
     *('group', 'group_mean', 'rloo', 'reward', 'max_rl', 'length_baseline', 'optimal_value', 'optimal_baseline'),
-)  # those that arm_update.py computes
+)  # the advantages that arm_update.py computes
 _OFF = ('kl_coefficient', 'overlong_tokens', 'entropy_clamp')
 _ALONE = 'train it by itself, with main_train'
 
 
 def require_one_program(arms: Sequence[Arm]) -> None:
-    """Raises ConfigError, naming arm, field and values, where the arms cannot be trained by one program."""
+    """Raises ConfigError, naming arm, field and values, if one program cannot train the arms."""
     if not arms:
         raise ConfigError('there is no arm to train; give at least one')
     names = [arm.name for arm in arms]
@@ -96,7 +96,7 @@ def require_one_program(arms: Sequence[Arm]) -> None:
 
 
 def require_trainable(arm: Arm) -> None:
-    """Raises ConfigError for a config that is not valid, or that asks for what no program of arms computes."""
+    """Raises ConfigError for a config that is invalid, or that no program of arms can compute."""
     try:
         validate(arm.config)
     except ConfigError as error:
@@ -137,7 +137,7 @@ def require_trainable(arm: Arm) -> None:
 
 
 def partition(arms: Sequence[Arm]) -> list[list[Arm]]:
-    """The fewest lists of arms that one program can train each, in the order of their first arms.
+    """Splits arms into the fewest lists such that one program can train each, in the order of their first arms.
 
     Raises ConfigError for an arm that no program can train.
     """

@@ -1,4 +1,4 @@
-"""From the configs of arms to the metrics and weights of each: `train_arms(arms)`.
+"""Trains arms from their configs to their metrics and weights: `train_arms(arms)`.
 
 Draws weights and prompts as single runs with these configs would, compiles one program, and runs it to the last update.
 """
@@ -37,20 +37,20 @@ from areal_jax.telemetry import names
 from areal_jax.telemetry.metrics import FILE, Line, MetricsWriter, Value, merge
 from areal_jax.types import Tree
 
-_Sums = Mapping[str, float]  # of one update, see update.Sums
+_Sums = Mapping[str, float]  # of one update, see arm_update.Sums
 
 
 def make_lines(
     setting: Setting, schedule: Schedule, sums: Mapping[str, np.ndarray], versions: np.ndarray
 ) -> list[Line]:
-    """The metrics of updates that start from `versions` [n], from their sums [n]."""
+    """Makes the metrics of updates that start from `versions` [n], from their sums [n]."""
     one = lambda index: {name: float(values[index]) for name, values in sums.items()}
     age = lambda version: min(version, schedule.delay(version))
     return [make_line(setting, age(int(version)), one(index)) for index, version in enumerate(versions)]
 
 
 def make_line(setting: Setting, age: int, sums: _Sums) -> Line:
-    """Of an update on a batch of one age."""
+    """Makes the metrics of an update on a batch of one age."""
     return merge(
         data=_data_metrics(setting, sums),
         ages=_age_metrics(setting, age, sums),
@@ -64,7 +64,7 @@ def make_line(setting: Setting, age: int, sums: _Sums) -> Line:
 def open_writer(workdir: pathlib.Path, arm: Arm) -> MetricsWriter:
     """Makes the directory of an arm with its config.json, and returns the writer of its metrics.jsonl.
 
-    Raises ConfigError where the directory holds metrics already.
+    Raises ConfigError if the directory holds metrics already.
     """
     if (workdir / FILE).exists():
         raise ConfigError(f'{workdir} holds a run already: give another --workdir, or remove it')
@@ -74,7 +74,7 @@ def open_writer(workdir: pathlib.Path, arm: Arm) -> MetricsWriter:
 
 
 def _data_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
-    """As diagnostics.data_metrics; a reward is right symbols / (A + 1)."""
+    """The metrics of diagnostics.data_metrics; a reward is right symbols / (A + 1)."""
     count, unit = setting.groups * setting.group_size, setting.answer_tokens + 1
     mean = sums['right'] / count
     spread = max(sums['right_squares'] / count - mean**2, 0.0) ** 0.5
@@ -92,7 +92,7 @@ def _data_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
 
 
 def _age_metrics(setting: Setting, age: int, sums: _Sums) -> dict[str, Value]:
-    """As diagnostics.age_metrics: all tokens of a batch have one age."""
+    """The metrics of diagnostics.age_metrics; all tokens of a batch have one age."""
     trained = _trained_tokens(setting, sums)
     metrics: dict[str, Value] = {
         names.UPDATE_TOKENS: trained,
@@ -115,7 +115,7 @@ def _trained_tokens(setting: Setting, sums: _Sums) -> float:
 
 
 def _step_metrics(sums: _Sums) -> dict[str, Value]:
-    """As update.train: of the optimizer steps that were made."""
+    """The metrics of the optimizer steps that were made, as in a single run."""
     made, skipped = sums['steps'], sums['skip_count']
     loss: dict[str, Value] = {}
     if made:
@@ -128,7 +128,7 @@ def _step_metrics(sums: _Sums) -> dict[str, Value]:
 
 
 def _friction_metrics(setting: Setting, sums: _Sums) -> dict[str, Value]:
-    """As control/frictions.py counts; nothing in a program without frictions."""
+    """The counts of control/frictions.py; empty in a program without frictions."""
     counted = (names.FRICTION_ACTOR, names.FRICTION_REWARD, names.FRICTION_UNREWARDED)
     if 'friction_actor' not in sums:
         return {}
@@ -152,15 +152,15 @@ def _mismatch_metrics(sums: _Sums) -> dict[str, Value]:
 
 # The program of arms: updates in a loop on the device, arms side by side in blocks.
 #
-# A schedule fixed(k) has the batch of update v generated with version max(0, v - k). So an arm generates the batch of
+# With the schedule fixed(k), version max(0, v - k) generates the batch of update v. So an arm generates the batch of
 # update v + k as soon as it has version v, and keeps k + 1 batches until their turn instead of k + 1 versions of the
 # weights: the tokens and the noise are the same, and a batch is a small part of the weights. Its first k batches are
 # generated before its first update. Steps of the loop are therefore numbered from -K, the longest delay of the
-# program. A schedule every(L) has batches of all ages below L: such an arm keeps the weights of the last version that
-# L divides, which generate, and no batch waits.
+# program. With a schedule every(L), batches have all ages below L: the arm keeps the weights of the last version that
+# is a multiple of L, generates with them, and no batch waits.
 
 
-MOST_SIDE_BY_SIDE = 4  # arms in one vmap: what they compute between two products stays in a CPU's cache
+MOST_SIDE_BY_SIDE = 4  # arms in one vmap: results between two matrix products then stay in a CPU's cache
 
 
 class State(NamedTuple):
@@ -169,11 +169,11 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     waiting: Answers  # leaves [K + 1, B, G, A]; the batch of update v is at v mod (K + 1)
-    held: Tree  # the weights that generate, where an arm holds a version; else None
+    held: Tree  # the weights that generate, if an arm holds a version; else None
 
 
 class Steps(NamedTuple):
-    """What the steps of a call do, the same for all arms."""
+    """The actions of the steps of a call, equal for all arms."""
 
     number: Array  # int32 [C], the update, or from -K to -1 before the first
     generates: Array  # bool [C]
@@ -181,7 +181,7 @@ class Steps(NamedTuple):
 
 
 def plan(setting: Setting, per_call: int) -> list[Steps]:
-    """The steps of every call: all have the same number, the last is filled up with steps that do nothing."""
+    """The steps of every call. All calls have equally many; the last is filled up with steps that do nothing."""
     first, end = -setting.longest_delay, setting.updates
     number = np.arange(first, first + -(-(end - first) // per_call) * per_call, dtype=np.int32)
     generates = number < end - setting.shortest_delay
@@ -191,7 +191,7 @@ def plan(setting: Setting, per_call: int) -> list[Steps]:
 
 
 def initial_state(setting: Setting, params: Tree) -> State:
-    """Of one arm, with nothing generated yet."""
+    """The initial state of one arm, without generated batches."""
     shape = (setting.ring, setting.groups, setting.group_size, setting.answer_tokens)
     waiting = Answers(jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
     # a copy: the program donates both
@@ -202,12 +202,12 @@ def initial_state(setting: Setting, params: Tree) -> State:
 def advance(
     setting: Setting, steps: Steps, constants: Constants, problems: Problems, state: State
 ) -> tuple[State, Sums]:
-    """One arm through the steps; the sums have a leading axis C, and are 0 where a step does not train."""
+    """Takes one arm through the steps; the sums have a leading axis C, and are 0 in steps that do not train."""
     return jax.lax.scan(functools.partial(_advance_once, setting, constants, problems), state, steps)
 
 
 def make_program(setting: Setting, arms: int) -> jax.stages.Wrapped:
-    """`advance` of so many arms, (steps, constants, problems, state) -> (state, sums); it donates the state."""
+    """Makes `advance` of `arms` arms, (steps, constants, problems, state) -> (state, sums); it donates the state."""
     blocks = -(-arms // MOST_SIDE_BY_SIDE)
     index = np.minimum(np.arange(blocks * -(-arms // blocks)), arms - 1)  # the last block is filled with the last arm
 
@@ -240,13 +240,13 @@ def _advance_once(
         _, sums = jax.eval_shape(train, state)
         return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
 
-    # conditions that all arms share, so that what is not due is not computed under a vmap either
+    # all arms share these conditions, so even under a vmap the branch that is not due is not computed
     state = jax.lax.cond(now.generates, fill, lambda state: state, state)
     return jax.lax.cond(now.trains, train, rest, state)
 
 
 def _generate(setting: Setting, constants: Constants, problems: Problems, state: State, number: jax.Array) -> Answers:
-    """The waiting batches with the one that is due; an arm for which none is due keeps them as they are."""
+    """Generates the batch that is due and adds it to the waiting ones; without a due batch they do not change."""
     before_first = number < 0
     batch = jnp.where(before_first, number + setting.longest_delay, number + constants.delay)
     due = batch < jnp.where(before_first, constants.delay, setting.updates)
@@ -276,7 +276,7 @@ UPDATES_PER_CALL = 20
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """What one arm came to."""
+    """The result of one arm."""
 
     arm: Arm
     lines: Sequence[Line]  # the metrics of every update, as in metrics.jsonl
@@ -284,7 +284,7 @@ class ArmResult:
 
     @property
     def weights_sha256(self) -> str:
-        """As in the report of a run."""
+        """The hash of the weights, as in the report of a run."""
         return weights_sha256(self.params)
 
 
@@ -317,12 +317,12 @@ class ArmsProgram:
         return not self.finished and bool(self.calls[self._next_call].trains.all())
 
     def compile(self) -> None:
-        """Compiles the program; the first `advance` does where this was not called."""
+        """Compiles the program; else the first `advance` does."""
         program = make_program(self.setting, len(self.arms))
         self.compiled = program.lower(self.calls[0], *self.fixed, self.state).compile()
 
     def advance(self) -> list[list[Line]]:
-        """The next call of the program; returns the metrics of the updates that it made, of each arm."""
+        """Runs the next call of the program; returns, for each arm, the metrics of the updates made."""
         if self.compiled is None:
             self.compile()
         assert self.compiled is not None
@@ -335,7 +335,7 @@ class ArmsProgram:
         return [make_lines(self.setting, s, of_arm(index), numbers) for index, s in enumerate(self._schedules) if s]
 
     def params(self, index: int) -> Tree:
-        """The weights of one arm, numpy."""
+        """The weights of one arm, as numpy arrays."""
         return jax.tree.map(lambda leaf: np.asarray(leaf[index]), self.state.params)
 
 
@@ -352,9 +352,9 @@ def train_arms(
       workdir: gets a directory for each arm, by its name, with config.json and metrics.jsonl; None = nothing is
         written.
       updates_per_call: updates between two times at which metrics are read and written.
-      announce: called with the number of updates done, and of all.
+      announce: called with the number of updates done, and with their total.
 
-    Raises ConfigError, naming arm and field, for arms that one program cannot train, and where the directory of an arm
+    Raises ConfigError, naming arm and field, for arms that one program cannot train, and if the directory of an arm
     holds metrics already.
     """
     program = ArmsProgram(arms, updates_per_call)
@@ -374,7 +374,7 @@ def train_arms(
 
 
 def _prepare(arms: Sequence[Arm]) -> tuple[Tree, Problems]:
-    """The initial weights and the problems of all arms, stacked; arms with one seed share what it draws."""
+    """The initial weights and the problems of all arms, stacked; arms with one seed share its draws."""
     weights: dict[tuple[int, float, float], Tree] = {}
     model_sizes: dict[tuple[int, float, float], int] = {}  # tokens of the vocabulary
     problems: dict[int, Problems] = {}
@@ -403,5 +403,5 @@ def _with_faults(
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
-    """Arrays of all arms, on the device."""
+    """Stacks the arrays of all arms, on the device."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,6 +1,7 @@
 """One update of one arm: a batch becomes rewards, advantages, minibatches and optimizer steps.
 
-The arithmetic equals a single run's (learning/), with arrays in place of what a single run decides on the host.
+The arithmetic equals a single run's (learning/), with arrays in place of the decisions that a single run makes on the
+host.
 It runs under a vmap over arms. Shapes: B, G, P, A as in __init__.py; M minibatches of at most E groups each; N = G * A
 loss tokens of a group.
 """
@@ -46,7 +47,10 @@ def answer_logprobs(
     temperature: jax.Array,
     compute: TokenFunction = token_logprobs,
 ) -> tuple[jax.Array, jax.Array]:
-    """(log-probs, entropies), float32 [E, G * A], of answers int32 [E, G, A] to prompts int32 [E, P]; or `compute`."""
+    """Computes (log-probs, entropies), or the results of another `compute`, of answers to prompts.
+
+    Results are float32 [E, G * A]; answers are int32 [E, G, A], prompts int32 [E, P].
+    """
     (groups, length), (_, size, tokens) = prompts.shape, answers.shape
     read = tokens - 1
     inputs = jnp.concatenate([prompts, answers[..., :-1].reshape(groups, -1)], axis=1)  # [E, P + G * C]
@@ -96,7 +100,7 @@ def _attend(groups: int, length: int, size: int) -> Attend:
 
 
 def _by_answer(x: jax.Array, size: int) -> jax.Array:
-    """[E, G * C, ...] -> [E, G, C, ...]."""
+    """Reshapes [E, G * C, ...] to [E, G, C, ...]."""
     return x.reshape(len(x), size, -1, *x.shape[2:])
 
 
@@ -105,7 +109,7 @@ def _softmax(scores: jax.Array, seen: np.ndarray) -> jax.Array:
 
 
 Rows = Mapping[str, jax.Array]  # see `make_rows`
-Sums = dict[str, jax.Array]  # float32 scalars: what `arm_training.py` makes the metrics of an update from
+Sums = dict[str, jax.Array]  # float32 scalars, from which `arm_training.py` makes the metrics of an update
 
 
 class Batch(NamedTuple):
@@ -118,7 +122,7 @@ class Batch(NamedTuple):
 
 
 class _Minibatches(NamedTuple):
-    """Groups in the places of minibatches; a place that no group has is not `filled`."""
+    """The groups of each minibatch; a place without a group is not `filled`."""
 
     groups: jax.Array  # int32 [M, E]
     filled: jax.Array  # bool [M, E]
@@ -133,7 +137,7 @@ class _Carry(NamedTuple):
 def update(
     setting: Setting, constants: Constants, params: Tree, state: Tree, batch: Batch, version: jax.Array
 ) -> tuple[Tree, Tree, Sums]:
-    """(weights, optimizer state, sums) after the update of the weights of `version`."""
+    """Updates the weights of `version`; returns (weights, optimizer state, sums)."""
     batch = batch._replace(answers=disturb_answers(batch.faults, batch.answers))
     verified = jnp.sum(batch.answers.tokens == batch.truths[:, None], axis=-1)  # int32 [B, G]
     right = disturb_right(batch.faults, verified)
@@ -165,11 +169,11 @@ def update(
 def advantages(
     setting: Setting, constants: Constants, right: jax.Array, passed: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-    """float32 [B, G] of answers with so many right symbols, int32 or float32 [B, G]: advantages.group_advantages.
+    """Computes advantages.group_advantages, float32 [B, G], from the number of right symbols, int32 or float32 [B, G].
 
-    A reward is right / (A + 1), as the end of an answer counts, which no answer has. Differences of rewards are taken
-    between integers: equal rewards have the advantage 0, whatever their mean is. `passed`: log-weights and norms [B, G]
-    of 'optimal_baseline'.
+    A reward is right / (A + 1): the end of an answer counts, but no answer has one. Differences of rewards are taken
+    between integers, so equal rewards have the advantage 0, whatever their mean is. `passed`: log-weights and norms
+    [B, G] for 'optimal_baseline'.
     """
     size, unit = right.shape[1], right.shape[1] * (setting.answer_tokens + 1)
     above = size * right - right.sum(axis=1, keepdims=True)  # (reward - mean) * unit
@@ -215,7 +219,7 @@ def _above_optimal(setting: Setting, right: jax.Array, passed: tuple[jax.Array, 
 def _measure_gradients(
     setting: Setting, constants: Constants, params: Tree, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """(log Π π / π_behav, squared norms) of answers, float32 [B, G], as packed_advantages has them."""
+    """(log Π π / π_behav, squared norms) of answers, float32 [B, G], as in packed_advantages."""
     answers = batch.answers.tokens
     logprobs, collisions = answer_logprobs(
         setting, params, batch.prompts, answers, constants.temperature, compute=token_collisions
@@ -227,14 +231,14 @@ def _measure_gradients(
 
 
 def _unbiased(answers: int, setting: Setting) -> float:
-    """From the population's variance over tokens to that with ddof 1, as advantages.whiten has it."""
+    """The factor from the population variance over tokens to the variance with ddof 1, as in advantages.whiten."""
     tokens = answers * setting.answer_tokens
     return tokens / max(tokens - 1, 1)
 
 
 def split_groups(setting: Setting, kept: jax.Array) -> _Minibatches:
-    """The minibatches of packing.split_minibatches: groups of equal length go round, in the order of their draws."""
-    order = jnp.argsort(~kept, stable=True)  # the kept ones first
+    """Splits as packing.split_minibatches: groups, all of one length, are dealt out in turn, in the order of draws."""
+    order = jnp.argsort(~kept, stable=True)  # kept groups first
     rank = np.arange(setting.minibatches)[:, None] + setting.minibatches * np.arange(setting.minibatch_groups)
     return _Minibatches(order[np.minimum(rank, setting.groups - 1)], jnp.asarray(rank) < kept.sum())
 
@@ -242,7 +246,7 @@ def split_groups(setting: Setting, kept: jax.Array) -> _Minibatches:
 def make_rows(
     batch: Batch, values: jax.Array, policy_version: jax.Array, minibatches: _Minibatches
 ) -> dict[str, jax.Array]:
-    """The groups in their minibatches, leaves [M, E, ...]; what the loss reads is [M, E, N]."""
+    """Arranges the groups in their minibatches, leaves [M, E, ...]; the inputs of the loss are [M, E, N]."""
     _, size, answer = batch.answers.tokens.shape
     of_groups = lambda x: x[minibatches.groups]
     by_token = lambda x: of_groups(x).reshape(*minibatches.groups.shape, -1)
@@ -258,14 +262,14 @@ def make_rows(
 
 
 def _denominator_scale(setting: Setting, constants: Constants, kept: jax.Array) -> jax.Array:
-    """aggregation.denominator_scale of groups with equally many tokens."""
+    """The value of aggregation.denominator_scale for groups with equally many tokens."""
     return jnp.where(constants.counts_all, setting.groups / jnp.maximum(kept.sum(), 1), 1.0)
 
 
 def _recompute(setting: Setting, constants: Constants, params: Tree, rows: Rows) -> jax.Array:
-    """float32 [M, E, N]: log-probs under the weights before the update, where a later step needs them, else 0."""
+    """float32 [M, E, N]: log-probs under the weights before the update, if a later step needs them, else 0."""
     zeros = jnp.zeros_like(rows['behavior_logprobs'])
-    first = 0 if setting.epochs > 1 else 1  # the first step computes the log-probs of its own minibatch
+    first = 0 if setting.epochs > 1 else 1  # the first step itself computes the log-probs of its minibatch
     if not setting.recomputes or first == setting.minibatches:
         return zeros
     prompts, answers = (rows[name][first:].reshape(-1, *rows[name].shape[2:]) for name in ('prompts', 'answers'))
@@ -281,7 +285,7 @@ def _step(
     rows: Rows,
     number: jax.Array,
 ) -> tuple[_Carry, tuple[Sums, jax.Array]]:
-    """One optimizer step on a minibatch, rows [E, ...]; none on one that has no group."""
+    """Makes one optimizer step on a minibatch, rows [E, ...]; changes nothing if the minibatch has no group."""
     denominator = jnp.maximum(rows['loss_mask'].sum(), 1).astype(jnp.float32) * scalars['scale']
     denominator = denominator * constants.denominator_factor
     scalars = {**scalars, 'denominator': denominator, 'first': number == 0}
@@ -312,14 +316,14 @@ def _step(
 
 
 def _sample_size(setting: Setting, logprobs: jax.Array, rows: Rows) -> jax.Array:
-    """brakes.sequence_effective_sample_size of a minibatch, whose answers have equal lengths."""
+    """The sequence effective sample size (brakes.py) of a minibatch, whose answers have equal lengths."""
     by_answer = lambda x: x.reshape(-1, setting.answer_tokens)
     logs = by_answer(logprobs - rows['behavior_logprobs']).sum(axis=-1)
     return effective_sample_size(logs, by_answer(rows['loss_mask'])[:, 0])
 
 
 def _brake(setting: Setting, rate: jax.Array, size: jax.Array, lag: jax.Array) -> tuple[jax.Array, Sums]:
-    """(the rate of a step, metrics), as passes.py has them."""
+    """Returns (the rate of a step, metrics), as passes.py does."""
     brake = setting.brake
     if brake.kind == 'ess':
         factor = brake.ess_factor(size)
@@ -333,7 +337,7 @@ def _brake(setting: Setting, rate: jax.Array, size: jax.Array, lag: jax.Array) -
 def _loss(
     setting: Setting, constants: Constants, params: Tree, rows: Rows, scalars: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-    """(loss of the minibatch, (sums, log-probs [E, N])), as programs.Programs has it."""
+    """Returns (loss of the minibatch, (sums, log-probs [E, N])), as programs.Programs computes it."""
     policy_logprobs, entropy = answer_logprobs(setting, params, rows['prompts'], rows['answers'], constants.temperature)
     choices, mask = arm_choices(setting, constants), rows['loss_mask']
     fixed = jax.lax.stop_gradient(policy_logprobs)
@@ -357,17 +361,17 @@ def _loss(
 
 
 def arm_choices(setting: Setting, constants: Constants) -> PolicyChoices:
-    """The combination that the arms share, with the numbers of this one."""
+    """The combination that the arms share, with the numbers of this arm."""
     return dataclasses.replace(setting.choices, **constants.numbers)
 
 
 def _starts(setting: Setting, tokens: int) -> np.ndarray:
-    """int32 [N]: where the answer of each loss token begins."""
+    """int32 [N]: the start of the answer to which each loss token belongs."""
     return (np.arange(tokens) // setting.answer_tokens * setting.answer_tokens).astype(np.int32)
 
 
 def _proximal(constants: Constants, tokens: LossTokens, rows: Rows, first: jax.Array) -> jax.Array:
-    """log π_prox of the kind that the arm has."""
+    """log π_prox of the arm's kind."""
     policy, behavior = tokens.policy_logprobs, tokens.behavior_logprobs
     known = recomputed_logprobs(policy, rows['recomputed_logprobs'], first)
     centres = [
@@ -377,7 +381,7 @@ def _proximal(constants: Constants, tokens: LossTokens, rows: Rows, first: jax.A
 
 
 def _prepare(choices: PolicyChoices, name: str, policy: jax.Array, rows: Rows) -> jax.Array:
-    """The gate of objective/policy_loss.py, [E, N]: a minibatch is one program here, and needs no pass before."""
+    """The gate of objective/policy_loss.py, [E, N]; here a minibatch is one program, so no earlier pass is needed."""
     mask = rows['loss_mask']
     if choices.gate == 'second_moment':
         squares = jnp.where(mask, (policy - rows['behavior_logprobs']) ** 2, jnp.inf)
@@ -392,7 +396,7 @@ def _prepare(choices: PolicyChoices, name: str, policy: jax.Array, rows: Rows) -
 
 
 def _mismatch(setting: Setting, constants: Constants, rows: Rows, first: jax.Array, current: jax.Array) -> Sums:
-    """Sums of diagnostics.mismatch_metrics: |behavior - learner's log-prob| where both are of the same weights.
+    """Sums for diagnostics.mismatch_metrics: |behavior - learner's log-prob| of tokens with the same weights in both.
 
     `first`: float32 [E, N], log-probs of the first minibatch before its step.
     """

@@ -1,4 +1,4 @@
-"""The prompts of every update of a run and their answers, as its task's stream gives them."""
+"""The prompts of every update of a run and their answers, from the stream of its task."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Problems(NamedTuple):
 
     prompts: Array  # int32 [U, B, P]
     truths: Array  # int32 [U, B, A]
-    faults: Faults | None = None  # frictions, where an arm of the program has some
+    faults: Faults | None = None  # frictions, if an arm of the program has some
 
 
 def draw_problems(config: TrackedConfig, tokenizer: Tokenizer) -> Problems:
-    """All prompts that a run without dropped groups draws. Raises TaskError as the task does."""
+    """Draws all prompts of a run without dropped groups. Raises TaskError as the task does."""
     updates, groups = config.run.steps, config.learner.groups_per_update
     stream = build_task(config, tokenizer).prompts('train', config.run.seed)
     drawn = [stream.draw() for _ in range(updates * groups)]

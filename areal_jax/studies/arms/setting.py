@@ -1,4 +1,4 @@
-"""What the arms of a program share, and the constants that each arm has of its own, from their configs."""
+"""The settings that the arms of a program share, and the constants of each arm, from their configs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Constants(NamedTuple):
     seed: Array  # uint32 [2], high and low word
     delay: Array  # int32, versions between a batch and the weights before its update
     period: Array  # int32, updates between two versions that generate, of a schedule every(L); 0 = fixed(k)
-    learning_rate: Array  # float32, as all that follow but the last four
+    learning_rate: Array  # float32, like all fields after it except the last four
     temperature: Array
     numbers: Mapping[str, Array]  # fields of PolicyChoices, see NUMBERS; behavior_weight_cap inf = none
     denominator_factor: Array  # by loss.aggregation, of a mean over tokens
@@ -50,7 +50,7 @@ class Constants(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a program is compiled for."""
+    """The settings for which a program is compiled."""
 
     decoder: Decoder
     optimizer: Optimizer
@@ -63,20 +63,20 @@ class Setting:
     longest_delay: int
     shortest_delay: int
     recomputes: bool  # whether an arm needs the log-probs of the weights before the update in its later steps
-    rewards_entropy: bool  # whether an arm does
-    choices: PolicyChoices  # without the numbers, which each arm has of its own
+    rewards_entropy: bool  # whether an arm rewards entropy
+    choices: PolicyChoices  # without the numbers, which differ between arms
     brake: Brake
     holds_version: bool  # whether an arm generates with an earlier version, see Constants.period
-    weighs_gradients: bool  # whether an arm has the advantage that needs the norms of gradients
+    weighs_gradients: bool  # whether an arm uses the advantage that needs the norms of gradients
 
     @property
     def minibatch_groups(self) -> int:
-        """Most groups of a minibatch."""
+        """The largest number of groups in a minibatch."""
         return -(-self.groups // self.minibatches)
 
     @property
     def ring(self) -> int:
-        """Batches that are generated and not trained yet, at most."""
+        """The largest number of batches that are generated and not trained yet."""
         return self.longest_delay + 1
 
 
@@ -87,13 +87,13 @@ def generating_version(constants: Constants, version: Array) -> Array:
 
 
 def make_constants(arms: Sequence[Arm]) -> Constants:
-    """Arrays [arms, ...]."""
+    """Makes the constants of all arms, arrays [arms, ...]."""
     of_arms = [_of_arm(arm) for arm in arms]
     return jax.tree.map(lambda *values: np.stack(values), *of_arms)
 
 
 def make_setting(arms: Sequence[Arm]) -> Setting:
-    """The setting of arms that `require_one_program` has passed."""
+    """Makes the setting of arms that `require_one_program` has accepted."""
     config = TrackedConfig(arms[0].config)
     settings = build_learner_settings(config)
     constants, choices = (
@@ -154,6 +154,6 @@ def _numbers(choices: PolicyChoices) -> dict[str, Array]:
 
 
 def _denominator_factor(choices: PolicyChoices, answer_tokens: int) -> float:
-    """The denominator of answers of equal lengths, divided by their tokens; see learning/objective/counting.py."""
+    """The loss denominator for answers of equal lengths, over their tokens; see learning/objective/counting.py."""
     factors = {'sequence_sum': 1 / answer_tokens, 'constant': choices.length_constant / answer_tokens}
     return factors.get(choices.aggregation, 1.0)
