@@ -48,13 +48,13 @@ def normalise(text: str) -> str:
 
 
 def read_gold(text: str) -> str | None:
-    """The normal form of a gold's final answer; None where nothing or another final answer is left of it."""
+    """The normal form of a gold's final answer; None if it is empty, or if it has another final answer."""
     gold = final_answer(text)
     return gold if gold and final_answer(gold) == gold else None
 
 
 def final_answer(text: str) -> str:
-    """The normal form of a text's final answer; '' where nothing is left of it."""
+    """The normal form of a text's final answer; '' if nothing is left of it."""
     return normalise(final_text(text) or '')
 
 
