@@ -4,8 +4,8 @@
 
 First line out: {"ready": true}, or {"fault": "..."} and the end. Then for each line in, {"code": ..., "time_s": ...,
 "memory_mb": ..., "output_bytes": ...}, one line out: {"output": ..., "label": ..., "reason": ...}, or {"fault": "..."}
-and the end, which says nothing about the program. It ends when its input is closed. It stands between the run and the
-server of the children since its pids must be those of the children, which bubblewrap numbers anew.
+and the end, which says nothing about the program. The process ends when its input is closed. It is between the run and
+the server of the children because it must see the children's pids, which bubblewrap numbers anew.
 """
 
 from __future__ import annotations
