@@ -52,6 +52,9 @@ class OfferedTools:
 
 
 # The program of an episode, seen from the host's loop: each call that it makes over HTTP becomes a turn.
+#
+# The program's actions arrive as outcomes of clock calls, one for each of its requests and one for its end. They are in
+# the event log, so a replay needs no program, and a resumed run answers repeated requests from its record.
 
 
 _GRACE_S = 60.0  # of the call of the clock: the deadline of the episode comes first

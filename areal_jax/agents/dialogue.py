@@ -50,7 +50,7 @@ class Renderer(Protocol):
     """The chat template of a model, with its tokenizer."""
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
-        """int32 [P]: all of the conversation, up to where the answer begins."""
+        """Returns int32 [P]: the whole conversation, up to where the answer begins."""
         ...
 
     def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray | None:
@@ -507,7 +507,7 @@ class Dialogue:
         if found is not None:
             self._recorded.remove(found)
             return found
-        self.withdraw(self._recorded)  # the earlier program got their replies; this one takes another way
+        self.withdraw(self._recorded)  # the earlier program got their replies; this one continues differently
         for result in self._results:
             self._episode.results.remove(result)
         self._recorded.clear()

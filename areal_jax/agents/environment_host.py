@@ -44,8 +44,7 @@ class EnvironmentClient:
     async def ask(
         self, method: str, payload: JsonObject, hear: Callable[[JsonObject], None] = lambda delta: None
     ) -> JsonObject:
-        """Returns the last reply to a request; `hear` gets each delta before. Cancelling the request cancels its
-        episode.
+        """Returns the last reply to a request; `hear` gets each delta before. Cancelling this call cancels its episode.
 
         Raises WireError for replies that cannot be read, and what `hear` raises.
         """
@@ -115,8 +114,7 @@ class EnvironmentHost:
     """Implements ProgramHost for task.name='verifiers:TASKSET'.
 
     The first episode starts the server; after its end, the next episode restarts it. The server runs the program of
-    each
-    episode and relays its requests to the gateway, with the server's key and the name of the episode's trace.
+    each episode and relays its requests to the gateway, with the server's key and the name of the episode's trace.
 
     Args:
       python: an interpreter that has verifiers.

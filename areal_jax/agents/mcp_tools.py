@@ -202,10 +202,8 @@ class McpTools:
         """Returns the result of a tool as text. Deadline, byte limit, log and record: see Dialogue.call_tool.
 
         `arguments`: the text that the model wrote, or a dict. Arguments that are not a JSON object, an unknown tool,
-        and an
-        error of the tool give an error text, which the model reads. Raises EpisodeEnd('env_error') if the server cannot
-        be
-        started or has ended.
+        and an error of the tool give an error text, which the model reads. Raises EpisodeEnd('env_error') if the server
+        cannot be started or has ended.
         """
         servers = {tool['function']['name']: n for n, offered in enumerate(await self._list()) for tool in offered}
         return await self._dialogue.call_tool(

@@ -52,8 +52,7 @@ class PythonTool:
         """Returns the output of a program, or 'error: LABEL: REASON' if it failed.
 
         `arguments`: {'code': ...}; if they are invalid, the result says so. Raises ToolFailedError if the sandbox
-        failed;
-        the next call starts another worker.
+        failed; the next call starts another worker.
         """
         code = arguments.get(_ARGUMENT) if isinstance(arguments, Mapping) else None
         if not isinstance(code, str):
@@ -61,7 +60,7 @@ class PythonTool:
         worker = self._idle.pop() if self._idle else self._make_worker()
         try:
             reply = await worker.run(code)
-        except BaseException:  # also at the deadline: a late reply would be taken for the next one's
+        except BaseException:  # also at the deadline: a late reply would answer the next program
             worker.kill()
             raise
         self._idle.append(worker)

@@ -130,7 +130,7 @@ def _shows_name(turns: Sequence[JsonObject], number: int, tokenizer: Tokenizer) 
     try:
         first, second = tokenizer.encode_chats([for_template(turns), for_template(without)])
     except ConversationError:
-        return True  # the template says why when the prompt is made
+        return True  # the template gives the reason when the prompt is made
     return not np.array_equal(first, second)
 
 
@@ -185,7 +185,7 @@ class Demonstrations:
         return DemonstrationStream(self._side('train'), seed)
 
     def held_out_groups(self, n: int, seed: int) -> list[TrajectoryGroup]:
-        """Returns n held-out demonstrations, or all if there are fewer. Raises TaskError for n > 0 and an empty side."""
+        """Returns n held-out demonstrations, or all if there are fewer. Raises TaskError for n > 0 without any."""
         if n == 0:
             return []
         side = self._side('held_out')
@@ -269,14 +269,12 @@ def read_demonstrations(
 ) -> Demonstrations:
     """Demonstrations from a file of JSON lines; blank lines are skipped, repeated ones kept.
 
-    A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
-    ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
-    that do not begin with a system prompt. The chat template shows the `tools` of a line, and the keys of earlier
-    messages that it reads. Other keys that would change what is trained are refused (user_lines.py). A hash of the
-    first
-    user message decides the side, so that a question with several answers is on one side, and on the same side as in
-    the
-    task 'jsonl'.
+    A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier ones of
+    the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations that do
+    not begin with a system prompt. The chat template shows the `tools` of a line, and the keys of earlier messages that
+    it reads. Other keys that would change what is trained are refused (user_lines.py). A hash of the first user message
+    decides the side, so that a question with several answers is on one side, and on the same side as in the task
+    'jsonl'.
 
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
@@ -412,9 +410,8 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
 
     A line is an object with `prompt`, a text or a list of {role, content} whose last is the user's, and the texts
     `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with a system prompt. `tools` and
-    other
-    keys are as in read_demonstrations. A hash of the first user message decides the side, so that pairs of the same
-    prompt are on one side.
+    other keys are as in read_demonstrations. A hash of the first user message decides the side, so that pairs of the
+    same prompt are on one side.
 
     Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """

@@ -1,7 +1,7 @@
 """Makes items of data sets of reasoning-gym in separate processes, and writes them as JSON and back.
 
 `python -m areal_jax.tasks.gym_items` reads lines [number, name, options, indices] and writes a line [number, item] for
-each item. Some data sets follow the order of a set or the global generator of `random`. A separate process can fix
+each item. Some data sets depend on the order of a set or the global generator of `random`. A separate process fixes
 both: an item is a function of its options and index alone.
 """
 

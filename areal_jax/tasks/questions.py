@@ -29,8 +29,7 @@ def question_task(
 
     Args:
       problems: dicts that JSON can carry. `question` is the prompt's text; supervised training imitates `answer`, if it
-      is
-        there. `score` gets the whole dict.
+        is there. `score` gets the whole dict.
       score: score(problem, answer_text, finish_reason) -> reward, at the top level of its file: worker processes load
         it from there.
       name: of the task, in messages and events; '' = the name of the file that has `score`.

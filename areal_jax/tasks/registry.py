@@ -38,8 +38,7 @@ def make_task(
     """Builds the task `name` from `values` (see `value_names`) and, if it is your own task, from `options`.
 
     Raises TaskError for an unknown name, value or option, and UserError for a builder of your own that cannot be
-    loaded,
-    that raises, or that returns no task.
+    loaded, that raises, or that returns no task.
     """
     options = options or {}
     if is_own(name):
@@ -64,7 +63,7 @@ def value_names(name: str) -> tuple[str, ...]:
 
 
 def require_known(name: str) -> None:
-    """Raises TaskError if `name` is neither a known task nor has the form of an own one or an environment; loads nothing."""
+    """Raises TaskError if `name` is no task here and has no form of an own task or an environment; loads nothing."""
     if name not in TASKS and not is_own(name) and not is_environment(name):
         fix = (
             f'; name the function that builds the task, {name}:build' if name.endswith('.py') else suggest(name, TASKS)

@@ -28,10 +28,10 @@ _STEP = re.compile(r'(\d{1,9}) *\+ *(\d{1,9}) *= *(\d{1,9})')
 def build(
     tokenizer: Tokenizer, length: int, dataset_size: int, system_prompt: str, held_out_fraction: float
 ) -> ListedTask:
-    """`dataset_size` distinct lists of `length` numbers from 1 to 9, or all if there are fewer; about
-    `held_out_fraction` of them are held out by a hash of the question.
+    """`dataset_size` distinct lists of `length` numbers from 1 to 9, or all if there are fewer.
 
-    Raises TaskError for less than two numbers, or more than MAX_NUMBERS.
+    About `held_out_fraction` of them are held out by a hash of the question. Raises TaskError for less than two
+    numbers, or more than MAX_NUMBERS.
     """
     if not 2 <= length <= MAX_NUMBERS:
         raise TaskError(f'task.length={length}: running_sums adds 2 to {MAX_NUMBERS} numbers')

@@ -42,7 +42,7 @@ _BEGINNINGS = (
 
 
 def describe_other_format(head: bytes, name: str) -> str:
-    """Describes another format, 'is a Parquet file, and ...', with the command that makes JSON lines; '' for none.
+    """Describes another format, 'is a Parquet file, and ...', with the command that makes lines; '' if it may be lines.
 
     Args:
       head: the first HEAD_BYTES bytes of the file, without a mark of UTF-8.
@@ -71,7 +71,7 @@ def _describe(kind: str, command: str) -> str:
     return f'is {kind}, and one JSON object a line is wanted: make it with {command}'
 
 
-# Keys of lines that a user wrote: used, refused where they would change what is trained, or ignored and named once.
+# Keys of lines that a user wrote: used, refused if they would change what is trained, or ignored and named once.
 #
 # docs/your_data.md publishes the tables.
 
@@ -222,8 +222,7 @@ def read_objects(
     """Yields ('FILE:LINE', object) of each line that is not blank; `decode` parses JSON, or raises ValueError.
 
     Raises TaskError for a file that cannot be read, has another format or no such line, and, naming the line, for a
-    line
-    that is not UTF-8, too long, or no JSON object.
+    line that is not UTF-8, too long, or no JSON object.
     """
     empty = True
     for number, line in enumerate(_read_lines(path), start=1):

@@ -20,7 +20,7 @@ _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less t
 # Limits of the output in characters: per call, per conversation, and per character of the messages.
 _CHARACTERS, _CHARACTERS_EACH, _CHARACTERS_PER_CHARACTER = 2**20, 2**14, 16
 _LARGE = 2**16  # characters of a conversation with its tools
-_MEMORY_BYTES = 2**30  # besides input and output, whose bounds are above
+_MEMORY_BYTES = 2**30  # in addition to input and output, which are bounded above
 _CPU_SECONDS, _CONVERSATIONS_PER_CPU_SECOND = 10, 500  # one takes about 50 microseconds
 _WALL_SECONDS_PER_CPU_SECOND = 30  # the process may have to wait for the CPU
 
@@ -52,13 +52,11 @@ class ChatTemplate:
     """A jinja2 template that came with the weights, from outside.
 
     It runs in jinja2's sandbox, in a process that the first call of `render` starts and later calls reuse;
-    TemplateWorker
-    describes its end. A call has at most `cpu_seconds` of CPU time plus one second for every 500 conversations, 1 GiB
-    of
-    memory in addition to its input and output, and an output of 2**20 characters plus, for each conversation, 2**14 and
-    16
-    times the length of its messages. So a template that loops, allocates or recurses without end costs seconds and an
-    error, never this process. The first call takes about 0.1 s, a conversation about 50 microseconds.
+    TemplateWorker describes its end. A call has at most `cpu_seconds` of CPU time plus one second for every 500
+    conversations, 1 GiB of memory in addition to its input and output, and an output of 2**20 characters plus, for each
+    conversation, 2**14 and 16 times the length of its messages. So a template that loops, allocates or recurses without
+    end costs seconds and an error, never this process. The first call takes about 0.1 s, a conversation about 50
+    microseconds.
 
     Args:
       source: of the template, in jinja2.
@@ -231,12 +229,10 @@ class Extension:
         self._known: dict[tuple[str, bool, bool], str | None] = {}  # the rendering before the text; None = unstable
 
     def render(self, messages: Messages, tools: Tools) -> str | None:
-        """Returns the text after an answer: the close of its turn, the messages, and the opened turn of the next
-        answer.
+        """Returns the text after an answer: the close of its turn, the messages, and the opening of the next answer.
 
         None for messages that cannot follow an answer, and if the template does not write a conversation as the shorter
-        one
-        and such a text, because it refuses the messages, changes earlier turns, or moves the tools.
+        one and such a text, because it refuses the messages, changes earlier turns, or moves the tools.
         """
         if not can_extend(messages):
             return None

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 Spell = Callable[[int], bytes | None]  # the bytes of a token; None for an id that is no token
 
-_ANCHOR = 'a'  # an ordinary token, behind or before which another one is decoded
+_ANCHOR = 'a'  # an ordinary token, after or before which another one is decoded
 _BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # how a byte-fallback vocabulary names a byte
 _REPLACEMENT = '\N{REPLACEMENT CHARACTER}'
-_ESCAPES = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)  # what surrogateescape makes of bytes
+_ESCAPES = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)  # the characters that surrogateescape makes of bytes
 
 
 class TokenBytes:
@@ -56,7 +56,7 @@ class TokenBytes:
         return self.read(self.behind(token) or b'')
 
     def name(self, tokens: Iterable[int]) -> dict[str, str]:
-        """The texts of tokens, as far as they have one, by their ids: JSON-able."""
+        """The texts of tokens by their ids, without tokens that have no text: JSON-able."""
         return {str(token): text for token in tokens if (text := self.text_of(token))}
 
     def read(self, content: bytes) -> str:
@@ -157,9 +157,8 @@ def read_token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes:
     """Returns the TokenBytes of a library tokenizer; tokens that encode a text have the text of its decoder.
 
     Byte-level vocabularies have the library's text for any ids. If a vocabulary has tokens for single bytes, the
-    library
-    writes U+FFFD for a whole run of them if one byte is wrong; here the complete characters of a run stay text. A
-    decoder that looks at more than a token and the start of the text (CTC; the last token of BPEDecoder) is asked for
+    library writes U+FFFD for a whole run of them if one byte is wrong; here the complete characters of a run stay text.
+    A decoder that looks at more than a token and the start of the text (CTC; the last token of BPEDecoder) is asked for
     each token alone.
     """
     steps = _list_steps(tokenizer)
@@ -185,7 +184,7 @@ class _Writer:
     """Writes one token, after others or at the start of a text, by the steps of a decoder that treat tokens alone.
 
     Args:
-      steps: as the library describes them; [] = without a decoder, which joins tokens with blanks, or with other steps.
+      steps: as the library describes them; [] = no such step. Without any decoder, tokens are joined with blanks.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, steps: Sequence[JsonObject]):

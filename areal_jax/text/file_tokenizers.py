@@ -213,8 +213,7 @@ class GgufTokenizer(_BpeTokenizer):
         )  # fmt: skip
 
     def hf_files(self) -> dict[str, str]:
-        """The contents of tokenizer.json and tokenizer_config.json, by name: transformers builds this tokenizer from
-        them.
+        """The contents of tokenizer.json and tokenizer_config.json by name; transformers builds the tokenizer of them.
 
         There add_bos and add_eos of the GGUF file apply to plain text, as in `encode_prompt`.
         """
@@ -243,8 +242,7 @@ class HfTokenizer(_BpeTokenizer):
       day: see ChatTemplate.
 
     Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token to
-    which
-    the two files give different ids.
+    which the two files give different ids.
     """
 
     def __init__(

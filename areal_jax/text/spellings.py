@@ -79,7 +79,7 @@ class Spellings:
         from tokenizers import Tokenizer
 
         described = json.loads(self._bpe.to_str())
-        described['post_processor'] = None  # adds special tokens where they are asked for, by their names
+        described['post_processor'] = None  # it adds special tokens by their names on request
         for token in described['added_tokens']:
             token['content'] = self._names.get(token['content'], token['content'])
         model = described['model']

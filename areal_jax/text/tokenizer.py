@@ -61,8 +61,7 @@ class Tokenizer(Protocol):
         """Returns int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
         Messages and tools are ordinary text, whatever they spell: only the form itself has special tokens. `tools` are
-        for
-        forms that show them: a caller that takes them from outside calls chat_template.require_shown first. Raises
+        for forms that show them: a caller that takes them from outside calls chat_template.require_shown first. Raises
         ConversationError for the first conversation that has no such form, or whose form leaves out the name of a tool.
         """
         ...
@@ -76,14 +75,11 @@ class Tokenizer(Protocol):
           messages: all messages after the answer: results of tools, then at most one message of the user.
           tools: the tools of the prompt.
           closed_by: the last of the sampled ids, one of `end_ids`; None = the answer was cut, and the result begins
-            with
-            the close of the turn.
+            with the close of the turn.
 
         None if the form cannot continue like that: for other messages, or a form that refuses them, changes earlier
-        turns
-        (e.g. removes their reasoning), or closes a turn with another token than `closed_by`. The whole conversation
-        must
-        then be encoded anew. Raises TokenizerError for texts that have no ids.
+        turns (e.g. removes their reasoning), or closes a turn with another token than `closed_by`. The whole
+        conversation must then be encoded anew. Raises TokenizerError for texts that have no ids.
         """
         ...
 
@@ -121,7 +117,7 @@ class SizedTokenizer:
     eos_id: int
     end_ids: tuple[int, ...]
     vocab_size: int
-    source: str  # what describes the vocabulary, for errors
+    source: str  # the place that describes the vocabulary, for errors
 
     def fits(self, vocab_size: int) -> None:
         if vocab_size < self.vocab_size:
@@ -223,7 +219,7 @@ class CharacterTokenizer(SizedTokenizer):
 
 
 TOKENIZER, CONFIG, TEMPLATE = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
-GENERATION, MODEL = 'generation_config.json', 'config.json'  # which also say what ends an answer
+GENERATION, MODEL = 'generation_config.json', 'config.json'  # they also name tokens that end an answer
 MORE_TEMPLATES, DEFAULT, WITH_TOOLS = 'additional_chat_templates', 'default', 'tool_use'  # a folder, and names in it
 
 
@@ -233,8 +229,8 @@ def describe_tokenizer(
     """The contents of tokenizer.json and tokenizer_config.json, by name.
 
     Args:
-      special_ids: ids by role: 'eos', and 'bos', 'pad' and 'unk' if the model has them. 'pad' and 'unk' are left out
-        if they name an ordinary token: transformers makes every named one special, and would cut texts differently.
+      special_ids: ids by role: 'eos', and 'bos', 'pad' and 'unk' if the model has them. 'pad' and 'unk' are left out if
+        they name an ordinary token: transformers makes every named one special, and would cut texts differently.
       add_bos, add_eos: whether transformers puts them around plain text. It never does so around a rendered chat.
       template: the chat template in jinja2, or a list of templates with names.
     """
@@ -335,7 +331,7 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Pat
 
 
 def read_end_ids(directory: pathlib.Path) -> list[int]:
-    """eos_token_id of generation_config.json and of config.json, as far as these are there; raises TokenizerError."""
+    """Reads eos_token_id from generation_config.json and config.json, if they exist; raises TokenizerError."""
     found: list[int] = []
     for path in (directory / name for name in (GENERATION, MODEL) if (directory / name).is_file()):
         value = read_object(path).get('eos_token_id')

@@ -104,10 +104,8 @@ def end_descendants(reap: Callable[[], bool], within_s: float) -> bool:
     """Sends SIGKILL to every descendant of this process until it has no child; False if time runs out.
 
     Orphans become children of this process (`adopt_orphans`), so once there is no child there is no descendant. The
-    group
-    of a zombie is killed too, because processes in a chain may fork and exit at once: the living one is not found in
-    time.
-    A chain that also leaves its process group at every step may escape.
+    group of a zombie is killed too, because processes in a chain may fork and exit at once: the living one is not found
+    in time. A chain that also leaves its process group at every step may escape.
 
     Args:
       reap: waits for the children that have ended; False when there are no others.

@@ -44,7 +44,7 @@ from areal_jax.rollout.http.wire.request_fields import read_integer
 from areal_jax.rollout.http.wire.sglang import DONE
 from areal_jax.types import Prompt, SamplingParams, Segment
 
-MODEL = 'policy'  # what the model of a run is called
+MODEL = 'policy'  # the name of the model of a run
 
 
 def make_answers(call: Call, turns: Sequence[Turn], name: str) -> list[Answer]:
@@ -122,7 +122,7 @@ class GatewaySettings:
     required: Required  # agent.required
     render: Callable[[Messages, Tools], np.ndarray]  # int32 [P] of a conversation
     token_text: Callable[[int], str]
-    bound: BodyBound  # of what programs send
+    bound: BodyBound  # on the bodies that programs send
     limits: Limits = dataclasses.field(default_factory=Limits)
     reads: Callable[[str], bool] = lambda name: False  # whether the chat template looks at something of this name
 

@@ -48,7 +48,7 @@ class AskedCall:
     messages: tuple[JsonObject, ...]  # as chat templates have them
     wish: str  # additional text for the model; the history that comes back does not have it
     digest: str  # of path and body: a retry has the same
-    counts: Mapping[str, int]  # fields by what became of them: 'overridden/temperature', 'ignored/user'
+    counts: Mapping[str, int]  # fields by their treatment: 'overridden/temperature', 'ignored/user'
 
 
 def read_asked_call(path: str, body: object, sampling: SamplingParams, required: Required) -> AskedCall:
@@ -148,7 +148,7 @@ class Session:
 
     Args:
       run: the program, given this session; it returns when the program has ended.
-      context_tokens: most of a row; a call whose messages and tools cannot fit in it is not logged, and gets no turn.
+      context_tokens: most tokens of a row; a call whose messages and tools cannot fit is not logged, and gets no turn.
     """
 
     def __init__(self, run: Callable[[Session], Awaitable[Ending]], sampling: SamplingParams, context_tokens: int):

@@ -53,7 +53,7 @@ _CANNOT_EXECUTE = 127  # the exit code of shells
 
 
 class _Exit:
-    """Exits a program that has finished without the interpreter's clean-up, which would copy all of its memory.
+    """Ends a finished program, skipping the interpreter's clean-up, which would copy all of its memory.
 
     Registered first, and therefore called last: after the program's threads and its exit functions have ended.
     """

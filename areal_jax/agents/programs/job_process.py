@@ -24,8 +24,7 @@ _KEPT_SECRETS = 1000  # of the last jobs: a printed line does not say to which j
 
 
 class JobProcess:
-    """Starts the process at once; jobs may be sent before it is ready. For one event loop: it ends with the loop's
-    thread.
+    """Started at once; jobs may be sent before it is ready. For one event loop: it ends with the loop's thread.
 
     Args:
       name: the name in sentences, e.g. 'the fork server of agent.command'.
@@ -85,8 +84,7 @@ class JobProcess:
         return bool(self._asked_to_end), len(self._waiting)
 
     async def run(self, job: JsonObject) -> JsonObject:
-        """Returns the reply to a job, with `error` if the process ends. If cancelled, asks the job to end, without
-        waiting.
+        """Returns the reply to a job, `error` if the process ends. If cancelled, asks the job to end without waiting.
 
         Raises UserError if the process refuses its setup.
         """

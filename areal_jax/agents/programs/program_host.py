@@ -34,10 +34,8 @@ class Job:
     """One episode of a program.
 
     `environment` is added to the run's environment: OPENAI_BASE_URL, OPENAI_API_KEY. `problem` is JSON: a command reads
-    it
-    as a line of its stdin, a function gets it as an argument. `name` registers another key of the episode at the
-    gateway;
-    'KEY.SESSION' stands for requests with KEY and the header X-Session-ID.
+    it as a line of its stdin, a function gets it as an argument. `name` registers another key of the episode at the
+    gateway; 'KEY.SESSION' stands for requests with KEY and the header X-Session-ID.
     """
 
     environment: Mapping[str, str] = dataclasses.field(repr=False)
@@ -97,8 +95,7 @@ class CommandHost:
 
     `python FILE.py ...` and `python -m MODULE ...` run in a fork of an interpreter that has imported the modules of
     `agent.preload`; any other command is executed. Each program has its own session and the problem on stdin. Its
-    output
-    is read without limit; only the last 2 KB are kept, for `Ending.detail`.
+    output is read without limit; only the last 2 KB are kept, for `Ending.detail`.
     """
 
     def __init__(self, command: Sequence[str], preload: Sequence[str]):

@@ -40,8 +40,7 @@ class Supervisor:
         self._wakeups = watch_signals(self._ask_to_end)
 
     def watch(self, pid: int, stdin: int, unsent: bytes, output: int, hear: Callable[[bytes], None]) -> None:
-        """Waits until the program ends or this process is asked to end; then kills all processes that the program
-        started.
+        """Waits until the program ends or this process is asked to end; then kills all processes of the program.
 
         Args:
           pid: of the program, a child of this process that leads a session.
@@ -127,12 +126,10 @@ class Supervisor:
 def start_program(
     parent: int, stdin: bytes, hear: Callable[[bytes], None] = lambda chunk: None, kept: Sequence[int] = ()
 ) -> Supervisor | None:
-    """Forks the caller: returns None in the child, which becomes the program, and in the caller the supervisor at its
-    end.
+    """Forks: returns None in the child, which becomes the program, and the supervisor in the caller when that ended.
 
     The program leads a new session and has the signals of a new process. The caller should block SIGTERM, so that it
-    does
-    not come before the supervisor handles it.
+    does not come before the supervisor handles it.
 
     Args:
       parent: the process that forked this one; the program ends when `parent` does.

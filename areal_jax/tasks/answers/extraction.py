@@ -152,7 +152,7 @@ class Marked(NamedTuple):
 
     text: str  # as it is written, without blanks around it
     is_alone: bool = True  # a box or an <answer>: no other mark counts
-    end: int = 0  # the end of the answer's line, after which the text continues (another mark)
+    end: int = 0  # for another mark: the end of its line, after which the text continues
 
 
 def final_text(text: str) -> str | None:

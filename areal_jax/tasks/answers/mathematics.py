@@ -194,7 +194,7 @@ def is_installed() -> bool:
 
 
 def parse_expression(text: str) -> list[Any]:
-    """[the expression that a marked answer is as a whole]; [] for anything else: no part of it stands for it."""
+    """[the expression of a whole marked answer]; [] without one: an expression in a part of it does not count."""
     if _CLOCK.search(text):
         return []
     text = _clean(text)

@@ -1,11 +1,11 @@
 r"""Reads the numeral of a marked answer, of a gold or at the end of a text, as an exact fraction.
 
-A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals behind a point, an
+A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals after a point, an
 exponent (1.5e3, 3 \times 10^5), and may be a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). A comma is never
 a decimal point. Units and the percent sign change no value: 50% is 50.
 
-A marked answer is read as a whole: after the numeral there may be words, units, a percent or degree sign, and before
-it words or 'x ='. With operators, functions, brackets or other letters it is an expression, and no numeral.
+A marked answer is read as a whole: after the numeral there may be words, units, a percent or degree sign, and before it
+words or 'x ='. With operators, functions, brackets or other letters it is an expression, and no numeral.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def ends_value(word: str) -> bool:
 MOST_DIGITS = 4000  # of numerator or denominator: int() and str() take no more than 4300
 _LONGEST = 10_000  # characters of a marked answer that are read
 _WINDOW = 48  # characters before the last digit of a text, in which its last numeral nearly always begins
-_BEHIND = 16  # characters behind it, which may make it the base of a power
+_BEHIND = 16  # characters after it, which may make it the base of a power
 _WORD_ENDS = frozenset('abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?')
 
 # The bound on the groups keeps the search linear in the text.

@@ -1,4 +1,4 @@
-"""The child of a check that holds the tests: it calls a stand-in of the answer's function and reports which tests pass.
+"""The child of a check that holds the tests: it calls a stand-in for the answer's function and tells which tests pass.
 
 The values that it gets are plain (pair_protocol.py), so that no code of the answer runs here.
 """
@@ -36,7 +36,7 @@ from areal_jax.tasks.scoring.score_call import describe_error
 if TYPE_CHECKING:
     from areal_jax.files import JsonObject
 
-GONE = 'gone'  # the label of a test whose answer has no process any more; its wait status tells the rest
+GONE = 'gone'  # the label of a test whose answer's process has ended; its wait status gives the reason
 _LABELS = ('syntax', 'exception', 'memory_limit', 'forbidden', 'wrong')  # that the child with the answer may give
 _BROKEN = b'["memory_limit", "the tests have no memory left beside what it sent"]\n[]\n'
 _WARM = 30  # rounds
@@ -115,7 +115,7 @@ class _StandIn:
 
     def begin_test(self) -> None:
         self.raised: _Raised | None = None  # by the last call that raised
-        self.spoilt: Failure | None = None  # why this test fails, whatever it says
+        self.spoilt: Failure | None = None  # why this test fails, even if it returns True
         self._open: dict[int, _Raised] = {}  # by thread: of the last call, while it may still be under way
 
     def __call__(self, *args: object, **keywords: object) -> object:
@@ -196,8 +196,8 @@ def _read_raised(said: object) -> _Raised:
 def _is_caught(error: BaseException) -> bool:
     """Whether code of the tests has caught the exception of a call, and not the interpreter or a library on its behalf.
 
-    An iteration that ends, a default of getattr and a thread that dies swallow exceptions: `all(map(f, xs))` is True
-    if f raises StopIteration. The outermost frame in the traceback is the last one that got the exception. It left this
+    An iteration that ends, a default of getattr and a thread that dies swallow exceptions: `all(map(f, xs))` is True if
+    f raises StopIteration. The outermost frame in the traceback is the last one that got the exception. It left this
     frame too if the frame stopped at the instruction that raised, or at an instruction that raises again.
     """
     place = error.__traceback__

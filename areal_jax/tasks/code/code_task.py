@@ -78,8 +78,8 @@ def start_sandbox(level: str, readable: Sequence[str] = ()) -> None:
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> Score:
     """1 if all tests pass, else 0, or with partial credit the share of the tests that pass.
 
-    An answer that passes but fails a hidden test keeps its reward, with the label 'visible_only'.
-    Raises MachineFaultError if the answer could not be judged.
+    An answer that passes but fails a hidden test keeps its reward, with the label 'visible_only'. Raises
+    MachineFaultError if the answer could not be judged.
     """
     code = find_code(answer_text, problem['entry_point'], problem['prompt'])
     if not code:

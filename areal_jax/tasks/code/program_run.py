@@ -49,10 +49,9 @@ def find_code(text: str, entry_point: str = '', prompt: str = '') -> str:
     """Returns the source of the answer, with lines that end in '\\n'; '' if it has no source.
 
     It is the last fenced block of Python that defines `entry_point`, else the last block of Python, or the whole text
-    of
-    an answer without fences. A block is Python if its fence says so or names no language, and it is not blank; the last
-    block needs no closing fence. If the source does not define `entry_point` and the problem has a `prompt`, the source
-    is the completion of the prompt.
+    of an answer without fences. A block is Python if its fence says so or names no language, and it is not blank; the
+    last block needs no closing fence. If the source does not define `entry_point` and the problem has a `prompt`, the
+    source is the completion of the prompt.
     """
     text = text.replace('\r\n', '\n').replace('\r', '\n')
     blocks = _list_blocks(text)
@@ -106,7 +105,7 @@ def _cut(text: str, opened: re.Match[str], end: int) -> _Block:
 
 
 WALL = 3.0  # wall seconds per CPU second of a limit
-STARVED_WALL = 30.0  # the same, after which the machine is too busy to judge an answer that could run
+STARVED_WALL = 30.0  # wall seconds per CPU second: after that, the machine is too busy to judge a runnable answer
 _SHORTEST_S = 0.02  # between two checks of processes that wait for a processor
 
 
@@ -114,7 +113,7 @@ class CheckTime:
     """The time of a check, which runs programs one after the other.
 
     Args:
-      budget_s: wall seconds; an answer that takes more is late if it ran in at least 1 / WALL of them.
+      budget_s: wall seconds; an answer that takes more is late if it was not kept waiting in at least 1 / WALL of them.
     """
 
     def __init__(self, budget_s: float = math.inf):
@@ -147,9 +146,9 @@ class CheckTime:
 class ProgramTime:
     """The time of one program.
 
-    If a process waits for a processor at a check, the time since the last check counts as the machine's, less the
-    CPU time that the processes used; all other time is the program's own. Checks come at random times: otherwise code
-    that works when a check is due, and sleeps in between, would seem to wait for the machine.
+    If a process waits for a processor at a check, the time since the last check counts as the machine's, less the CPU
+    time that the processes used; all other time is the program's own. Checks come at random times: otherwise code that
+    works when a check is due, and sleeps in between, would seem to wait for the machine.
     """
 
     def __init__(self, whole: CheckTime, meter: Meter, limit_s: float):
@@ -285,9 +284,9 @@ def hand_json(opened: contextlib.ExitStack, given: Mapping[str, Any]) -> int:
 def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int, whole: CheckTime) -> tuple[bytes, str]:
     """Reads until all writers have closed the pipe; returns the output, and why time ran out before that, or ''.
 
-    Time runs out if a child, or the answer with all its processes, has used `limit_s` of CPU time, or has run for WALL
-    times that, and if the check has no time left. Reading also ends if the meter finds too much memory. Raises
-    ServerLostError if the machine did not let the program run.
+    Time runs out if a child, or the answer with all its processes, has used `limit_s` of CPU time, or WALL times that
+    without waiting for the machine, or if the check has no time left. Reading also ends if the meter finds too much
+    memory. Raises ServerLostError if the machine did not let the program run.
     """
     parts: list[bytes] = []
     size, late = 0, ''

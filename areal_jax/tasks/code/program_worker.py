@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(children: ConfinedChildren, request: JsonObject) -> JsonObject:
     limits = ProgramLimits(request['time_s'], request['memory_mb'], request['output_bytes'])
     end = run_program(children, request['code'], b'', limits)
-    # a byte beyond the limit tells the other side that there were more
+    # a byte beyond the limit tells the other side that the output was longer
     text = end.output[: limits.output_bytes + 1].decode(errors='replace')
     return {'output': text, 'label': end.label, 'reason': end.reason}
 

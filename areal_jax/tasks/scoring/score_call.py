@@ -108,7 +108,7 @@ def describe_error(error: BaseException) -> str:
     """Type and text of an exception on one line, cut to a length that a log can hold; never raises."""
     name = make_printable(name_type(type(error)))
     try:
-        # a copy: __str__ may give a text of a class with other methods
+        # a copy: __str__ may give a text whose class has other methods
         return f'{name}: {shorten_reason(str.__str__(str(error)))}'
     except BaseException:  # its own __str__ is the scorer's code too
         return f'{name}, whose text cannot be read'

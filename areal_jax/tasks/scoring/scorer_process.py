@@ -1,9 +1,9 @@
 """The process that runs a scorer: a line in, a line out, until the pipe closes. Its parent is tasks/scoring/worker.py.
 
 First line out: {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...},
-one line out: {"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer
-that could not be judged. A reward comes with "label" unless it is 'ok', and with "reason", "cpu_s", "wall_s" if known.
-A scorer with a parameter `episode` gets "episode" of the line, {"messages": ...}.
+one line out: {"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer that
+could not be judged. A reward comes with "label" unless it is 'ok', and with "reason", "cpu_s", "wall_s" if known. A
+scorer with a parameter `episode` gets "episode" of the line, {"messages": ...}.
 """
 
 from __future__ import annotations
@@ -67,12 +67,10 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, 
       memory_mb: see `limit_memory`.
       requests, replies: file descriptors, inherited by no child process.
       level: of the sandbox in which it scores, but is not loaded; 'none' = it has the rights of the user. If the
-      scorer's
-        module has `start_sandbox`, that gets level and `readable`; the scorer confines the code that it runs, and is
-        not confined itself.
+        scorer's module has `start_sandbox`, that gets level and `readable`; the scorer confines the code that it runs,
+        and is not confined itself.
       readable: files and folders of packages that answers to such a scorer can import; any other scorer can read all
-      that
-        is installed except problems with solutions.
+        that is installed except problems with solutions.
     """
     limit_memory(memory_mb)
     own_pid = os.getpid()

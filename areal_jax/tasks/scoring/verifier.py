@@ -80,7 +80,7 @@ class RecordedWorker(WorkerProcess):
 FILE = 'audit.jsonl'  # in the workdir
 MOST_BYTES = 16 * 2**20  # of the file; later disagreements are counted only
 
-# (gold answer, text of an answer) -> whether they are equal; None where this comparison cannot tell
+# (gold answer, text of an answer) -> whether they are equal; None if this comparison cannot tell
 Comparison = Callable[[str, str], bool | None]
 
 
@@ -88,8 +88,7 @@ class Audit:
     """Compares a share of the answers a second time and appends each disagreement to WORKDIR/audit.jsonl.
 
     Draw and text alone decide which answers are compared. A line that the file already has is not written again,
-    because
-    a resumed run scores some answers a second time.
+    because a resumed run scores some answers a second time.
 
     Args:
       fraction: share of the answers.

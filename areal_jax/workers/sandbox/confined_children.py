@@ -89,7 +89,7 @@ class ConfinedChildren:
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._control = ours
-        self.group = str(self._await_reply(_START_S)['group'])  # what bounds an answer: a kind of control group, or ''
+        self.group = str(self._await_reply(_START_S)['group'])  # the kind of control group that bounds an answer, or ''
         self.meter = Meter(self.pid, ())
 
     def start(self, children: Sequence[Child]) -> list[int]:

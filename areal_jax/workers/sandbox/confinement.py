@@ -426,7 +426,7 @@ def _find_prefix(path: str) -> tuple[str, ...]:
 
 
 def _choose_user() -> list[str]:
-    """Root keeps its users, so that it can become another one; an ordinary user gets a namespace with itself alone."""
+    """Root keeps all users, so that it can become another one; an ordinary user gets a namespace with only itself."""
     if os.getuid() != 0:
         return ['--unshare-user']
     return ['--cap-drop', 'ALL', *(word for name in _CAPABILITIES for word in ('--cap-add', name))]

@@ -1,4 +1,4 @@
-"""A control group for the processes of an answer: one bound for their memory and their number, one count of their CPU.
+"""A control group for the processes of an answer: bounds their memory and their number, and counts their CPU time.
 
 Version 2 of control groups is used if it governs memory, else version 1. The group is made below the group of this
 process, or below an ancestor, if that is allowed: for root, or a user to whom a part of the tree is delegated. Its
@@ -174,7 +174,7 @@ def _read_groups(text: str) -> dict[str, str]:
 def _list_above(point: str, root: str, own: str) -> Iterator[str]:
     """Yields the folder of the group and the folders above it, as far as they are mounted."""
     inside = os.path.relpath(own, root)
-    if '..' in (own.split('/')[1], inside[:2]):  # outside of what is mounted, or of the namespace
+    if '..' in (own.split('/')[1], inside[:2]):  # outside of the mounted part, or of the namespace
         return
     folder = os.path.normpath(os.path.join(point, inside))
     while True:
@@ -251,10 +251,10 @@ def _write_where_it_is(file: str, value: int) -> None:
 # process waits for a child that ends, the sum misses the child's usage since the last look.
 
 
-LOOK_S = 0.1  # between two looks: what goes beyond its bound ends within half a second
+LOOK_S = 0.1  # between two looks: an answer beyond its bound ends within half a second
 _CPU_CLOCK = 2  # of a process, in a clock's number
 TICKS, _PAGE = os.sysconf('SC_CLK_TCK'), os.sysconf('SC_PAGE_SIZE')
-# fields of /proc/PID/stat, behind the name
+# fields of /proc/PID/stat, after the name
 _SESSION, _USED, _WAITED, _STARTED, _RESIDENT = 3, slice(11, 13), slice(13, 15), 19, 21
 
 _NOTHING = Used(0.0, 0)

@@ -15,7 +15,7 @@ from areal_jax.installation import describe_pip
 from areal_jax.workers.sandbox.landlock import SOURCES
 
 _FIELD = 'task.packages'
-_NAME = re.compile(r'[\w.-]+')  # what a requirement begins with
+_NAME = re.compile(r'[\w.-]+')  # the beginning of a requirement
 _NOT_OF_PACKAGE = ('..', '/', '__pycache__')  # the last one is shared by all modules that are a file
 
 

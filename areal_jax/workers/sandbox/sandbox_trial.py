@@ -49,10 +49,10 @@ class SandboxRecord(TypedDict):
     level: str  # of confinement.CONFINING, or 'none': nothing confines
     landlock_abi: int | None  # None at the level 'none', like `user`
     user: int | None  # uid of confined code; under root, each process has another one
-    own_processes: bool  # it sees no process of others: bubblewrap, where /proc can be mounted
+    own_processes: bool  # it sees no process of others: bubblewrap, if /proc can be mounted
     refused: list[str]  # attempts that failed, as they must
-    allowed: list[str]  # what must work, and did
-    runners: NotRequired[list[str]]  # what runs the code that it confines; absent = the scorer alone
+    allowed: list[str]  # attempts that must work, and did
+    runners: NotRequired[list[str]]  # the parts that run confined code; absent = the scorer alone
     # what counts memory and CPU time of an answer over its processes: the kind of its control group, or '' = their sum
     group: NotRequired[str]
 
@@ -199,8 +199,7 @@ def require_namespaces(outside: Mapping[str, int]) -> None:
 
 
 def find_unreadable(paths: Sequence[str]) -> str:
-    """The first file or folder on the way to one of `paths` that this process cannot read, or search; '' = all
-    readable.
+    """The first file or folder on the way to one of `paths` that this process cannot read, or search; '' = none.
 
     The kernel checks the permissions alone, whatever Landlock allows.
     """
