@@ -16,11 +16,11 @@ from areal_jax.protocols import Clock
 from areal_jax.text.chat_template import ToolsNotShownError, read_arguments
 from areal_jax.types import FinishReason, Prompt, Work
 
-RunTool = Callable[[object], Awaitable[str]]  # of the arguments; on the I/O loop, as Dialogue.call_tool has it
+RunTool = Callable[[object], Awaitable[str]]  # takes the arguments; runs on the I/O loop, see Dialogue.call_tool
 
 
 class OfferedTools:
-    """What an agent gets as `call_tool`.
+    """The `call_tool` of an agent.
 
     Args:
       tools: by name.
@@ -32,10 +32,10 @@ class OfferedTools:
     async def call_tool(
         self, name: str, arguments: object, tool: Callable[[], Awaitable[str]] | None = None, **options: int
     ) -> str:
-        """See Dialogue.call_tool; without a `tool` it is that of agent.tools with this name.
+        """See Dialogue.call_tool; without a `tool`, calls the tool of agent.tools with this name.
 
-        `arguments` of such a tool: the text that the model wrote, or a dict. A name that no tool has is a result that
-        the model reads. Raises TypeError where agent.tools is empty.
+        `arguments` of such a tool: the text that the model wrote, or a dict. If no tool has the name, the result is an
+        error that the model reads. Raises TypeError if agent.tools is empty.
         """
         if tool is None and not self._tools:
             raise TypeError(
@@ -53,13 +53,13 @@ class OfferedTools:
 
 # The program of an episode, seen from the host's loop: each call that it makes over HTTP becomes a turn.
 #
-# What the program does comes in as outcomes of calls of the clock, one for each of its requests and one for its end.
-# They are in the event log, so a replay needs no program, and a resumed run answers from its record what one repeats.
+# The program's actions arrive as outcomes of clock calls, one for each of its requests and one for its end. They are in
+# the event log, so a replay needs no program, and a resumed run answers repeated requests from its record.
 
 
 _GRACE_S = 60.0  # of the call of the clock: the deadline of the episode comes first
 _SPENT: dict[Label, str] = {
-    # clients know the first words, and end or summarise a conversation that has become too long
+    # clients recognize the first words, and end or summarize a conversation that has become too long
     'length': 'the maximum context length is reached: no row of this episode has room for another turn '
     '(rollout.context_tokens, rollout.max_new_tokens)',
     'turns': 'this episode has had all its turns (agent.max_turns)',
@@ -70,7 +70,7 @@ class ProgramSession(Protocol):
     """One episode at the gateway (gateway/session.py)."""
 
     async def next(self) -> JsonObject:
-        """What the program does next; awaited on the I/O loop."""
+        """Returns the next event of the program; awaited on the I/O loop."""
         ...
 
     def answer(self, number: int, turns: Sequence[Turn]) -> None: ...
@@ -81,16 +81,16 @@ class ProgramSession(Protocol):
 
 
 class ProgramFailedError(Exception):
-    """The program of an episode ended by an error: the episode has no reward."""
+    """Raised if the program of an episode ended with an error: the episode has no reward."""
 
 
 class ProgramAgent:
     """An agent that is a program: called for each episode (agent_workflow.Agent).
 
     Args:
-      open_session: of a prompt and a sample, a session whose program starts with its first event.
-      lane: of the clock, on which the program is waited for.
-      deadline_s: of an episode.
+      open_session: given a prompt and a sample, returns a session whose program starts with its first event.
+      lane: the lane of the clock on which the program's events are awaited.
+      deadline_s: the deadline of an episode.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ProgramAgent:
         self._clock, self._open_session, self._lane, self._deadline_s = clock, open_session, lane, deadline_s
 
     async def __call__(self, prompt: Prompt, dialogue: Dialogue) -> None:
-        """Returns when the program has ended well; raises EpisodeEnd, ProgramFailedError, or what generation raises."""
+        """Returns when the program has ended well; raises EpisodeEnd, ProgramFailedError, or an error of generation."""
         sample = dialogue.episode.sample
         session = self._open_session(prompt, sample)
         answering, detail = _Answering(session, dialogue), {'draw': prompt.draw, 'sample': sample}
@@ -116,7 +116,7 @@ class ProgramAgent:
 
 
 class _Answering:
-    """The calls of one program, each answered by a coroutine of its own."""
+    """The calls of one program; each is answered by a separate coroutine."""
 
     def __init__(self, session: ProgramSession, dialogue: Dialogue):
         self._session, self._dialogue = session, dialogue
@@ -137,7 +137,7 @@ class _Answering:
         self._tasks.append(asyncio.get_running_loop().create_task(self._answer(event), name='call of a program'))
 
     async def end(self, event: JsonObject) -> None:
-        """Ends what is still sampled, and takes out what the program never got."""
+        """Cancels calls that are still sampled, and withdraws calls whose reply the program never got."""
         self._has_ended = True
         await self._dialogue.close('stop')
         await asyncio.gather(*self._tasks)
@@ -173,7 +173,7 @@ class _Answering:
             self._spent = self._spent or fault.label
             self._session.refuse(number, _SPENT[fault.label])
         elif isinstance(fault, UserError) and not isinstance(fault, RequestLostError):
-            self._session.refuse(number, str(fault))  # of the messages: the template refuses them
+            self._session.refuse(number, str(fault))  # e.g. the template refuses the messages
         elif not self._has_ended:
             self._stop(fault)
 
@@ -190,10 +190,10 @@ class AgentWorkflow:
     """Implements protocols.Workflow for episodes of control/episode.py.
 
     Args:
-      agent: what a program does; it starts again in a resumed run, and its calls are answered from the record.
-      make_dialogue: the calls of an episode.
+      agent: runs an episode; a resumed run starts it again, and its calls are answered from the record.
+      make_dialogue: makes the dialogue of an episode.
       on_error: called with the prompt and the exception of an agent that raised, or of a tool that failed.
-      deadline_s: of an episode, on the clock: then it has no reward; 0 = none.
+      deadline_s: of an episode, by the clock; an episode that misses it has no reward. 0 = no deadline.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class AgentWorkflow:
         self._clock, self._deadline_s = clock, deadline_s
 
     async def run(self, prompt: Prompt, episode: Episode) -> None:
-        """Sets the label of the episode, and the finish reason of one that is scored."""
+        """Sets the label of the episode, and its finish reason if it is scored."""
         dialogue = self._make_dialogue(prompt, episode)
         if self._deadline_s:
             label = await self._run_within(prompt, episode, dialogue)
@@ -221,7 +221,7 @@ class AgentWorkflow:
         episode.finish_reason = _FINISH.get(label)
 
     async def _run_within(self, prompt: Prompt, episode: Episode, dialogue: Dialogue) -> Label:
-        """An agent that is late is ended, and so are the answers that it waits for."""
+        """Runs the agent up to the deadline; then cancels it and the answers that it waits for."""
         name = f'agent {prompt.draw}.{episode.sample}'
         ended = self._clock.event(f'end of {name}')
         task = asyncio.get_running_loop().create_task(self._run(prompt, episode, dialogue), name=name)
@@ -243,12 +243,12 @@ class AgentWorkflow:
             return end.label if any(call.reply for call in episode.calls) else _without_answer(end.label)
         except (ProgramsError, RequestLostError, ToolsNotShownError):
             raise  # no episode of this run can do better
-        except Exception as error:  # of the program: it ends this episode alone
+        except Exception as error:  # raised by the program: it ends this episode alone
             self._on_error(prompt, error)
             return 'agent_error'
         return 'stop' if any(call.reply for call in episode.calls) else 'agent_error'
 
 
 def _without_answer(label: Label) -> Label:
-    """An episode whose first call did not fit has nothing to score."""
+    """The label of an episode without an answer: if the first call did not fit, there is nothing to score."""
     return label if label in ('cancelled', 'env_error', 'deadline') else 'agent_error'

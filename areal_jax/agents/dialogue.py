@@ -1,7 +1,7 @@
 """Answers the calls of a program in one episode: it generates the next turn of a conversation, within the budgets.
 
-A resumed episode starts its program again. Calls that it repeats are answered from the record, without a token sampled;
-the answer that was under way goes on where it was. The first call that differs ends the use of the record.
+A resumed episode restarts its program. Calls that the program repeats are answered from the record, without sampling;
+the answer that was under way continues where it stopped. The first call that differs ends the use of the record.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from areal_jax.types import NOT_GENERATED, GenerationRequest, Prompt, SamplingPa
 Message: TypeAlias = Mapping[str, object]  # of OpenAI's chat: role, content, tool_calls, tool_call_id
 Messages: TypeAlias = Sequence[Message]
 Tools: TypeAlias = Sequence[Mapping[str, object]]
-# resampled: the turn that it continues has been continued already, or its first call is repeated; tools: only the tools
-# changed; history: it begins as an earlier conversation and goes on otherwise; conversation: nothing is in common;
-# tail: what is new is no result of a tool or turn of the user; template: the chat template cannot be continued
+# Why a call begins a row. resampled: the turn that it continues has been continued already, or the same messages were
+# sent before; tools: only the tools changed; history: it has the first message of an earlier call, then differs;
+# conversation: it shares nothing with an earlier call; tail: the new messages are neither tool results nor user turns;
+# template: the chat template cannot be continued
 Fork: TypeAlias = Literal['resampled', 'tools', 'history', 'conversation', 'tail', 'template']
 
 _COMPARED = ('role', 'content', 'tool_calls', 'tool_call_id', 'name')  # reasoning need not come back
@@ -49,16 +50,16 @@ class Renderer(Protocol):
     """The chat template of a model, with its tokenizer."""
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
-        """int32 [P]: all of the conversation, up to where the answer begins."""
+        """Returns int32 [P]: the whole conversation, up to where the answer begins."""
         ...
 
     def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray | None:
-        """int32 [n] that follow a sampled turn: its close, the messages, and what begins an answer.
+        """Returns int32 [n], the tokens after a sampled turn: its close, the messages, and the start of an answer.
 
         Args:
-          closed_by: the last sampled token, which ended the turn; its close is what follows it. None = none did.
+          closed_by: the last sampled token, if it ended the turn: the result begins after it. None = no token ended it.
 
-        None where the template does not write a history as it wrote it before, or closes a turn with another token.
+        Returns None if the template would rewrite the history, or closes a turn with another token.
         """
         ...
 
@@ -76,7 +77,7 @@ class Conversation:
         self._hashes: dict[Call, list[bytes]] = {}  # of the messages of calls under way
 
     def begin(self, messages: Messages, tools: Tools = (), wish: str = '') -> Call:
-        """Makes a row end where the answer to these messages begins; the row has the wish, and no history has it."""
+        """Makes a row end where the answer to these messages begins; the wish is in the row, but in no history."""
         hashes = [_hash(message) for message in messages]
         histories, turns = _chain(hashes, tools), {call.after: call for call in self._answered()}
         known = [length for length in range(1, len(messages)) if histories[length] in turns]
@@ -100,7 +101,7 @@ class Conversation:
     def end(
         self, call: Call, messages: Messages, tools: Tools, reply: Message, *, closed: bool, finish_reason: str
     ) -> None:
-        """The answer is in the row: later calls may continue it.
+        """Marks the call as answered: its answer is in the row, and later calls may continue it.
 
         Args:
           reply: as the program gets it, and as it will send it back.
@@ -113,7 +114,7 @@ class Conversation:
         call.reply, call.finish_reason = dict(reply), finish_reason
 
     def undo(self, call: Call) -> None:
-        """Takes the newest call of a row out again, with its answer: it leaves nothing but the count of its tokens."""
+        """Removes the newest call of a row, with its answer; only the count of its tokens remains."""
         self._episode.calls.remove(call)
         self._hashes.pop(call, None)
         row, is_newest = self._episode.rows[call.row], call.row == len(self._episode.rows) - 1
@@ -142,7 +143,7 @@ class Conversation:
         return len(self._episode.rows[row].segments)
 
     def _continue(self, added: Messages, tools: Tools, turn: Call) -> tuple[int, bool] | None:
-        """(row, whether it is new) behind a sampled turn; None where that cannot be."""
+        """Returns (row, whether it is new) that continues a sampled turn; None if it cannot be continued."""
         before = self.tokens(turn.row)
         closed_by = int(before[turn.end - 1]) if turn.closed else None
         following = self._renderer.extend(added, tools, closed_by=closed_by) if can_extend(added) else None
@@ -156,7 +157,7 @@ class Conversation:
         return turn.row, False
 
     def _fork(self, prompt: np.ndarray, fork: Fork | None) -> tuple[int, bool]:
-        """A row of its own; the first call of an episode uses the first one."""
+        """Begins a new row; the first call of an episode uses the first row."""
         own = None if np.array_equal(prompt, self._prompt) else prompt.astype(np.int32)
         rows = self._episode.rows
         if fork is None:
@@ -168,7 +169,7 @@ class Conversation:
     def _find_reason(
         self, messages: Messages, hashes: Sequence[bytes], histories: Sequence[str], known: Sequence[int]
     ) -> Fork | None:
-        """Why these messages begin a row; None for the first call of the episode."""
+        """The reason why these messages begin a row; None for the first call of the episode."""
         calls = self._episode.calls
         if not calls:
             return None
@@ -182,7 +183,7 @@ class Conversation:
 
 
 def digests(messages: Messages, tools: Tools) -> list[str]:
-    """Of the first 0, 1, ... messages together with the tools: equal digests are equal histories."""
+    """Digests of the first 0, 1, ... messages, each together with the tools: equal digests mean equal histories."""
     return _chain([_hash(message) for message in messages], tools)
 
 
@@ -200,7 +201,7 @@ def _chain(hashes: Sequence[bytes], tools: Tools) -> list[str]:
 
 
 def _add_wish(messages: Messages, wish: str) -> Messages:
-    """The messages with the wish at the end of the user's last words, or as words of the user behind them."""
+    """Appends the wish to the last message if it is the user's, else adds a user message."""
     if not wish:
         return messages
     *before, last = messages
@@ -210,12 +211,12 @@ def _add_wish(messages: Messages, wish: str) -> Messages:
 
 
 def _to_json(message: Message) -> JsonObject:
-    """What is compared of a message, as JSON: a copy that the program cannot change."""
+    """The compared fields of a message, as JSON: a copy that the program cannot change."""
     return to_json({name: message[name] for name in _COMPARED if name in message})
 
 
 def to_json(value: object) -> Any:
-    """The value as JSON gives it back; what JSON cannot carry becomes text."""
+    """The value after a round trip through JSON; values that JSON cannot carry become text."""
     return json.loads(json.dumps(value, default=lambda own: dict(own) if isinstance(own, Mapping) else str(own)))
 
 
@@ -224,7 +225,7 @@ def _encode(value: object) -> bytes:
 
 
 def _canonical(message: Message) -> dict[str, object]:
-    """Equal for messages of equal meaning: an absent field is one of null, parts of text are joined."""
+    """A form that is equal for messages of equal meaning: null and empty fields are dropped, text parts are joined."""
     kept = {name: message.get(name) for name in _COMPARED}
     kept['content'] = _join_content(kept['content'])
     kept['tool_calls'] = [_canonical_call(call) for call in _items(kept['tool_calls'])]
@@ -237,7 +238,7 @@ def _join_content(content: object) -> object:
 
 
 def _canonical_call(call: object) -> object:
-    """The id, the name, and the arguments as JSON, or as they are where they are none."""
+    """The id, the name, and the arguments as parsed JSON, or unchanged if they are not JSON."""
     if not isinstance(call, Mapping) or not isinstance(function := call.get('function'), Mapping):
         return call
     return [call.get('id'), function.get('name'), read_arguments(function.get('arguments'))]
@@ -247,7 +248,7 @@ def _items(value: object) -> Sequence[object]:
     return value if isinstance(value, (list, tuple)) else ()
 
 
-# The chat form of a tokenizer as agents use it: prompts, what follows a sampled turn, and calls in sampled ids.
+# The chat format of a tokenizer, as agents use it: prompts, continuations of sampled turns, and calls in sampled ids.
 
 
 class TokenizerFormat:
@@ -257,19 +258,19 @@ class TokenizerFormat:
         self._tokenizer, self._parser = tokenizer, parser
 
     def render(self, messages: Messages, tools: Tools) -> np.ndarray:
-        """See conversation.Renderer; raises ConversationError for what the template refuses, or does not show."""
+        """See Renderer; raises ConversationError for messages that the template refuses, or does not show."""
         conversations, listed = [for_template(messages)], [dict(tool) for tool in tools]
         require_shown(self._tokenizer, conversations, listed)
         return self._tokenizer.encode_chats(conversations, listed)[0]
 
     def extend(self, messages: Messages, tools: Tools, *, closed_by: int | None) -> np.ndarray | None:
-        """See conversation.Renderer; raises ConversationError as `render` does."""
+        """See Renderer; raises ConversationError as `render` does."""
         following, listed = for_template(messages), [dict(tool) for tool in tools]
         require_shown(self._tokenizer, [following], listed)
         return self._tokenizer.extend_chat(following, listed, closed_by=closed_by)
 
     def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
-        """See dialogue.ChatFormat."""
+        """See ChatFormat."""
         found = self._parser.parse(answer, tools)
         return _describe_message(found, prefix), found.unparsed
 
@@ -281,7 +282,7 @@ class NotationParser:
     """Implements AnswerParser for calls between two marks.
 
     Args:
-      notation: of calls, which the template shows to the model.
+      notation: the notation of calls that the template shows to the model.
     """
 
     def __init__(self, tokenizer: Tokenizer, notation: Notation):
@@ -300,14 +301,14 @@ class NotationParser:
         return ParsedAnswer(content, calls, unparsed=parser.unparsed)
 
     def _encode(self, text: str) -> Sequence[int]:
-        """Ids of a mark; none where the tokenizer cannot write it."""
+        """The ids of a mark; () if the tokenizer cannot encode it."""
         with contextlib.suppress(ValueError):
             return [int(token) for token in self._tokenizer.encode(text)]
         return ()
 
 
 def _describe_message(found: ParsedAnswer, prefix: str) -> JsonObject:
-    """The message of the assistant, as OpenAI's chat has it; the ids of its calls begin with `prefix`."""
+    """The assistant's message in the format of OpenAI's chat; the ids of its calls begin with `prefix`."""
     message: JsonObject = {'role': 'assistant', 'content': found.text or None}
     if found.reasoning:
         message['reasoning_content'] = found.reasoning
@@ -323,11 +324,11 @@ def _describe_message(found: ParsedAnswer, prefix: str) -> JsonObject:
 Label: TypeAlias = Literal['stop', 'length', 'turns', 'deadline', 'agent_error', 'env_error', 'cancelled']
 
 
-_MOST_FAULT = 2000  # characters of why a tool cannot do its work
+_MOST_FAULT = 2000  # characters of the reason why a tool failed
 
 
 class EpisodeEnd(BaseException):
-    """Ends the program of an episode, whatever it catches: a budget is used up, or the run stops."""
+    """Ends the program if a budget is used up or the run stops. No `except Exception` of the program catches it."""
 
     def __init__(self, label: Label):
         super().__init__(label)
@@ -335,7 +336,7 @@ class EpisodeEnd(BaseException):
 
 
 class ProgramsError(UserError):
-    """No program can run, whatever the episode: it ends the run."""
+    """Raised if programs cannot run in any episode: it ends the run."""
 
 
 class ToolFailedError(Exception):
@@ -346,9 +347,9 @@ class ChatFormat(Renderer, Protocol):
     """A chat template together with the notation of calls in it."""
 
     def parse(self, answer: np.ndarray, tools: Tools, prefix: str) -> tuple[Message, int]:
-        """The message in sampled ids, int32 [n]: text, and calls of tools, whose ids begin with `prefix`.
+        """Returns the message in sampled ids, int32 [n], and the number of broken calls, which stay text.
 
-        And the number of calls that are broken, and stay text.
+        The message holds text and tool calls; the ids of the calls begin with `prefix`.
         """
         ...
 
@@ -359,11 +360,11 @@ class ChatFormat(Renderer, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Budgets:
-    """Of an episode; rollout.max_new_tokens bounds the sampled tokens of all turns and comes with the sampling."""
+    """The budgets of an episode; the sampling has another one, rollout.max_new_tokens: sampled tokens of all turns."""
 
     max_turns: int  # agent.max_turns; 0 = no bound
-    max_turn_tokens: int  # agent.max_turn_tokens: sampled in one turn; 0 = no bound of its own
-    context_tokens: int  # rollout.context_tokens: of a row
+    max_turn_tokens: int  # agent.max_turn_tokens: sampled in one turn; 0 = no bound per turn
+    context_tokens: int  # rollout.context_tokens: of one row
     tool_deadline_s: float  # agent.tool_deadline_s
     tool_bytes: int  # agent.tool_bytes: of the result of a tool; the rest is cut off
 
@@ -377,7 +378,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The content; '' where there is none."""
+        """The content; '' without any."""
         return str(self.message.get('content') or '')
 
     @property
@@ -400,8 +401,8 @@ class Dialogue:
     """The calls of one episode.
 
     Args:
-      episode: empty, or that of a checkpoint.
-      lane: of the clock, on which tools are called.
+      episode: empty, or restored from a checkpoint.
+      lane: the lane of the clock on which tools are called.
     """
 
     def __init__(
@@ -431,16 +432,16 @@ class Dialogue:
         return self._episode
 
     async def chat(self, messages: Messages, tools: Tools = ()) -> Reply:
-        """The reply of the policy to a conversation; raises EpisodeEnd where no budget is left."""
+        """Returns the policy's reply to a conversation; raises EpisodeEnd if no budget is left."""
         return (await self.take_turn(messages, tools)).reply
 
     async def take_turn(
         self, messages: Messages, tools: Tools = (), *, one_tool_call: bool = False, wish: str = ''
     ) -> Turn:
-        """The same with its tokens.
+        """Returns the reply of `chat`, with its tokens.
 
-        With `one_tool_call` calls of tools after the first stay out of the message. The model reads the `wish` behind
-        the messages, and no later history has it.
+        With `one_tool_call`, tool calls after the first are left out of the message. The model reads `wish` after the
+        messages; no later history contains it.
         """
         if not messages:
             raise ValueError('chat() was called without a message: give at least one turn')
@@ -455,7 +456,7 @@ class Dialogue:
         return self._describe_turn(call)
 
     async def close(self, label: Label) -> None:
-        """Ends answers under way; returns when all of their tokens are in the rows. Later calls raise EpisodeEnd."""
+        """Cancels answers under way; returns when all of their tokens are in the rows. Later calls raise EpisodeEnd."""
         self._closing = self._closing or label
         for request in list(self._open.values()):
             self._pool.cancel(request)
@@ -464,22 +465,22 @@ class Dialogue:
             await self._clock.wait(self._drained)
 
     def withdraw(self, calls: Iterable[Call]) -> None:
-        """Takes calls whose replies reached nobody out of the rows; none of them is continued by another one."""
+        """Removes calls whose replies were never delivered from the rows; no other call may continue them."""
         for call in reversed(list(calls)):
             self._conversation.undo(call)
 
     def withdraw_unused(self) -> None:
-        """The same for answers that never ended, and for calls of a record that its program did not repeat."""
+        """Withdraws calls that were never answered, and recorded calls that the program did not repeat."""
         self.withdraw(call for call in self._episode.calls if call.reply is None or call in self._recorded)
         self._recorded.clear()
 
     async def call_tool(
         self, name: str, arguments: object, tool: Callable[[], Awaitable[str]], *, most_bytes: int | None = None
     ) -> str:
-        """The text that a tool gives, cut to agent.tool_bytes (or `most_bytes`); a recorded call is not made again.
+        """Returns the text of a tool, cut to agent.tool_bytes (or `most_bytes`); a recorded call is not made again.
 
-        `tool` is awaited on the I/O loop and touches nothing of the run. Raises EpisodeEnd('env_error') where it raises
-        ToolFailedError; what else it raises, and a deadline, is the result: the model reads it.
+        `tool` is awaited on the I/O loop and touches no state of the run. Raises EpisodeEnd('env_error') if it raises
+        ToolFailedError; any other exception, and a missed deadline, becomes the result, which the model reads.
         """
         key = digests([{'role': 'tool', 'name': name, 'content': arguments}], ())[-1]
         recorded = next((result for result in self._results if result['call'] == key), None)
@@ -498,7 +499,7 @@ class Dialogue:
         return str(recorded['text'])
 
     def _find_recorded(self, messages: Messages, tools: Tools) -> Call | None:
-        """The call of the record that this one repeats; the first one that repeats none drops the record."""
+        """Returns the recorded call that this one repeats; the first call without one drops the record."""
         if not self._recorded:
             return None
         asked = digests(messages, tools)[-1]
@@ -506,7 +507,7 @@ class Dialogue:
         if found is not None:
             self._recorded.remove(found)
             return found
-        self.withdraw(self._recorded)  # the program of before got them, this one goes another way
+        self.withdraw(self._recorded)  # the earlier program got their replies; this one continues differently
         for result in self._results:
             self._episode.results.remove(result)
         self._recorded.clear()
@@ -529,7 +530,7 @@ class Dialogue:
         return Turn(call, Reply(call.reply, call.finish_reason), prompt, tuple(answer))
 
     async def _answer(self, call: Call, messages: Messages, tools: Tools, one_tool_call: bool) -> None:
-        """Generates into the row of the call, after what a resumed episode has of the answer already."""
+        """Generates into the row of the call, after the part of the answer that a resumed episode already has."""
         row = self._episode.rows[call.row]
         prompt = self._conversation.tokens_before(call.row, call.start)
         begun = tuple(row.segments[call.start :])
@@ -558,12 +559,12 @@ class Dialogue:
             self._drained.set()
         self._episode.engine = generation.engine  # it may have moved
         if generation.finish_reason == 'cancelled':
-            raise EpisodeEnd('cancelled')  # the record keeps what there is, for a run that goes on
+            raise EpisodeEnd('cancelled')  # the record keeps the partial answer, for a resumed run
         is_cut = generation.finish_reason == 'length'
         self._finish(call, messages, tools, row.segments[call.start :], is_cut, one_tool_call)
 
     def _room(self, call: Call, prompt_tokens: int) -> int:
-        """Most tokens of the answer, those that it has included."""
+        """The most tokens of the answer, including those already generated."""
         before = sum(len(segment.tokens) for segment in self._generated()) - sum(
             len(segment.tokens) for segment in self._episode.rows[call.row].segments[call.start :]
         )
@@ -592,7 +593,7 @@ class Dialogue:
 
 
 async def _describe_result(tool: Callable[[], Awaitable[str]], deadline_s: float, most_bytes: int) -> dict[str, object]:
-    """What the log keeps of a call: JSON, whatever the tool does."""
+    """Calls the tool and returns the log's entry for it: JSON, whatever the tool does."""
     import asyncio
 
     try:

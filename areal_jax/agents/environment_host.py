@@ -1,4 +1,4 @@
-"""Runs episodes in a server of verifiers, which is a program of its own: it ends with the run, and starts again."""
+"""Runs episodes in a server of verifiers, a separate process that ends with the run and restarts if it ends early."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DELTA = b'delta'
 
 
 class WireError(Exception):
-    """A message of the server that is none of its wire."""
+    """Raised for a message of the server that does not follow its protocol."""
 
 
 class EnvironmentClient:
-    """For one event loop; `close` must be called on it."""
+    """The client of a server, for one event loop; `close` must be called on that loop."""
 
     def __init__(self, address: str):
         self._context = zmq.asyncio.Context()
@@ -44,7 +44,7 @@ class EnvironmentClient:
     async def ask(
         self, method: str, payload: JsonObject, hear: Callable[[JsonObject], None] = lambda delta: None
     ) -> JsonObject:
-        """The last reply to a request; `hear` gets each delta before it. An episode is cancelled with its request.
+        """Returns the last reply to a request; `hear` gets each delta before. Cancelling this call cancels its episode.
 
         Raises WireError for replies that cannot be read, and what `hear` raises.
         """
@@ -54,9 +54,9 @@ class EnvironmentClient:
         try:
             await self._send(number, method, payload)
             return await reply
-        except BaseException:  # also of a delta that cannot be read: nobody waits for the episode
+        except BaseException:  # also for a delta that cannot be read: the episode has no reader left
             cancel = self._send(f'{next(self._numbers):x}'.encode(), 'cancel', {'request_id': number.decode()})
-            task = asyncio.get_running_loop().create_task(cancel)  # this one has ended
+            task = asyncio.get_running_loop().create_task(cancel)  # a new task: this one has ended
             self._cancels.add(task)
             task.add_done_callback(self._cancels.discard)
             raise
@@ -64,9 +64,10 @@ class EnvironmentClient:
             del self._waiting[number]
 
     def close(self) -> None:
-        """Requests under way get no reply.
+        """Closes the connection; requests under way get no reply.
 
-        Waits for nothing: a context whose socket is still open never ends, and hangs the thread that collects it.
+        Does not wait. The socket is closed first: a context with an open socket never ends, and hangs the thread that
+        garbage-collects it.
         """
         for task in (self._receiver, *self._cancels):
             task.cancel()
@@ -104,7 +105,7 @@ def _unpack(frames: list[bytes]) -> JsonObject:
     return content
 
 
-_KEY = 'AREAL_GATEWAY_API_KEY'  # variable of the server; it gives none with API_KEY in their names to programs
+_KEY = 'AREAL_GATEWAY_API_KEY'  # variable of the server, which passes no variable with API_KEY in its name to programs
 _KEY_BYTES = 32  # random
 _READY_S = 300.0  # imports, data and tool servers of the environment
 
@@ -112,13 +113,13 @@ _READY_S = 300.0  # imports, data and tool servers of the environment
 class EnvironmentHost:
     """Implements ProgramHost for task.name='verifiers:TASKSET'.
 
-    The server starts with the first episode, and again with the first one after its end. It runs the program of each
-    episode, whose requests it relays to the gateway with the key of the server and the name of the episode's trace.
+    The first episode starts the server; after its end, the next episode restarts it. The server runs the program of
+    each episode and relays its requests to the gateway, with the server's key and the name of the episode's trace.
 
     Args:
-      python: has verifiers.
-      program: verifiers_program.py.
-      setup: what that reads.
+      python: an interpreter that has verifiers.
+      program: the path of verifiers_program.py.
+      setup: the input of that program.
     """
 
     def __init__(self, python: str, program: pathlib.Path, setup: JsonObject):
@@ -128,7 +129,7 @@ class EnvironmentHost:
         self._is_closed = False
 
     async def run(self, job: Job) -> Ending:
-        """Implements ProgramHost.run; Ending.record is there unless the server was lost."""
+        """Implements ProgramHost.run; Ending.record is set unless the server was lost."""
         if self._is_closed:
             return Ending('failed', 'the run has ended')
         async with self._starting:
@@ -146,7 +147,7 @@ class EnvironmentHost:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that starts the server; None before the first episode."""
+        """The pid of the process that starts the server; None before the first episode."""
         return None if self._server is None else self._server.pid
 
 
@@ -158,7 +159,7 @@ class _Server:
         address = f'ipc://{self._folder.name}/server'
         self._key = secrets.token_hex(_KEY_BYTES)
         self._commands = CommandHost([python, str(program), 'serve', address], ())
-        # uv, which prepares programs of episodes, stands beside the interpreter
+        # uv, which prepares programs of episodes, is in the interpreter's folder
         path = os.pathsep.join([str(pathlib.Path(python).parent), os.environ.get('PATH', os.defpath)])
         loop = asyncio.get_running_loop()
         self._process = loop.create_task(self._commands.run(Job({_KEY: self._key, 'PATH': path}, setup)))
@@ -174,7 +175,7 @@ class _Server:
         return self._commands.pid
 
     async def run(self, job: Job) -> Ending:
-        """An episode, to its end or to that of the server."""
+        """Runs an episode until it or the server ends."""
         episode = asyncio.get_running_loop().create_task(self._run(job))
         try:
             await asyncio.wait([episode, self._process], return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +188,7 @@ class _Server:
 
     async def close(self) -> None:
         self._ready.cancel()
-        self._client.close()  # first: whoever waits for the end of a process may be given up
+        self._client.close()  # first: the wait for the end of a process may be abandoned
         await self._commands.close()
         await asyncio.wait([self._process])
         self._folder.cleanup()

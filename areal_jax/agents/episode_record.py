@@ -1,7 +1,7 @@
-"""What a server of verifiers says of an episode: which turns of the policy are in it, how it ended, its reward.
+"""The record that a server of verifiers keeps of an episode: the policy's turns, the ending and the reward.
 
-Deltas add to the traces of an episode. An agent has one trace, a graph of messages, of which the sampled ones are what
-the policy has said. A client that relays requests to an API, as ours does, puts no ids into them.
+Deltas add to the traces of an episode. One agent has one trace: a graph of messages, of which the sampled ones are the
+policy's turns. If a client relays requests to an API, as ours does, the messages have no ids.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from areal_jax.agents.programs.endings import shorten
 from areal_jax.agents.programs.program_host import Ending, Record, SaidTurn
 from areal_jax.files import JsonObject
 
-_MOST_OUTCOME_BYTES = 2**16  # of the event log, which has each outcome
-_LISTS = ('nodes', 'errors')  # of a trace: a delta has what is new
+_MOST_OUTCOME_BYTES = 2**16  # an outcome is written to the event log
+_LISTS = ('nodes', 'errors')  # of a trace: a delta appends to them
 
 
-# what reading raises where a message has another form
+# errors of reading a message that has another form
 _OTHER_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class RecordError(Exception):
-    """A record that is no episode of one agent."""
+    """Raised for a record that is not an episode of one agent."""
 
 
 class EpisodeRecord:
-    """Grows by the deltas of one request."""
+    """The record of one request, which grows with each delta."""
 
     def __init__(self) -> None:
         self._traces: dict[str, JsonObject] = {}
 
     def add(self, delta: JsonObject) -> None:
-        """Adds a delta; raises RecordError for one that cannot be read."""
+        """Adds a delta; raises RecordError if it cannot be read."""
         try:
             self._add(delta)
         except _OTHER_FORM as error:
             raise _other_form(error) from error
 
     def finish(self, reply: JsonObject) -> Ending:
-        """How the episode ended, from the last reply to its request. Raises RecordError."""
+        """Returns the ending of the episode, from the last reply to its request. Raises RecordError."""
         try:
             ending = self._finish(reply)
-            json.dumps(ending.record and ending.record.outcome)  # the event log writes it
+            json.dumps(ending.record and ending.record.outcome)  # raises now: the event log will write it
         except _OTHER_FORM as error:
             raise _other_form(error) from error
         return ending
 
     def _add(self, delta: JsonObject) -> None:
         name = delta['trace']
-        if delta.get('discard'):  # an attempt that the server has given up
+        if delta.get('discard'):  # an attempt that the server has abandoned
             self._traces.pop(name, None)
             return
         trace = self._traces.setdefault(name, {field: [] for field in _LISTS})
@@ -80,7 +80,7 @@ def _other_form(error: Exception) -> RecordError:
 def _read_ending(trace: JsonObject, head: JsonObject) -> Ending:
     said = tuple(_read_turn(node) for node in trace['nodes'] if node['sampled'])
     lost = lambda reason: Ending('lost', shorten(f'the environment{reason}'), Record(said))
-    if not (trace.get('ok') and head.get('ok')):  # an attempt that failed and was made again has left its error
+    if not (trace.get('ok') and head.get('ok')):  # the trace keeps the errors of attempts that were repeated
         return lost(_describe_errors([*trace['errors'], *head.get('errors', ())]) or ' did not complete the episode')
     rewards = trace.get('rewards') or {}
     unscored = [name for name, reward in rewards.items() if reward is None]

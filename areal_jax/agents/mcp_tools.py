@@ -1,7 +1,7 @@
 """The tools of MCP servers for an agent: sessions that belong to one episode, by the client of the package `mcp`.
 
-A session begins on the I/O loop with the first call that needs it, in a task of its own, which ends it: the client's
-scopes must be left by the task that entered them. A resumed episode starts no server for what its record has.
+The first call that needs a session begins it on the I/O loop, in a separate task that also ends it: a scope of the
+client must be left by the task that entered it. A resumed episode starts no server for recorded calls.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from areal_jax.text.chat_template import read_arguments
 from areal_jax.workers import exec_with_parent
 from areal_jax.workers.descendants import MARK, kill_processes, list_marked
 
-MOST_MESSAGE_BYTES = 8 * 2**20  # of a server
+MOST_MESSAGE_BYTES = 8 * 2**20  # of a message from a server
 _MOST_BYTES, _MOST_LINES = 4 * MOST_MESSAGE_BYTES, 10_000  # of a server between two messages to it
-_TAIL_BYTES = 2000  # of what a server writes to standard error, for the sentence that says why it ended
+_TAIL_BYTES = 2000  # end of a server's standard error that is kept, to explain why it ended
 _CHUNK_BYTES = 2**16  # read at once
-_GRACE_S = 0.5  # from the end of its input to SIGKILL; also for an ended server to tell its exit code
+_GRACE_S = 0.5  # from the close of its input to SIGKILL; also for the exit code of an ended server
 
 _Received = MemoryObjectSendStream[SessionMessage | Exception]
 _ToSend = MemoryObjectReceiveStream[SessionMessage]
@@ -56,7 +56,7 @@ _Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryOb
 
 
 class ServerProcess:
-    """One server; `fault` says why the connection has ended, '' where it has not."""
+    """One server; `fault` is the reason why the connection ended, '' while it is open."""
 
     def __init__(self, command: str):
         self.fault = ''
@@ -66,7 +66,7 @@ class ServerProcess:
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[_Streams]:
-        """Starts the process; it and all that it started are killed at the end. Raises OSError."""
+        """Starts the process; at the end it is killed with all processes that it started. Raises OSError."""
         received, for_session = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         from_session, to_send = anyio.create_memory_object_stream[SessionMessage](0)
         self._process = process = await asyncio.create_subprocess_exec(
@@ -115,7 +115,7 @@ class ServerProcess:
             self._fail(': '.join([how, *last]))
 
     async def _read_line(self, stdout: asyncio.StreamReader) -> bytes:
-        """b'' at the end, and at a limit."""
+        """Reads a line; b'' at the end of the output, and if a limit is exceeded."""
         try:
             line = await stdout.readline()
         except ValueError:
@@ -139,7 +139,7 @@ class ServerProcess:
                 try:
                     await stdin.drain()
                 except OSError:
-                    return  # its output ends too, which says why
+                    return  # its output ends too, and `_read` finds the reason
 
     def _is_flood(self, size: int) -> bool:
         self._bytes += size
@@ -158,7 +158,7 @@ class ServerProcess:
                 await self._process.wait()
 
     async def _read_rest(self, *pipes: asyncio.StreamReader) -> None:
-        """Of a killed process: asyncio closes a pipe when it has read all."""
+        """Reads the pipes of a killed process to their end: only then does asyncio close them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_S):
                 for pipe in pipes:
@@ -167,7 +167,7 @@ class ServerProcess:
                 await self._process.wait()
 
     def _kill(self) -> None:
-        """The process, and what it has started: all have the mark in their environment."""
+        """Kills the process and all processes that it started, which have the mark in their environment."""
         if self._process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ _Result = TypeVar('_Result')
 _MOST_LISTING_BYTES = 2**20
 _MOST_PAGES = 100  # of a list of tools
 _LEAVE_S = 3.0  # for a connection to end by itself; then its task is cancelled
-# of agent.tool_deadline_s: what fails before the deadline ends the episode, and is no result for the model
+# shares of agent.tool_deadline_s: a failure before the deadline ends the episode, and is not a result for the model
 _START_SHARE, _LISTING_SHARE = 0.8, 0.9
 
 
@@ -192,18 +192,18 @@ class McpTools:
         self._offered: list[list[JsonObject]] | None = None  # definitions by server
 
     async def tools(self) -> Tools:
-        """The tools of all servers in the form of OpenAI's chat, to be given to `chat`.
+        """Returns the tools of all servers in the form of OpenAI's chat, for `chat`.
 
-        Raises EpisodeEnd('env_error') where a server does not list its tools in time, or two have one name.
+        Raises EpisodeEnd('env_error') if a server does not list its tools in time, or if two tools have the same name.
         """
         return [definition for offered in await self._list() for definition in offered]
 
     async def call(self, name: str, arguments: object) -> str:
-        """The result of a tool as text, see Dialogue.call_tool: deadline, limit of bytes, log, record.
+        """Returns the result of a tool as text. Deadline, byte limit, log and record: see Dialogue.call_tool.
 
-        `arguments`: the text that the model wrote, or a dict. What is no JSON object, a tool that no server has, and
-        the error of a tool are results that the model reads. Raises EpisodeEnd('env_error') where its server cannot be
-        started or has ended.
+        `arguments`: the text that the model wrote, or a dict. Arguments that are not a JSON object, an unknown tool,
+        and an error of the tool give an error text, which the model reads. Raises EpisodeEnd('env_error') if the server
+        cannot be started or has ended.
         """
         servers = {tool['function']['name']: n for n, offered in enumerate(await self._list()) for tool in offered}
         return await self._dialogue.call_tool(
@@ -211,7 +211,7 @@ class McpTools:
         )
 
     def close(self) -> None:
-        """Ends the servers; returns at once, from the host's thread."""
+        """Ends the servers without waiting; called from the host's thread."""
         for session in self._sessions:
             session.close()
 
@@ -223,7 +223,7 @@ class McpTools:
             )
             try:
                 self._offered = json.loads(text)
-            except ValueError:  # the deadline of the call came first: the I/O loop was held up
+            except ValueError:  # the deadline of the call came first: the I/O loop was blocked
                 raise EpisodeEnd('env_error') from ToolFailedError(f'agent.mcp_servers: list of tools: {text}')
         return self._offered
 
@@ -236,7 +236,7 @@ class McpTools:
         except TimeoutError as error:
             late = f'no list of tools within {_LISTING_SHARE * self._deadline_s:g} s; see agent.tool_deadline_s'
             raise ToolFailedError(f'agent.mcp_servers: {late}') from error
-        except (MCPError, ValueError) as error:  # an answer against the protocol
+        except (MCPError, ValueError) as error:  # a reply that violates the protocol
             raise ToolFailedError(f'agent.mcp_servers: the list of tools cannot be read: {error}') from error
         text = json.dumps([[_describe_tool(tool) for tool in tools] for tools in found])
         if len(text) > _MOST_LISTING_BYTES:
@@ -264,7 +264,7 @@ class McpTools:
 
 
 class _Session:
-    """The connection to one server: a process of its own, or HTTP."""
+    """The connection to one server: a child process, or HTTP."""
 
     def __init__(self, server: str, start_s: float):
         self.server, self._start_s = server, start_s
@@ -274,7 +274,7 @@ class _Session:
         self._owner: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """From the host's thread: whoever of the two threads comes second sees what the first one has set."""
+        """Ends the session, from the host's thread: the later of the two threads sees the flag of the earlier one."""
         self._is_closed = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended its tasks
@@ -283,7 +283,7 @@ class _Session:
     # On the I/O loop.
 
     async def ask(self, request: Callable[[Client], Awaitable[_Result]]) -> _Result:
-        """What the request gives. Raises ToolFailedError where there is no connection, or it ends."""
+        """Returns the result of the request. Raises ToolFailedError if there is no connection, or if it ends."""
         client = await self._connect()
         try:
             return await request(client)
@@ -311,7 +311,7 @@ class _Session:
             ) from error
 
     async def _own(self) -> None:
-        """Enters and leaves the client; what ends the start is told to those who wait for it."""
+        """Enters and leaves the client; tasks that wait for the client get the error of a failed start."""
         try:
             async with (
                 httpx2.AsyncClient(transport=_BoundedTransport(), timeout=None) as http,
@@ -335,7 +335,7 @@ class _Session:
         self._loop.call_later(_LEAVE_S if self._client.done() else 0.0, self._owner.cancel)
 
     def _is_lost(self, error: Exception) -> bool:
-        """Whether the connection has ended, and not the request alone failed."""
+        """Whether the connection has ended, as opposed to a failure of this request alone."""
         assert self._owner is not None
         if self._owner.done():
             return True
@@ -358,7 +358,7 @@ class _Session:
 
 
 def is_url(server: str) -> bool:
-    """Whether an entry of agent.mcp_servers is an address; others are commands."""
+    """Whether an entry of agent.mcp_servers is a URL; other entries are commands."""
     return server.startswith(('http://', 'https://'))
 
 
@@ -395,7 +395,7 @@ def _describe_content(block: ContentBlock) -> str:
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Ends a response that is longer than a message may be."""
+    """Ends a response that is longer than MOST_MESSAGE_BYTES."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)

@@ -1,7 +1,7 @@
-"""The tool `python` of own agents: runs the program that the model wrote in the sandbox, and gives what it printed.
+"""The tool `python` of in-process agents: runs a program that the model wrote in the sandbox, and returns its output.
 
-Programs run in workers (tasks/code/program_worker.py), which start with the calls that need them and are kept. At most
-agent.tool_calls calls are made at once, and so many workers there are. All but the constructor runs on the I/O loop.
+Programs run in workers (tasks/code/program_worker.py). A worker starts with the first call that needs it, and is kept;
+there are at most agent.tool_calls calls at once, and as many workers. Only the constructor runs off the I/O loop.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from areal_jax.workers.sandbox.confinement import SandboxError, wrap_command
 from areal_jax.workers.worker_process import worker_environment
 
 _ARGUMENT = 'code'
-_START_SHARE = 0.8  # of agent.tool_deadline_s: a worker that starts later is a fault, and no result for the model
+_START_SHARE = 0.8  # of agent.tool_deadline_s: a worker that starts later is a fault, and not a result for the model
 _GRACE_S = 0.5  # for the server of a killed worker to end its children
-_REPLY_BYTES = 8  # of a line, for each byte of output: JSON has up to six
-_LINE_BYTES = 2**18  # of a line beside that
+_REPLY_BYTES = 8  # of a line, for each byte of output: JSON escapes have up to six
+_LINE_BYTES = 2**18  # of a line in addition
 
 
 class PythonTool:
     """The tool for all episodes of a run.
 
     Args:
-      level: of confinement.CONFINING.
+      level: a level of confinement.CONFINING.
       readable: files and folders of packages that programs can import.
       deadline_s: agent.tool_deadline_s.
     """
@@ -49,9 +49,9 @@ class PythonTool:
         self.definition = _describe(limits)
 
     async def run(self, arguments: object) -> str:
-        """What a program printed, or 'error: LABEL: REASON' where it failed.
+        """Returns the output of a program, or 'error: LABEL: REASON' if it failed.
 
-        `arguments`: {'code': ...}; what is wrong with them is a result too. Raises ToolFailedError where the sandbox
+        `arguments`: {'code': ...}; if they are invalid, the result says so. Raises ToolFailedError if the sandbox
         failed; the next call starts another worker.
         """
         code = arguments.get(_ARGUMENT) if isinstance(arguments, Mapping) else None
@@ -60,7 +60,7 @@ class PythonTool:
         worker = self._idle.pop() if self._idle else self._make_worker()
         try:
             reply = await worker.run(code)
-        except BaseException:  # also the deadline: its reply may come later
+        except BaseException:  # also at the deadline: a late reply would answer the next program
             worker.kill()
             raise
         self._idle.append(worker)
@@ -78,7 +78,7 @@ class _Worker:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, code: str) -> JsonObject:
-        """The reply to one program. Raises ToolFailedError."""
+        """Returns the reply to one program. Raises ToolFailedError."""
         process = self._process or await self._start()
         assert process.stdin is not None
         try:
@@ -89,7 +89,7 @@ class _Worker:
         return await self._read(process)
 
     def kill(self) -> None:
-        """Ends the worker, and its owner what it started; returns at once."""
+        """Kills the worker without waiting; `_own` ends the processes that it started."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -115,7 +115,7 @@ class _Worker:
         return process
 
     async def _own(self, process: asyncio.subprocess.Process) -> None:
-        """Until the process ends; it is ended when this task is, as all tasks are at the end of the run."""
+        """Waits until the process ends; kills it if this task is cancelled, as all tasks are at the end of the run."""
         try:
             await process.wait()
         finally:
@@ -143,7 +143,7 @@ class _Worker:
 
 
 def _describe(limits: ProgramLimits) -> JsonObject:
-    """The definition of OpenAI's chat."""
+    """The tool's definition in the form of OpenAI's chat."""
     schema: dict[str, Any] = {
         'type': 'object',
         'properties': {_ARGUMENT: {'type': 'string', 'description': 'The whole program.'}},

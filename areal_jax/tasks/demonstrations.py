@@ -32,7 +32,7 @@ _COUNTS = ('weight', 'train', 'training', 'loss')  # whether a turn is trained
 
 
 def read_tools(row: JsonObject, place: str) -> list[JsonObject]:
-    """The tools of a line; raises TaskError for what is no list of definitions."""
+    """Returns the tools of a line; raises TaskError if they are not a list of definitions."""
     tools = row.get('tools') or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and 'function' in tool for tool in tools):
         raise TaskError(f"{place}: tools must be a list of objects {{'type': 'function', 'function': ...}}")
@@ -40,7 +40,7 @@ def read_tools(row: JsonObject, place: str) -> list[JsonObject]:
 
 
 def require_conversation(messages: object, source: str, name: str = 'messages') -> list[JsonObject]:
-    """The turns, whose last one is the answer; raises TaskError for what is no list of turns that ends in one."""
+    """Returns the turns; raises TaskError for anything but a list of turns that ends in an answer."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise TaskError(f'{source}: {name} must be a list of objects with role and content')
     turns = [_with_content(message) for message in messages]
@@ -63,10 +63,10 @@ def require_conversation(messages: object, source: str, name: str = 'messages') 
 def take_keys(
     turns: Sequence[JsonObject], source: str, keys: LineKeys, tokenizer: Tokenizer, name: str = 'messages'
 ) -> list[JsonObject]:
-    """The turns with what the chat template reads of them; `keys` counts what nothing reads.
+    """Returns the turns with the keys that the chat template reads; `keys` counts the keys that nothing reads.
 
-    Raises TaskError for a key of the published list that is not used: in the answer, of which the content alone is
-    trained, and in a turn before it, where the template does not read it.
+    Raises TaskError for a key of the published list that is not used: in the answer, whose content alone is trained,
+    and in a turn before it, if the template does not read the key.
     """
     found = []
     for number, turn in enumerate(turns):
@@ -93,12 +93,12 @@ def take_keys(
 def encode_prompts(
     tokenizer: Tokenizer, conversations: Sequence[Messages], sources: Sequence[str], tools: Sequence[Tools] = ()
 ) -> list[np.ndarray]:
-    """int32 [P] of each conversation; raises TaskError that names the source of one that no template renders.
+    """Returns int32 [P] of each conversation; raises TaskError with the source of one that no template renders.
 
     Args:
-      tools: of each conversation; () = there are none.
+      tools: of each conversation; () = no tools.
     """
-    places: dict[str, list[int]] = {}  # conversations by their tools: those with equal ones are encoded together
+    places: dict[str, list[int]] = {}  # conversations by their tools: equal tools are encoded together
     for index in range(len(conversations)):
         places.setdefault(json.dumps(tools[index]) if tools else '[]', []).append(index)
     found: dict[int, np.ndarray] = {}
@@ -114,7 +114,7 @@ def encode_prompts(
 
 
 def _with_content(message: JsonObject) -> JsonObject:
-    """A turn of calls alone has no content, which is an empty one."""
+    """Gives a turn that has calls and no content an empty content."""
     return {**message, 'content': ''} if message.get('content') is None and message.get('tool_calls') else message
 
 
@@ -124,18 +124,18 @@ def _reads(tokenizer: Tokenizer, key: str) -> bool:
 
 
 def _shows_name(turns: Sequence[JsonObject], number: int, tokenizer: Tokenizer) -> bool:
-    """Whether the prompt is another one without the name: templates read the names of tools too."""
+    """Whether the prompt changes without the name: a template may read only the names of tools."""
     without = [dict(turn) for turn in turns]
     del without[number]['name']
     try:
         first, second = tokenizer.encode_chats([for_template(turns), for_template(without)])
     except ConversationError:
-        return True  # the template says why when the prompt is made
+        return True  # the template gives the reason when the prompt is made
     return not np.array_equal(first, second)
 
 
 _USED = ('messages', 'question', 'answer', 'tools')  # keys of a line
-_NAME = 'demonstrations'  # what the prompts give as their task
+_NAME = 'demonstrations'  # the task of the prompts
 _TRAINED_VERSION = 0  # policy version of answer tokens: any that is not NOT_GENERATED puts them into the loss
 
 
@@ -149,17 +149,17 @@ class Demonstration:
 
     @property
     def answers(self) -> tuple[np.ndarray, ...]:
-        """Of which each becomes a trajectory."""
+        """The answers, each of which becomes a trajectory."""
         return (self.answer_tokens,)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Places it takes in a row: tokens that are read, tokens in the loss. The last token is never read."""
+        """The places it takes in a row: tokens that are read, tokens in the loss. The last token is never read."""
         return len(self.prompt_tokens) + len(self.answer_tokens) - 1, len(self.answer_tokens)
 
 
 class Given(Protocol):
-    """What supervised training draws: a Demonstration, or a pair of answers."""
+    """An example of supervised training: a Demonstration, or a pair of answers."""
 
     @property
     def prompt_tokens(self) -> np.ndarray: ...
@@ -173,19 +173,19 @@ class Given(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
-    """All that is to be imitated, or all pairs, tokenized and split."""
+    """All demonstrations, or all pairs, tokenized and split."""
 
     train: tuple[Given, ...]
     held_out: tuple[Given, ...]
     dropped: int = 0  # left out because they fit no row
-    noun: str = 'demonstration'  # what errors call one
+    noun: str = 'demonstration'  # the name of one in errors
 
     def stream(self, seed: int) -> DemonstrationStream:
-        """An endless stream over the training side. Raises TaskError when that is empty."""
+        """Returns an endless stream over the training side. Raises TaskError if that is empty."""
         return DemonstrationStream(self._side('train'), seed)
 
     def held_out_groups(self, n: int, seed: int) -> list[TrajectoryGroup]:
-        """n of the held-out demonstrations, or all if there are fewer. Raises TaskError for n > 0 and none."""
+        """Returns n held-out demonstrations, or all if there are fewer. Raises TaskError for n > 0 without any."""
         if n == 0:
             return []
         side = self._side('held_out')
@@ -193,13 +193,13 @@ class Demonstrations:
         return [stream.draw() for _ in range(min(n, len(side)))]  # the first epoch repeats nothing
 
     def fitting(self, room: tuple[int, int], over_length: OverLength) -> Demonstrations:
-        """Those that fit a row of this shape.
+        """Keeps the demonstrations that fit a row of this shape.
 
         Args:
           room: most tokens, and most loss tokens, of a row.
-          over_length: what to do about others: 'refuse' | 'drop', which counts them.
+          over_length: 'refuse' | 'drop' (and count) the others.
 
-        Raises TaskError for the first one that does not fit and is not to be dropped.
+        Raises TaskError for the first one that does not fit, if it is to be refused.
         """
         capacity = dict(zip(ROW_ROOM, room, strict=True))
         everything = self.train + self.held_out
@@ -235,7 +235,7 @@ class DemonstrationStream:
         return self._prompts.size
 
     def draw(self) -> TrajectoryGroup:
-        """The next demonstration, a group of one trajectory, or the next pair, one of two: what the learner takes."""
+        """Draws the next demonstration (a group of one trajectory) or pair (a group of two) for the learner."""
         prompt = self._prompts.draw()
         answers = self._demonstrations[prompt.problem['index']].answers
         segments = [Segment(tokens, np.zeros(len(tokens), np.float32), _TRAINED_VERSION) for tokens in answers]
@@ -252,7 +252,7 @@ class DemonstrationStream:
         return {**self._prompts.state(), 'sha256': _digest(self._demonstrations)}
 
     def restore(self, state: JsonObject) -> None:
-        """Go on from `state`; raises TaskError when it comes from a stream of others."""
+        """Continues from `state`; raises TaskError if it comes from a stream of other demonstrations."""
         if state['sha256'] != (here := _digest(self._demonstrations)):
             raise TaskError(
                 f'the demonstrations are not those of the saved run: their tokens had sha256 {state["sha256"][:12]}, '
@@ -269,14 +269,14 @@ def read_demonstrations(
 ) -> Demonstrations:
     """Demonstrations from a file of JSON lines; blank lines are skipped, repeated ones kept.
 
-    A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier
-    ones of the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations
-    that do not begin with one of their own. The chat template shows the `tools` of a line that has some, and what it
-    reads of earlier messages. Other keys that would change what is trained are refused (user_lines.py). The side is
-    decided by a hash of the first user message, so that a question with several answers is on one side, and on the same
-    as in the task 'jsonl'.
+    A line is an object with `messages`, a list of {role, content} whose last is the assistant's answer (earlier ones of
+    the assistant are context), or else with `question` and `answer`. `system_prompt` goes before conversations that do
+    not begin with a system prompt. The chat template shows the `tools` of a line, and the keys of earlier messages that
+    it reads. Other keys that would change what is trained are refused (user_lines.py). A hash of the first user message
+    decides the side, so that a question with several answers is on one side, and on the same side as in the task
+    'jsonl'.
 
-    Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
+    Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, _USED, OF_DEMONSTRATIONS, ('messages', 'question'), ('messages', 'answer'))
     rows = [
@@ -294,7 +294,7 @@ def read_demonstrations(
 
 
 def solve_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
-    """Each problem of a task once, with its own answer. Raises TaskError for a task whose problems have none."""
+    """Returns each problem of a task once, with its answer. Raises TaskError if a problem has no answer."""
     if not isinstance(task, ListedTask):
         raise TaskError(f'task.name={task.name!r} does not list its problems; use task.name=jsonl with task.path')
     return Demonstrations(_solve_side(task, 'train', tokenizer), _solve_side(task, 'held_out', tokenizer))
@@ -335,7 +335,7 @@ def _encode(tokenizer: Tokenizer, prompt_tokens: np.ndarray, answer: str, source
 
 
 def encode_answer(tokenizer: Tokenizer, answer: str, source: str) -> np.ndarray:
-    """int32 [A], the end token last; raises TaskError where the answer cannot be encoded or holds the end token."""
+    """Returns int32 [A], the end token last; raises TaskError if the answer cannot be encoded or holds an end token."""
     try:
         answer_tokens = tokenizer.encode(answer)
     except TokenizerError as error:
@@ -374,7 +374,7 @@ def _digest(demonstrations: Sequence[Given]) -> str:
     return digest.hexdigest()
 
 
-# Pairs of answers to a prompt, of which one was chosen above the other: the data of preference training.
+# Pairs of answers to a prompt, of which one was preferred to the other: the data of preference training.
 
 
 _FIELDS = ('prompt', 'chosen', 'rejected')
@@ -383,7 +383,7 @@ _NOUN = 'pair'
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A prompt and two answers; see demonstrations.Given. Raises TaskError where the two are the same tokens."""
+    """A prompt and two answers; see Given. Raises TaskError if both answers have the same tokens."""
 
     prompt_tokens: np.ndarray  # int32 [P], chat template applied, generation prompt included
     chosen_tokens: np.ndarray  # int32 [A], the last one EOS
@@ -400,7 +400,7 @@ class Pair:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Places it takes in a row, which has both answers: tokens that are read, tokens in the loss."""
+        """The places that both answers take in a row: tokens that are read, tokens in the loss."""
         answered = len(self.chosen_tokens) + len(self.rejected_tokens)
         return 2 * (len(self.prompt_tokens) - 1) + answered, answered
 
@@ -409,11 +409,11 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
     """Pairs from a file of JSON lines; blank lines are skipped, repeated ones kept.
 
     A line is an object with `prompt`, a text or a list of {role, content} whose last is the user's, and the texts
-    `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with one of their own. `tools` and
-    other keys are those of demonstrations. The side is decided by a hash of the first user message, so that pairs of
-    the same prompt are on one side.
+    `chosen` and `rejected`. `system_prompt` goes before prompts that do not begin with a system prompt. `tools` and
+    other keys are as in read_demonstrations. A hash of the first user message decides the side, so that pairs of the
+    same prompt are on one side.
 
-    Raises TaskError for a file that cannot be read, and, naming the line, for one that is malformed or empty.
+    Raises TaskError for a file that cannot be read or is empty, and, naming the line, for a malformed line.
     """
     keys = LineKeys(path, (*_FIELDS, 'tools'), OF_PAIRS)
     rows = [(source, *_read_pair(row, source, system_prompt, keys, tokenizer)) for source, row in read_objects(path)]
@@ -430,16 +430,16 @@ def read_pairs(path: str, tokenizer: Tokenizer, system_prompt: str, held_out_fra
 
 
 def contrast_task(task: Task, tokenizer: Tokenizer) -> Demonstrations:
-    """Each problem of a task once: its own answer is chosen above that of another problem of its side.
+    """Returns each problem of a task once: its answer is chosen, the answer of another problem of its side is rejected.
 
-    Raises TaskError for a task whose problems have no answers, and for a side on which all have the same.
+    Raises TaskError for a task whose problems have no answers, and for a side on which all answers are the same.
     """
     solved = solve_task(task, tokenizer)
     return Demonstrations(_contrast(solved.train), _contrast(solved.held_out), noun=_NOUN)
 
 
 def _contrast(solved: Sequence[Given]) -> tuple[Pair, ...]:
-    """The rejected answer is that of the next problem whose answer differs, around the end."""
+    """Pairs each answer with a rejected one: the next different answer of another problem, cyclically."""
     pairs = []
     for index, (prompt_tokens, answer, source) in enumerate((d.prompt_tokens, d.answers[0], d.source) for d in solved):
         others = (other.answers[0] for other in (*solved[index + 1 :], *solved[:index]))

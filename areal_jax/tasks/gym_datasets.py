@@ -1,7 +1,7 @@
 """Any data set of the package reasoning-gym by name: its questions, and its own scorer.
 
-A data set is named 'countdown' or with options of its own, 'countdown:min_numbers=3:max_numbers=4'. A problem holds all
-that the data set's scorer needs: the options, and the item's metadata as gym_items.py writes it.
+A data set is named 'countdown', or with options, 'countdown:min_numbers=3:max_numbers=4'. A problem holds all that the
+data set's scorer needs: the options, and the item's metadata as gym_items.py writes it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def parse_name(entry: str) -> DatasetName:
 
 
 def list_problems(datasets: Sequence[DatasetName], size: int) -> list[Problem]:
-    """The distinct questions among the first `size` items of each: dataset, options, question, answer, metadata.
+    """Lists distinct questions among the first `size` items of each: dataset, options, question, answer, metadata.
 
-    An option `size` comes before the argument. An item without a single gold has no answer. Raises TaskError for a name
-    or an option that the package does not know, and where it cannot make an item.
+    An option `size` overrides the argument. An item without a single gold has no answer. Raises TaskError for a name or
+    an option that the package does not know, and if it cannot make an item.
     """
     orders = []
     for dataset in datasets:
@@ -76,10 +76,10 @@ def extract_answer(text: str) -> str:
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-    """What the data set's own scorer gives for the answer, if it ended by itself; else 0.
+    """Returns the score by the data set's own scorer if the answer ended by itself; else 0.
 
-    An answer of blanks (unless the gold is one), and one that makes the scorer raise, counts as unparsed: the scorers
-    raise for what they cannot read.
+    A blank answer (unless the gold is blank), and one that makes the scorer raise, count as unparsed: the scorers raise
+    for answers that they cannot read.
     """
     if finish_reason != 'stop':
         return 0.0
@@ -103,7 +103,7 @@ def known_names() -> list[str]:
 
 
 def import_package() -> types.ModuleType:
-    """The package; raises TaskError where it is missing."""
+    """Imports the package; raises TaskError if it is missing."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -112,7 +112,7 @@ def import_package() -> types.ModuleType:
 
 
 def require_known(dataset: DatasetName) -> None:
-    """Raises TaskError, with the names that are near, for a data set that the package does not have."""
+    """Raises TaskError, with similar names, for a data set that the package does not have."""
     names = known_names()
     if dataset.name in names:
         return
@@ -142,7 +142,7 @@ def _create(dataset: DatasetName, options: Mapping[str, object]) -> Any:
         raise TaskError(f'{_describe(dataset)} has no option {unknown[0]!r}; its options: {", ".join(known)}')
     try:
         return import_package().create_dataset(dataset.name, **options)
-    except Exception as error:  # its checks are assertions, each data set's own
+    except Exception as error:  # each data set checks its options by assertions
         raise TaskError(f'{_describe(dataset)} cannot be made: {gym_items.describe(error)}') from error
 
 

@@ -1,8 +1,8 @@
-"""Makes items of data sets of reasoning-gym in processes of its own, and writes them as JSON and back.
+"""Makes items of data sets of reasoning-gym in separate processes, and writes them as JSON and back.
 
 `python -m areal_jax.tasks.gym_items` reads lines [number, name, options, indices] and writes a line [number, item] for
-each item. Some data sets follow the order of a set or the global generator of `random`, which a process of its own can
-fix: an item is a function of its options and index alone.
+each item. Some data sets depend on the order of a set or the global generator of `random`. A separate process fixes
+both: an item is a function of its options and index alone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from areal_jax.files import JsonObject
 from areal_jax.workers.descendants import die_with_parent
 from areal_jax.workers.worker_process import count_processes, run_processes
 
-_PER_PROCESS = 100  # items that are worth another process, which imports for about a second
+_PER_PROCESS = 100  # items that justify another process, which imports for about a second
 
 
 class Order(NamedTuple):
-    """The items of one data set that are to be made: 0 to size - 1."""
+    """The items of one data set to be made: 0 to size - 1."""
 
     name: str
     options: Mapping[str, object]
@@ -31,7 +31,7 @@ class Order(NamedTuple):
 
 
 def make_items(orders: Sequence[Order]) -> list[list[JsonObject]]:
-    """For each order its items: {index, question, answer, metadata}, or {index, error}; `encode` made the metadata."""
+    """The items of each order: {index, question, answer, metadata}, or {index, error}; `encode` made the metadata."""
     n = count_processes(sum(order.size for order in orders), _PER_PROCESS)
     parts = [
         [json.dumps([number, *order[:2], list(range(k, order.size, n))]) for number, order in enumerate(orders)]
@@ -51,7 +51,7 @@ def make_items(orders: Sequence[Order]) -> list[list[JsonObject]]:
 
 
 def encode(value: Any) -> Any:
-    """A value of an item's metadata as JSON that `decode` turns back; raises TypeError for a type without a form."""
+    """Writes a value of an item's metadata as JSON for `decode`; raises TypeError for a type without a JSON form."""
     if isinstance(value, str):
         return str(value)
     if value is None or isinstance(value, bool | int | float):
@@ -72,7 +72,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """Returns the value that `encode` was given."""
     if isinstance(value, list):
         return [decode(element) for element in value]
     if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def describe(error: BaseException) -> str:
 
 
 def main(lines: Sequence[str]) -> None:
-    """The process: a line for each item that the lines ask for."""
+    """Writes a line for each item that the lines ask for."""
     import numpy as np
     import reasoning_gym
 

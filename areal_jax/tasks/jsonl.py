@@ -27,7 +27,7 @@ _SPELLED_OUT = 30  # digits of a decimal in a file that are written without an e
 
 
 class WrittenNumber(float):
-    """A number of a file with a point or an exponent, of which every digit counts."""
+    """A number of a file with a point or an exponent; `text` keeps every digit."""
 
     text: str
 
@@ -42,11 +42,11 @@ _DECODER = json.JSONDecoder(parse_float=WrittenNumber)
 
 @dataclasses.dataclass(frozen=True)
 class AnswerKind:
-    """How gold answers are read, and how answers are scored and compared with each other."""
+    """A kind of answers: reads gold answers, scores answers, and compares answers with each other."""
 
-    read_gold: Callable[[str], str | None]  # from a gold text to what `score` finds in problem['answer']; None: not one
+    read_gold: Callable[[str], str | None]  # from a gold text to problem['answer'] for `score`; None: not a gold
     reads: str  # what a gold must hold
-    score: Scorer  # in a module of its own, which worker processes import
+    score: Scorer  # in a separate module, which worker processes import
     final_answer: Callable[[str], str]  # see Task.final_answer
 
 
@@ -77,7 +77,7 @@ def build(tokenizer: Tokenizer, path: str, answer: str, system_prompt: str, held
 
 
 def read_problems(path: pathlib.Path, answer: str) -> list[dict[str, str]]:
-    """question and answer (as the kind reads it) of each line that is not blank; of equal questions the first."""
+    """Reads question and answer (as the kind reads it) of each line that is not blank; equal questions count once."""
     problems: dict[str, dict[str, str]] = {}
     places: dict[str, str] = {}  # of the gold answers
     keys = LineKeys(path, (*_QUESTION, *_GOLD), OF_TASKS, _QUESTION, _GOLD)

@@ -25,11 +25,11 @@ def question_task(
 ) -> ListedTask:
     """The distinct questions of `problems`, about `held_out_fraction` of them held out by a hash of the question.
 
-    The side of a question depends on its text alone: it stays where it is when others are added.
+    The side of a question depends on its text alone: it does not change when other questions are added.
 
     Args:
-      problems: dicts that JSON can carry. `question` is the prompt's text; `answer`, where there is one, is what
-        supervised training imitates. `score` gets the whole dict.
+      problems: dicts that JSON can carry. `question` is the prompt's text; supervised training imitates `answer`, if it
+        is there. `score` gets the whole dict.
       score: score(problem, answer_text, finish_reason) -> reward, at the top level of its file: worker processes load
         it from there.
       name: of the task, in messages and events; '' = the name of the file that has `score`.

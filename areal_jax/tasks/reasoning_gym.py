@@ -1,7 +1,7 @@
 """The task `reasoning_gym`: questions from the data sets of the package reasoning-gym, and the scorer of their answers.
 
-Three data sets of arithmetic, named without options, are given in full with one-digit numbers, and their last integer
-is scored as right or wrong. gym_datasets.py has all others.
+Three data sets of arithmetic, named without options, are listed in full with one-digit numbers, and the last integer of
+an answer is scored as right or wrong. gym_datasets.py has all others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(
     """The questions of the data sets, split by their expression or text. Raises TaskError for an unknown data set.
 
     Args:
-      dataset_size: questions drawn from each data set but the three of arithmetic; equal ones count once.
+      dataset_size: questions drawn from each data set except the three of arithmetic; equal questions count once.
     """
     if not datasets:
         raise TaskError(f'task.datasets=() names none: choose one or more of {gym_datasets.known_names()}')
@@ -61,15 +61,15 @@ def build(
 def is_held_out(expression: str, held_out_fraction: float) -> bool:
     """Whether an expression is held out; this depends neither on its sentence nor on the other data sets.
 
-    Data sets without expressions give the question.
+    The question takes the place of the expression in data sets without expressions.
     """
     return hash_fraction(expression) < held_out_fraction
 
 
 def list_problems(dataset: str) -> list[dict[str, str]]:
-    """Every distinct question of a data set, sorted: dataset, question, answer, expression.
+    """Lists every distinct question of a data set, sorted: dataset, question, answer, expression.
 
-    Item i of seed s is item i + 1 of seed s - 1, so one seed and a growing index see all there is.
+    Item i of seed s is item i + 1 of seed s - 1, so one seed and a growing index reach all items.
     """
     items = import_package().create_dataset(dataset, seed=0, **DATASETS[dataset])
     found: dict[str, dict[str, str]] = {}
@@ -89,17 +89,17 @@ def list_problems(dataset: str) -> list[dict[str, str]]:
 
 
 def normalize_expression(expression: str) -> str:
-    """'7+8' and ' 7 +  8' as '7 + 8': operators between single blanks."""
+    """Puts single blanks around operators: '7+8' and ' 7 +  8' become '7 + 8'."""
     for operator in '+-*':
         expression = expression.replace(operator, f' {operator} ')
     return ' '.join(expression.split())
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-    """For arithmetic 1 if the answer ended by itself and the data set's own scorer takes its last integer, else 0.
+    """For arithmetic, 1 if the answer ended by itself and the data set's own scorer accepts its last integer, else 0.
 
-    The last integer is taken out first, because the scorers give partial credit for text around it. The answers of
-    other data sets get what gym_datasets.score gives.
+    The last integer is extracted first, because the scorers give partial credit for text around it. Answers of other
+    data sets are scored by gym_datasets.score.
     """
     if 'options' in problem:
         return gym_datasets.score(problem, answer_text, finish_reason)
@@ -110,7 +110,7 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
 
 
 def warm_up() -> None:
-    """Import and construct what the first answer would otherwise wait for."""
+    """Loads the scorers, so that the first answer does not wait for them."""
     for dataset in DATASETS:
         _load_scorer(dataset)
 

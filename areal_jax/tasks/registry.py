@@ -1,6 +1,6 @@
 """The tasks by name: tasks of this package, and your own, 'FILE.py:FUNCTION' or 'MODULE:FUNCTION'.
 
-app/ builds the task that `task.name` selects. areal_jax/plugins.py loads the builder of an own one.
+app/ builds the task that `task.name` selects. areal_jax/plugins.py loads the builder of your own task.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Builder = Callable[..., Task]
 def make_task(
     name: str, tokenizer: Tokenizer, options: Mapping[str, object] | None = None, /, **values: object
 ) -> Task:
-    """The task `name`, built from `values` (see `value_names`) and, if it is an own one, from `options`.
+    """Builds the task `name` from `values` (see `value_names`) and, if it is your own task, from `options`.
 
-    Raises TaskError for an unknown name, value or option, and UserError for an own builder that cannot be loaded, that
-    raises, or that returns no task.
+    Raises TaskError for an unknown name, value or option, and UserError for a builder of your own that cannot be
+    loaded, that raises, or that returns no task.
     """
     options = options or {}
     if is_own(name):
@@ -63,7 +63,7 @@ def value_names(name: str) -> tuple[str, ...]:
 
 
 def require_known(name: str) -> None:
-    """Raises TaskError where `name` is neither of this package nor has the form of an own task; it loads nothing."""
+    """Raises TaskError if `name` is no task here and has no form of an own task or an environment; loads nothing."""
     if name not in TASKS and not is_own(name) and not is_environment(name):
         fix = (
             f'; name the function that builds the task, {name}:build' if name.endswith('.py') else suggest(name, TASKS)

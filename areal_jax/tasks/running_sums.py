@@ -28,10 +28,10 @@ _STEP = re.compile(r'(\d{1,9}) *\+ *(\d{1,9}) *= *(\d{1,9})')
 def build(
     tokenizer: Tokenizer, length: int, dataset_size: int, system_prompt: str, held_out_fraction: float
 ) -> ListedTask:
-    """`dataset_size` distinct lists of `length` numbers from 1 to 9, or all if there are fewer; about
-    `held_out_fraction` of them are held out by a hash of the question.
+    """`dataset_size` distinct lists of `length` numbers from 1 to 9, or all if there are fewer.
 
-    Raises TaskError for less than two numbers, or more than MAX_NUMBERS.
+    About `held_out_fraction` of them are held out by a hash of the question. Raises TaskError for less than two
+    numbers, or more than MAX_NUMBERS.
     """
     if not 2 <= length <= MAX_NUMBERS:
         raise TaskError(f'task.length={length}: running_sums adds 2 to {MAX_NUMBERS} numbers')
@@ -53,15 +53,15 @@ def build(
 
 
 def write_steps(numbers: Sequence[int]) -> str:
-    """The right answer."""
+    """The right answer: a line for each step."""
     sums = list(itertools.accumulate(numbers))
     return '\n'.join(f'{total} + {number} = {total + number}' for total, number in zip(sums, numbers[1:], strict=False))
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
-    """Share of the steps that are right before the first wrong one, the end being the last step; 0 without all steps.
+    """The share of right steps before the first wrong one, the end being the last step; 0 without all steps.
 
-    An answer that ends after a few right steps would otherwise be worth more than one that goes on and errs. The
+    An answer that ends after a few right steps would otherwise be worth more than one that continues and errs. The
     denominator counts the steps of the longer of answer and truth. Text between the steps does not count.
     """
     truth, answer = _STEP.findall(problem['answer']), _STEP.findall(answer_text)

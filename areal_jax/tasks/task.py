@@ -31,7 +31,7 @@ _Item = TypeVar('_Item')
 
 
 class TaskError(UserError, ValueError):
-    """A task that cannot be built or continued as asked; the message names the fields and the fix."""
+    """Raised for a task that cannot be built or continued as asked; the message names the fields and the fix."""
 
 
 class Task(Protocol):
@@ -41,9 +41,9 @@ class Task(Protocol):
     scorer: str  # 'module:function' or '/path/to/file.py:function', how a worker process finds `score`
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> Task:
-        """The problems whose prompts have at most so many tokens.
+        """Returns the task with the problems whose prompts have at most `prompt_tokens` tokens.
 
-        Raises TaskError that names the first other one, unless it is to be dropped, which is counted.
+        Raises a TaskError that names the first longer one, unless it is to be dropped; dropped problems are counted.
         """
         ...
 
@@ -64,7 +64,7 @@ class Task(Protocol):
         ...
 
     def final_answer(self, text: str) -> str:
-        """What an answer's text comes to: answers with an equal one are the same answer, as in a majority vote."""
+        """The final answer of a text: texts with an equal one give the same answer, as in a majority vote."""
         ...
 
 
@@ -95,7 +95,7 @@ class ListedTask:
         self._tokens: dict[Split, list[np.ndarray]] = {}  # of the prompts, int32 [P] each
 
     def fitting(self, prompt_tokens: int, over_length: OverLength) -> ListedTask:
-        """The problems whose prompts have at most so many tokens; see Task."""
+        """Returns the task with the problems whose prompts have at most `prompt_tokens` tokens; see Task."""
         sides = {side: list(zip(self.problems[side], self._encode(side), strict=True)) for side in self.problems}
         pairs = [pair for listed in sides.values() for pair in listed]
         too_long = [(problem, tokens) for problem, tokens in pairs if len(tokens) > prompt_tokens]
@@ -121,14 +121,14 @@ class ListedTask:
         return {side: len(listed) for side, listed in self.problems.items()} | {'dropped': self.dropped}
 
     def prompts(self, split: Split, seed: int) -> ShuffledStream[tuple[Problem, np.ndarray]]:
-        """An endless stream over the problems of one side of the split. Raises TaskError when it has none."""
+        """An endless stream over the problems of one side of the split. Raises TaskError if the side is empty."""
         if not self.problems[split]:
             raise TaskError(self._describe_empty(split))
         pairs = list(zip(self.problems[split], self._encode(split), strict=True))
         return ShuffledStream(pairs, self._make_prompt, seed)
 
     def held_out(self, n: int, seed: int) -> list[Prompt]:
-        """Distinct held-out problems, draw numbers 0, 1, ...: n of them, or all if there are fewer."""
+        """Returns distinct held-out problems, draw numbers 0, 1, ...: n of them, or all if there are fewer."""
         if n == 0:
             return []
         stream = self.prompts('held_out', seed)
@@ -136,11 +136,11 @@ class ListedTask:
 
     @property
     def score(self) -> Scorer:
-        """The scorer itself, whose parameters say whether it asks for the episode; see Task."""
+        """The scorer itself, whose parameters show whether it takes the episode; see Task."""
         return self._score
 
     def final_answer(self, text: str) -> str:
-        """What an answer's text comes to; see Task."""
+        """The final answer of a text; see Task."""
         return self._final_answer(text)
 
     def _make_prompt(self, draw: int, item: tuple[Problem, np.ndarray]) -> Prompt:
@@ -159,7 +159,7 @@ class ListedTask:
         return self._tokens[split]
 
     def _describe_empty(self, split: Split) -> str:
-        """Why one side has no problem, and what to do."""
+        """The reason why one side has no problem, and the fix."""
         sizes = self.sizes()
         other = 'train' if split == 'held_out' else 'held_out'
         dropped = f' and {self.dropped} were dropped as too long' if self.dropped else ''
@@ -196,7 +196,7 @@ class ShuffledStream(Generic[_Item]):
         return {'draw': self._next, 'seed': self._seed, 'size': self.size}
 
     def restore(self, state: JsonObject) -> None:
-        """Go on from `state`; raises TaskError when it comes from a stream of other prompts."""
+        """Continues from `state`; raises TaskError if it comes from a stream of other prompts."""
         for field, here in (('seed', self._seed), ('size', self.size)):
             if state[field] != here:
                 raise TaskError(
@@ -212,7 +212,7 @@ def _describe(task: str, problem: Problem) -> str:
 
 
 def require_json(value: object, where: str) -> None:
-    """Raises TaskError, naming `where`, for what JSON would refuse or change: messages and checkpoints are JSON."""
+    """Raises TaskError, naming `where`, if JSON would refuse or change the value: messages and checkpoints are JSON."""
     if isinstance(value, list):
         for item in value:
             require_json(item, where)
@@ -239,7 +239,7 @@ def hash_fraction(key: str) -> float:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], 'big') / 2**48
 
 
-# The prompts of one of several clients that share a stream: each prompt of it goes to exactly one of them.
+# The prompts of one of several clients that share a stream: each prompt goes to exactly one client.
 
 
 class ClientStream:
@@ -260,12 +260,12 @@ class ClientStream:
         return own
 
     def state(self) -> Mapping[str, Any]:
-        """Of the whole stream, with the place of this client in it."""
+        """The state of the whole stream, with the place of this client in it."""
         whole = dict(self._whole.state())
         return {'whole': whole, 'next': self._next, 'client': self._client, 'clients': self._clients}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; raises TaskError where it comes from another client."""
+        """Continues from `state`; raises TaskError if it comes from another client."""
         for field, here in (('client', self._client), ('clients', self._clients)):
             if state.get(field) != here:
                 raise TaskError(

@@ -14,7 +14,7 @@ MAX_STRINGS = 2**16  # all strings are listed: bounds start-up time and memory
 
 
 def characters(symbols: int) -> str:
-    """What a CharacterTokenizer for this task must know."""
+    """The characters that a CharacterTokenizer for this task needs."""
     return ALPHABET[:symbols] + MARK
 
 

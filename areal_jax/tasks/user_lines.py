@@ -14,14 +14,14 @@ from areal_jax.errors import find_near, show
 from areal_jax.files import JsonObject
 from areal_jax.tasks.task import TaskError
 
-HEAD_BYTES = 4096  # of a file, from which its format is told
+HEAD_BYTES = 4096  # first bytes of a file, which show its format
 _PANDAS = "python -c \"import pandas; pandas.read_{0}('FILE').to_json('FILE.jsonl', orient='records', lines=True)\""
 _ARROW = "python -c \"import datasets; datasets.Dataset.from_file('FILE').to_json('FILE.jsonl')\""
 _ARRAY = "jq -c '.[]' FILE > FILE.jsonl"
 _BEGINS_ARRAY = re.compile(rb'\[(\s*\n|\s*[]{])')  # of objects, or over several lines; [1] may be a wrong line
 _ONE_LINE = 'jq -c . FILE > FILE.jsonl'
 _UTF_8 = 'iconv -f {} -t UTF-8 FILE > FILE.jsonl'
-# what a file begins with, what it is, and the command that makes lines of it
+# the first bytes of a file, its format, and the command that converts it to lines
 _BEGINNINGS = (
     (b'PAR1', 'a Parquet file', _PANDAS.format('parquet')),
     (b'ORC', 'an ORC file', _PANDAS.format('orc')),
@@ -42,11 +42,11 @@ _BEGINNINGS = (
 
 
 def describe_other_format(head: bytes, name: str) -> str:
-    """'is a Parquet file, and ...' with the command that makes JSON lines of it; '' for what may be JSON lines.
+    """Describes another format, 'is a Parquet file, and ...', with the command that makes lines; '' if it may be lines.
 
     Args:
       head: the first HEAD_BYTES bytes of the file, without a mark of UTF-8.
-      name: of the file: of tables in text the suffix alone tells which.
+      name: of the file: only the suffix tells tables in text apart.
     """
     for beginning, kind, command in _BEGINNINGS:
         if head.startswith(beginning):
@@ -71,7 +71,7 @@ def _describe(kind: str, command: str) -> str:
     return f'is {kind}, and one JSON object a line is wanted: make it with {command}'
 
 
-# Keys of lines that a user wrote: used, refused where they would change what is trained, or ignored and named once.
+# Keys of lines that a user wrote: used, refused if they would change what is trained, or ignored and named once.
 #
 # docs/your_data.md publishes the tables.
 
@@ -81,10 +81,10 @@ _MOST_NAMED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Telling:
-    """A key that says something of what is trained."""
+    """A key that would change what is trained."""
 
-    what: str  # it holds: 'a part of the prompt'
-    fix: str  # how it is said here
+    what: str  # the content of the key: 'a part of the prompt'
+    fix: str  # how to express it here
 
 
 _TOOLS = Telling('functions that the model may call', 'tools are shown from lines of sft and pairs, and by agents')
@@ -131,19 +131,19 @@ OF_MESSAGES: Mapping[str, Telling] = {
     'tools': Telling('functions that the model may call', 'give them to the line'),
     'name': Telling('who speaks', 'write it into the content, or into the template, model.chat_template'),
 }
-_SAYS_NOTHING: Mapping[str, tuple[object, ...]] = {  # besides null and what is empty
+_SAYS_NOTHING: Mapping[str, tuple[object, ...]] = {  # in addition to null and empty values
     **dict.fromkeys(('weight', 'weights', 'sample_weight', 'label', 'train'), (1, True)),
 }
-_MOST_FORMS = 64  # of lines that are remembered
+_MOST_FORMS = 64  # sets of keys of lines that are remembered
 
 
 class LineKeys:
-    """What becomes of the keys of the lines of one file.
+    """Checks the keys of the lines of one file, and counts those that nothing reads.
 
     Args:
-      used: by the reader of the lines.
-      first_counts: names of the same thing, of which a line's first one counts; another is not read.
-      telling: keys that are refused where the reader does not use them.
+      used: keys that the reader of the lines uses.
+      first_counts: names of the same thing: the first one in a line counts, another is not read.
+      telling: keys that are refused if the reader does not use them.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LineKeys:
         self._read_whole: set[tuple[str, ...]] = set()  # keys of lines without an unread one: most lines are alike
 
     def require(self, row: JsonObject, place: str) -> None:
-        """Raises TaskError, which names the line, for a key that would change what is trained and is not used."""
+        """Raises a TaskError, naming the line, for a key that would change what is trained and is not used."""
         keys = tuple(row)
         if keys in self._read_whole:
             return
@@ -175,16 +175,16 @@ class LineKeys:
             self.note(key)
 
     def note(self, key: str) -> None:
-        """A key that nothing reads."""
+        """Counts a key that nothing reads."""
         self._ignored[key] += 1
 
     def tell(self) -> None:
-        """Names on stderr, once, the keys that nothing reads."""
+        """Prints the keys that nothing reads on stderr, once."""
         if sentence := self.describe():
             print(f'warning: {sentence}', file=sys.stderr, flush=True)
 
     def describe(self) -> str:
-        """The sentence; '' where every key is read."""
+        """The sentence on the keys that nothing reads; '' if every key is read."""
         listed = [self._describe(key, count) for key, count in self._ignored.most_common(_MOST_NAMED)]
         more = len(self._ignored) - len(listed)
         also = f' and {more} others' if more > 0 else ''
@@ -196,7 +196,7 @@ class LineKeys:
 
 
 def refuse(key: str, value: object, place: str, telling: Telling) -> TaskError:
-    """The error for a key that is not used: raise it. `place` names the line, `key` may be 'messages[1].weight'."""
+    """Returns the error for a key that is not used. `place` names the line, `key` may be 'messages[1].weight'."""
     return TaskError(
         f'{place}: {key}={show(value)} would change what is trained, and is not used: it holds {telling.what}; '
         f'{telling.fix}, and remove the key'
@@ -219,10 +219,10 @@ _BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 def read_objects(
     path: str | pathlib.Path, decode: Callable[[str], object] = json.loads
 ) -> Iterator[tuple[str, JsonObject]]:
-    """('FILE:LINE', object) of each line that is not blank; `decode` makes a value of JSON, or raises ValueError.
+    """Yields ('FILE:LINE', object) of each line that is not blank; `decode` parses JSON, or raises ValueError.
 
-    Raises TaskError for a file that cannot be read, is of another format or has no such line, and, naming the line, for
-    one that is not UTF-8, too long, or no JSON object.
+    Raises TaskError for a file that cannot be read, has another format or no such line, and, naming the line, for a
+    line that is not UTF-8, too long, or no JSON object.
     """
     empty = True
     for number, line in enumerate(_read_lines(path), start=1):
@@ -237,7 +237,7 @@ def read_objects(
 
 
 def require_text(value: object, name: str, place: str, *, may_be_blank: bool = False) -> str:
-    """The value, if it is a text with something in it; raises TaskError that names it."""
+    """Returns the value if it is a text that is not blank; raises a TaskError that names it."""
     if not isinstance(value, str) or not (value.strip() or may_be_blank):
         raise TaskError(f'{place}: {name}={_shorten(value)} must be a text that is not empty')
     try:
@@ -251,7 +251,7 @@ def require_text(value: object, name: str, place: str, *, may_be_blank: bool = F
 
 
 def _read_lines(path: str | pathlib.Path) -> Iterator[bytes]:
-    """Lines end at a line feed alone: a JSON string may hold the other line ends of Unicode as they are."""
+    """Yields lines, which end only at a line feed: a JSON string may hold the other line ends of Unicode unescaped."""
     try:
         with pathlib.Path(path).open('rb') as file:
             if file.peek(3)[:3] == _BYTE_ORDER_MARK:

@@ -20,7 +20,7 @@ _USER_DEFINED = 4
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Turn every exception of the library tokenizers into a TokenizerError."""
+    """Turns every exception of the library tokenizers into a TokenizerError."""
     try:
         yield
     except Exception as error:  # the library raises nothing narrower
@@ -37,7 +37,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def require_tokens(fields: JsonObject, source: str) -> list[str]:
-    """The tokens, each once, with a type each; and merges and pre are of the right kind. Raises TokenizerError."""
+    """Returns the tokens; checks that each occurs once and has a type, and merges and pre. Raises TokenizerError."""
     tokens, types, merges, pre = (fields[name] for name in ('tokens', 'token_types', 'merges', 'pre'))
     for name, values in (('tokens', tokens), ('merges', merges)):
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -70,7 +70,7 @@ def require_id(name: str, value: object, tokens: Sequence[str], source: str) -> 
 def build_bpe(
     tokens: list[str], merges: list[str], token_types: list[int], pre: str, source: str
 ) -> tokenizers.Tokenizer:
-    """Of fields that `require_tokens` has checked; raises TokenizerError for an unknown `pre`."""
+    """Builds the BPE from fields that `require_tokens` has checked; raises TokenizerError for an unknown `pre`."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Bpe
 

@@ -20,7 +20,7 @@ _LARGEST_SOURCE = 2**18  # characters; the templates of known models have less t
 # Limits of the output in characters: per call, per conversation, and per character of the messages.
 _CHARACTERS, _CHARACTERS_EACH, _CHARACTERS_PER_CHARACTER = 2**20, 2**14, 16
 _LARGE = 2**16  # characters of a conversation with its tools
-_MEMORY_BYTES = 2**30  # besides input and output, whose bounds are above
+_MEMORY_BYTES = 2**30  # in addition to input and output, which are bounded above
 _CPU_SECONDS, _CONVERSATIONS_PER_CPU_SECOND = 10, 500  # one takes about 50 microseconds
 _WALL_SECONDS_PER_CPU_SECOND = 30  # the process may have to wait for the CPU
 
@@ -30,7 +30,7 @@ class TokenizerError(UserError, ValueError):
 
 
 class ConversationError(TokenizerError):
-    """The first of several conversations that has no prompt.
+    """Raised for the first of several conversations that has no prompt.
 
     `index` is its place among them.
     """
@@ -51,18 +51,18 @@ class GivenTemplate:
 class ChatTemplate:
     """A jinja2 template that came with the weights, from outside.
 
-    It runs in jinja2's sandbox, in a process that the first call of `render` starts and that answers the later ones;
-    see TemplateWorker for its end. A call has at most `cpu_seconds` of CPU time and one more for every 500
-    conversations, 1 GiB of memory besides its input and output, and it may write 2**20 characters, and for each
-    conversation 2**14 and 16 times the length of its messages. So a template that loops, allocates or recurses without
+    It runs in jinja2's sandbox, in a process that the first call of `render` starts and later calls reuse;
+    TemplateWorker describes its end. A call has at most `cpu_seconds` of CPU time plus one second for every 500
+    conversations, 1 GiB of memory in addition to its input and output, and an output of 2**20 characters plus, for each
+    conversation, 2**14 and 16 times the length of its messages. So a template that loops, allocates or recurses without
     end costs seconds and an error, never this process. The first call takes about 0.1 s, a conversation about 50
     microseconds.
 
     Args:
       source: of the template, in jinja2.
-      values: what it sees besides messages and add_generation_prompt=True, e.g. bos_token; JSON-able.
+      values: its variables in addition to messages and add_generation_prompt=True, e.g. bos_token; JSON-able.
       place: the file that it comes from, for errors.
-      day: that its `strftime_now` gives: '2026-11-30', or 'off' = it has none; '' = the present time.
+      day: the date of its `strftime_now`: '2026-11-30', or 'off' = it has no such function; '' = the present time.
       with_tools: another template, for conversations with tools.
 
     Raises TokenizerError for a source that cannot be parsed.
@@ -87,13 +87,13 @@ class ChatTemplate:
             )
         self.source, self._with_tools = source, with_tools
         names, variables = _parse(source, place)
-        # whatever it, or the one for tools, looks at by name
+        # all names that it, or the template for tools, looks at
         self.names: frozenset[str] = names if with_tools is None else names | with_tools.names
         self.takes_tools: bool = 'tools' in variables if with_tools is None else with_tools.takes_tools
         self._workers = [TemplateWorker(source), TemplateWorker(source)]  # of usual requests, and of large ones
 
     def render(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[str]:
-        """The prompt of each conversation, up to where the answer begins; threads take turns.
+        """Renders the prompt of each conversation, up to where the answer begins; threads take turns.
 
         Raises ConversationError.
         """
@@ -126,11 +126,11 @@ class ChatTemplate:
 
     @property
     def written(self) -> str:
-        """All that it may write besides its values: its source, and that of the template for tools."""
+        """All that it may write in addition to its values: its source, and the source of the template for tools."""
         return self.source if self._with_tools is None else self.source + self._with_tools.source
 
     def _find_worker(self, request: JsonObject) -> TemplateWorker:
-        """A large conversation takes its time, and the others do not wait for it."""
+        """Returns the worker for a request: a large conversation has its worker, so that others do not wait for it."""
         is_large = len(request['conversations']) == 1 and request['length'] > _LARGE
         if self._workers[is_large].owner != os.getpid():  # this is a fork, and the process is its parent's
             self._workers[is_large] = TemplateWorker(self.source)
@@ -152,7 +152,7 @@ class ChatTemplate:
 
 
 def _parse(source: str, place: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that the template looks at: all, as attributes and texts too, and its variables; raises TokenizerError."""
+    """Returns (all names in the template, also attributes and texts; its variables). Raises TokenizerError."""
     from jinja2 import TemplateSyntaxError, nodes
 
     from areal_jax.text.template_renderer import make_environment
@@ -177,12 +177,12 @@ Message = Mapping[str, object]
 
 
 def for_template(messages: Messages) -> list[dict[str, object]]:
-    """Templates expect arguments as objects, programs send JSON in a string; what is none stays the string."""
+    """Makes messages fit templates: arguments in JSON become objects, other strings stay; no content becomes ''."""
     return [_with_objects(message) for message in messages]
 
 
 def read_arguments(arguments: object) -> object:
-    """The JSON in a text of arguments; what is none stays as it is."""
+    """Parses the JSON in a text of arguments; returns anything else unchanged."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(arguments)
@@ -201,21 +201,21 @@ def _with_object(call: object) -> object:
     return {**call, 'function': {**function, 'arguments': read_arguments(function.get('arguments'))}}
 
 
-# What a chat template writes after an answer: so a conversation goes on from the sampled ids, which stay as they are.
+# The text that a chat template writes after an answer: it continues a conversation without changing the sampled ids.
 #
-# The difference of two renderings of a short conversation gives it (template difference). It holds for every
-# conversation if the template writes a turn without looking at those around it, which is tried out first.
+# The text is the difference of two renderings of a short conversation (template difference). It holds for every
+# conversation if the template writes each turn independently of the turns around it, which is tried out first.
 
 
 _QUESTION = {'role': 'user', 'content': 'x'}
-# A template that takes the reasoning out of earlier answers changes the second one.
+# A template that removes the reasoning from earlier answers changes the second one.
 _ANSWER, _REASONED = 'y', '<think>\ny\n</think>\n\ny'
 _RESULT = {'role': 'tool', 'content': 'z', 'name': 'z', 'tool_call_id': 'zzzzzzzzz'}  # Mistral's have nine characters
 _MOST_KNOWN = 64  # sets of tools and kinds of messages whose test is remembered
 
 
 def can_extend(messages: Messages) -> bool:
-    """Whether they are results of tools, then at most one message of the user."""
+    """Whether the messages are results of tools, then at most one message of the user."""
     roles = [message.get('role') for message in messages]
     results = roles[:-1] if roles[-1:] == ['user'] else roles
     return all(role == 'tool' for role in results)
@@ -226,13 +226,13 @@ class Extension:
 
     def __init__(self, template: ChatTemplate):
         self._template = template
-        self._known: dict[tuple[str, bool, bool], str | None] = {}  # what stands before the text, None = unstable
+        self._known: dict[tuple[str, bool, bool], str | None] = {}  # the rendering before the text; None = unstable
 
     def render(self, messages: Messages, tools: Tools) -> str | None:
-        """From the end of an answer on: the close of its turn, the messages, and the opened turn of the next answer.
+        """Returns the text after an answer: the close of its turn, the messages, and the opening of the next answer.
 
-        None for messages that no answer is followed by, and where the template does not write a conversation as the
-        shorter one and such a text: it refuses the messages, changes earlier turns, or moves the tools.
+        None for messages that cannot follow an answer, and if the template does not write a conversation as the shorter
+        one and such a text, because it refuses the messages, changes earlier turns, or moves the tools.
         """
         if not can_extend(messages):
             return None
@@ -250,7 +250,7 @@ class Extension:
         return whole[0][len(before) :]
 
     def _find_stable(self, kind: tuple[bool, bool], tools: Tools) -> str | None:
-        """What stands before the text that follows the answer; None for an unstable template."""
+        """The rendering before the text that follows the answer; None for an unstable template."""
         has_results, has_question = kind
         then = [_RESULT] * 2 * has_results + [_QUESTION] * has_question
         rounds = [[_answer(text), *then] for text in (_ANSWER, _REASONED)]
@@ -276,10 +276,10 @@ def _answer(text: str) -> dict[str, str]:
     return {'role': 'assistant', 'content': text}
 
 
-# Tools are shown to the model or refused: one check, for every door through which a conversation becomes a prompt.
+# Tools are shown to the model or refused: one check, for every entry point where a conversation becomes a prompt.
 #
-# The doors are the routes of areal-serve and of the gateway, agents, environments and data of supervised training
-# (tests/text/test_shown_tools.py lists them). A template that has no place for tools leaves them out without a word,
+# The entry points are the routes of areal-serve and of the gateway, agents, environments and data of supervised
+# training (tests/text/test_shown_tools.py lists them). A template that has no place for tools silently leaves them out,
 # and the model would be trained or asked without them.
 
 
@@ -295,9 +295,9 @@ _LEFT_OUT = f'is not shown to the model: the chat template of this model leaves 
 
 
 class ToolsNotShownError(ConversationError):
-    """Something of the first of several conversations that the chat form does not show to the model.
+    """Raised for the first of several conversations of which the chat form hides a part from the model.
 
-    `field` names it as requests do, 'tools' or 'messages[1].tool_calls', `value` is what it holds.
+    `field` names the part as requests do, 'tools' or 'messages[1].tool_calls'; `value` is its content.
     """
 
     def __init__(self, index: int, field: str, value: object, reason: str):
@@ -306,7 +306,7 @@ class ToolsNotShownError(ConversationError):
 
 
 class ChatForm(Protocol):
-    """What the check asks of a tokenizer."""
+    """The properties of a tokenizer that the check reads."""
 
     @property
     def takes_tools(self) -> bool: ...
@@ -318,7 +318,7 @@ class ChatForm(Protocol):
 def require_shown(form: ChatForm, conversations: Sequence[Messages], tools: Tools) -> None:
     """Raises ToolsNotShownError for tools, calls, and results of tools that the chat form of a model does not show."""
     if form.takes_tools:
-        return  # a prompt that lacks a name all the same is refused by `require_names`
+        return  # if a prompt still lacks a name, `require_names` refuses it
     has_results = any(
         message.get('role') == _SHOWN_TOOLS_RESULT['role'] for messages in conversations for message in messages
     )
@@ -326,7 +326,7 @@ def require_shown(form: ChatForm, conversations: Sequence[Messages], tools: Tool
 
 
 def require_place(conversations: Sequence[Messages], tools: Tools, *, shows_results: bool = False) -> None:
-    """The same for a chat form that is known to have no place for tools; with `shows_results` for their results."""
+    """Raises ToolsNotShownError for a chat form without a place for tools; `shows_results` allows results of tools."""
     if tools and conversations:
         raise ToolsNotShownError(0, 'tools', list(tools), NO_PLACE)
     for index, messages in enumerate(conversations):
@@ -348,9 +348,9 @@ def shows_results(template: ChatTemplate) -> bool:
 
 
 def require_names(texts: Sequence[str], conversations: Sequence[Messages], tools: Tools) -> None:
-    """For a chat form with tools: raises ToolsNotShownError where a prompt lacks the name of a tool or of a call.
+    """Raises ToolsNotShownError if a prompt of a chat form with tools lacks the name of a tool or of a call.
 
-    So a template that reads the tools and shows them under a condition alone, as to the first user, is found out.
+    This finds a template that reads the tools but shows them only under a condition, e.g. to the first user.
     """
     for index, (text, messages) in enumerate(zip(texts, conversations, strict=True)):
         for field, value, name in _list_names(messages, tools):
@@ -359,7 +359,7 @@ def require_names(texts: Sequence[str], conversations: Sequence[Messages], tools
 
 
 def _list_names(messages: Messages, tools: Tools) -> Iterator[tuple[str, object, str]]:
-    """(field, what it holds, name of the function) of each tool and each call that has a name."""
+    """Yields (field, its value, name of the function) for each tool and each call that has a name."""
     for number, tool in enumerate(tools):
         if name := _name(tool):
             yield f'tools[{number}]', tool, name
@@ -371,7 +371,7 @@ def _list_names(messages: Messages, tools: Tools) -> Iterator[tuple[str, object,
 
 
 def _name(tool: object) -> str:
-    """Of a tool or a call in the form of OpenAI's chat, or of a bare function; '' = none."""
+    """The name of a tool or a call in the form of OpenAI's chat, or of a bare function; '' = no name."""
     function: object = tool.get('function', tool) if isinstance(tool, Mapping) else None
     name = function.get('name') if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ''
@@ -381,6 +381,6 @@ def describe_untold(fields: Mapping[str, Sequence[str]]) -> str:
     """The sentence that refuses a run before it begins: its config names tools that no prompt would show.
 
     Args:
-      fields: those of the config that are set, with their values; '' where none is.
+      fields: fields of the config, with their values; the sentence is '' if all are empty.
     """
     return next((f'{field}={tuple(values)!r} {NO_PLACE}' for field, values in fields.items() if values), '')

@@ -1,4 +1,4 @@
-"""From tokens to text, whole or while the tokens come: the bytes of each token, and characters of complete bytes."""
+"""Converts tokens to text, at once or as they arrive: the bytes of each token, and the characters of complete bytes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 Spell = Callable[[int], bytes | None]  # the bytes of a token; None for an id that is no token
 
-_ANCHOR = 'a'  # an ordinary token, behind or before which another one is decoded
+_ANCHOR = 'a'  # an ordinary token, after or before which another one is decoded
 _BYTE = re.compile('<0x([0-9A-Fa-f]{2})>')  # how a byte-fallback vocabulary names a byte
 _REPLACEMENT = '\N{REPLACEMENT CHARACTER}'
-_ESCAPES = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)  # what surrogateescape makes of bytes
+_ESCAPES = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)  # the characters that surrogateescape makes of bytes
 
 
 class TokenBytes:
-    """The bytes that each token of a vocabulary adds to a text; those of a character may be in several tokens.
+    """The bytes that each token of a vocabulary adds to a text; the bytes of a character may be in several tokens.
 
     Args:
-      spell: the bytes of a token behind others.
-      spell_first: the bytes of the token that a text begins with; None = the same.
-      stripped: what is removed from the start of a text, in this order, as far as it is there: (b' ',) for Llama 2.
-      each_byte: bytes that are no character become one U+FFFD each; else one for each longest part of a character, as
+      spell: the bytes of a token that follows others.
+      spell_first: the bytes of the first token of a text; None = as `spell`.
+      stripped: prefixes that are removed from a text, in this order, as far as it has them: (b' ',) for Llama 2.
+      each_byte: whether each byte that is no character becomes a U+FFFD; else each longest part of a character does, as
         Unicode recommends and byte-level vocabularies do.
     """
 
@@ -52,11 +52,11 @@ class TokenBytes:
         return self.read(b''.join(self.spell_all(tokens)))
 
     def text_of(self, token: int) -> str:
-        """The text of a token behind others, for who lists tokens."""
+        """The text of a token that follows others, for lists of tokens."""
         return self.read(self.behind(token) or b'')
 
     def name(self, tokens: Iterable[int]) -> dict[str, str]:
-        """The texts of tokens, as far as they have one, by their ids: JSON-able."""
+        """The texts of tokens by their ids, without tokens that have no text: JSON-able."""
         return {str(token): text for token in tokens if (text := self.text_of(token))}
 
     def read(self, content: bytes) -> str:
@@ -67,16 +67,16 @@ class TokenBytes:
 
 
 class TextStart:
-    """Spells the tokens of one text in their order: some look otherwise where it begins."""
+    """Spells the tokens of one text in their order: at its start, some are written differently."""
 
     def __init__(self, token_bytes: TokenBytes):
         self._bytes = token_bytes
         self._stripped = list(token_bytes.stripped)
-        self._is_past = False  # nothing of what follows depends on the start any more
+        self._is_past = False  # later tokens no longer depend on the start
         self._has_first = False
 
     def spell(self, tokens: Iterable[int]) -> list[bytes]:
-        """The bytes of the next tokens; none for an id that is no token."""
+        """Returns the bytes of the next tokens; b'' for an id that is no token."""
         unread, found = iter(tokens), []
         while not self._is_past and (token := next(unread, None)) is not None:
             found.append(self._spell_early(token))
@@ -84,7 +84,7 @@ class TextStart:
         return [*found, *(behind(token) or b'' for token in unread)]
 
     def pass_over(self) -> None:
-        """What follows is not at the start of a text."""
+        """Marks the start of the text as passed."""
         self._is_past = True
 
     def _spell_early(self, token: int) -> bytes:
@@ -102,15 +102,15 @@ class TextStart:
 
 
 class TextDecoder:
-    """Turns the tokens of one text into the characters that they complete, from its beginning.
+    """Turns the tokens of one text, from its beginning, into the characters that they complete.
 
     However the tokens are cut into pieces, the pieces of text add up to the whole. The work is in proportion to the
     new tokens.
 
     Args:
-      hidden: tokens without a text, as if they were not there.
-      ends: tokens that are left out where one is the last of the text.
-      marks: a character in the place of some tokens, whatever `hidden` says.
+      hidden: tokens that are skipped, as if they were not there.
+      ends: tokens that are left out if one of them is the last of the text.
+      marks: characters that replace some tokens, whatever `hidden` says.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class TextDecoder:
         self._start, self._each_byte = TextStart(token_bytes), token_bytes.each_byte
         make = codecs.getincrementaldecoder('utf-8')
         self._characters = make('surrogateescape' if self._each_byte else 'replace')
-        self._held: list[int] = []  # an end, which may be the last token
+        self._held: list[int] = []  # an end token, left out if it is the last token
 
     def extend(self, tokens: Iterable[int] | np.ndarray, *, is_last: bool = False) -> str:
-        """The characters that the tokens complete; what is never completed comes with the last ones."""
+        """The characters that the tokens complete; a character that is never completed comes with the last ones."""
         ids = [*self._held, *(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)]
         self._held = []
         if ids and ids[-1] in self._ends:
@@ -154,11 +154,11 @@ class TextDecoder:
 
 
 def read_token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes:
-    """Of a tokenizer of the library, with the text that its own decoder gives to tokens that encode a text.
+    """Returns the TokenBytes of a library tokenizer; tokens that encode a text have the text of its decoder.
 
-    Byte-level vocabularies have the library's text for any ids. Where a vocabulary has tokens for single bytes, the
-    library makes U+FFFD of a whole run of them if one byte is wrong; here the complete characters of a run are text. A
-    decoder that looks at more than a token and the start of the text (CTC; the last token of BPEDecoder) is asked for
+    Byte-level vocabularies have the library's text for any ids. If a vocabulary has tokens for single bytes, the
+    library writes U+FFFD for a whole run of them if one byte is wrong; here the complete characters of a run stay text.
+    A decoder that looks at more than a token and the start of the text (CTC; the last token of BPEDecoder) is asked for
     each token alone.
     """
     steps = _list_steps(tokenizer)
@@ -181,10 +181,10 @@ def read_token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes:
 
 
 class _Writer:
-    """The text of one token, behind others or at the start of a text, by those steps of a decoder that look at no more.
+    """Writes one token, after others or at the start of a text, by the steps of a decoder that treat tokens alone.
 
     Args:
-      steps: as the library describes them; none = its decoder joins tokens with blanks, or has only steps of others.
+      steps: as the library describes them; [] = no such step. Without any decoder, tokens are joined with blanks.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, steps: Sequence[JsonObject]):
@@ -208,7 +208,7 @@ class _Writer:
 
 
 def _list_steps(tokenizer: tokenizers.Tokenizer) -> list[JsonObject]:
-    """Those of its decoder, as JSON describes them; none where it has no decoder."""
+    """Lists the steps of its decoder, as JSON describes them; [] without a decoder."""
     if tokenizer.decoder is None:
         return []
     unread, found = [json.loads(tokenizer.decoder.__getstate__())], []
@@ -222,13 +222,13 @@ def _list_steps(tokenizer: tokenizers.Tokenizer) -> list[JsonObject]:
 
 
 def _is_local(step: JsonObject, is_fused: bool) -> bool:
-    """Whether a step changes each token for itself."""
+    """Whether a step changes each token independently."""
     kind = step['type']
     return kind not in ('ByteLevel', 'ByteFallback', 'Fuse') and not (kind == 'Strip' and is_fused)
 
 
 def _find_level_bytes(text: str) -> bytes:
-    """A token with a character that stands for no byte is text."""
+    """The bytes of a byte-level token; a token with a character that stands for no byte is text."""
     alphabet = _byte_alphabet()
     return bytes(map(alphabet.__getitem__, text)) if alphabet.keys() >= set(text) else text.encode()
 

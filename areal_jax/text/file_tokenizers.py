@@ -51,7 +51,7 @@ _HF_SPECIALS = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token',
 
 
 class _BpeTokenizer(SizedTokenizer):
-    """Text through a tokenizer of the library tokenizers, chats through a template."""
+    """Encodes text with a tokenizer of the library tokenizers, and chats with a template."""
 
     _bpe: tokenizers.Tokenizer
     _template: ChatTemplate | None
@@ -62,21 +62,21 @@ class _BpeTokenizer(SizedTokenizer):
         return self._template is not None
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token, special ones among them."""
+        """The id of every token, including special ones."""
         found: dict[str, int] = self._bpe.get_vocab(with_added_tokens=True)
         return found
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added; the text of a special token becomes that token."""
+        """Returns int32 [n], nothing added; the text of a special token becomes that token."""
         return self._encode(text, adds=False)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """int32 [n] of a text that the model continues: with what the tokenizer adds around texts, most often BOS."""
+        """int32 [n] of a text that the model continues, with the tokens that the tokenizer adds, most often BOS."""
         return self._encode(text, adds=True)
 
     def _encode(self, text: str, *, adds: bool) -> np.ndarray:
         with naming(f'{self.source}: {text[:80]!r} cannot be encoded'):
-            # a batch, because the library holds the interpreter for a text alone, seconds for one of some MB
+            # a batch, because for a single text the library holds the GIL, for seconds if the text has some MB
             (encoding,) = self._bpe.encode_batch_fast([text], add_special_tokens=adds)
             return np.asarray(encoding.ids, np.int32)
 
@@ -89,13 +89,13 @@ class _BpeTokenizer(SizedTokenizer):
         return self._template is not None and shows_results(self._template)
 
     def reads(self, key: str) -> bool:
-        """Whether the chat template has this name."""
+        """Whether the chat template looks at this name."""
         return self._template is not None and key in self._template.names
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        """int32 [P] of each: the rendered chat template, generation prompt included; raises ConversationError.
+        """Returns int32 [P] of each: the rendered template with the generation prompt; raises ConversationError.
 
-        What the template writes may become a special token. A spelling of one in the messages or tools is text.
+        Text that the template writes may become a special token. Its spelling in the messages or tools stays text.
         """
         assert self._template is not None
         (conversations, tools), mark = self._spellings.mark((conversations, tools), self._template.written)
@@ -109,7 +109,7 @@ class _BpeTokenizer(SizedTokenizer):
         return found
 
     def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
-        """int32 [n] that follow a sampled answer, by template difference; see Tokenizer."""
+        """Returns int32 [n] that follow a sampled answer, by template difference; see Tokenizer."""
         if self._template is None:
             return None
         (messages, tools), mark = self._spellings.mark((messages, tools), self._template.written)
@@ -131,7 +131,7 @@ class _BpeTokenizer(SizedTokenizer):
         return Spellings(self._bpe, self.special_token_ids(), self.source)
 
     def _encode_rendered(self, texts: list[str], mark: str) -> list[np.ndarray]:
-        """int32 [n] of each text that the template wrote from messages with this mark; '' = without any."""
+        """int32 [n] of each text that the template wrote from messages with this mark; '' = without a mark."""
         for index, text in enumerate(texts):
             try:
                 text.encode()
@@ -153,7 +153,7 @@ class _BpeTokenizer(SizedTokenizer):
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each token adds to a text."""
+        """The bytes that each token adds to a text."""
         return read_token_bytes(self._bpe)
 
     def special_token_ids(self) -> frozenset[int]:
@@ -167,10 +167,10 @@ class GgufTokenizer(_BpeTokenizer):
     `fields`: tokens (list of str), merges (list of 'left right'), token_types (list of int), pre (name of the
     pre-tokenizer), eos_id, chat_template (jinja2 source), and optionally eot_id and eom_id (end of a turn, and of a
     message to a tool), bos_id, pad_id, unk_id, add_bos and add_eos, as formats.gguf.describe_gguf has them. `template`
-    goes before that of the fields.
+    overrides chat_template.
 
     Args:
-      all_ends: eot_id and eom_id end an answer too.
+      all_ends: whether eot_id and eom_id end an answer too.
       day: see ChatTemplate.
 
     Raises TokenizerError for a missing field, an unknown `pre`, an unknown id, and fields that do not fit together.
@@ -196,7 +196,7 @@ class GgufTokenizer(_BpeTokenizer):
         self.eos_id = require_id('eos_id', fields['eos_id'], tokens, source)
         others = [require_id(name, fields[name], tokens, source) for name in _GGUF_ENDS if fields.get(name) is not None]
         self.end_ids = tuple(dict.fromkeys([self.eos_id, *(others if all_ends else [])]))
-        self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer_files.describe_tokenizer
+        self.special_ids = {'eos': self.eos_id}  # by role, see tokenizer.describe_tokenizer
         for role in ('bos', 'pad', 'unk'):
             if fields.get(f'{role}_id') is not None:
                 self.special_ids[role] = require_id(f'{role}_id', fields[f'{role}_id'], tokens, source)
@@ -213,9 +213,9 @@ class GgufTokenizer(_BpeTokenizer):
         )  # fmt: skip
 
     def hf_files(self) -> dict[str, str]:
-        """The contents of tokenizer.json and tokenizer_config.json, by name: transformers makes this tokenizer of them.
+        """The contents of tokenizer.json and tokenizer_config.json by name; transformers builds the tokenizer of them.
 
-        add_bos and add_eos of the GGUF file hold there for plain text, as in `encode_prompt`.
+        There add_bos and add_eos of the GGUF file apply to plain text, as in `encode_prompt`.
         """
         template = self._fields['chat_template']
         if with_tools := self._fields.get('tool_template'):
@@ -232,17 +232,17 @@ class GgufTokenizer(_BpeTokenizer):
 class HfTokenizer(_BpeTokenizer):
     """Tokenizer and chat template of a local Hugging Face checkpoint directory.
 
-    Read are tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
-    chat_template.jinja, which goes before the template in tokenizer_config.json as it does in transformers. `template`
-    goes before both. Of several templates with names that called default is taken, and for conversations with tools the
-    one called tool_use. Without any `encode_chats` raises; everything else works.
+    Reads tokenizer.json, tokenizer_config.json (special tokens, tokens added to the vocabulary, chat template) and
+    chat_template.jinja, which overrides the template in tokenizer_config.json as it does in transformers. `template`
+    overrides both. Of several named templates, the one called default is used, and for conversations with tools the one
+    called tool_use. Without a template, `encode_chats` raises an error; everything else works.
 
     Args:
-      all_ends: the ids that generation_config.json and config.json name as eos_token_id end an answer too.
+      all_ends: whether the ids that generation_config.json and config.json name as eos_token_id end an answer too.
       day: see ChatTemplate.
 
-    Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token whose
-    id the two files disagree about.
+    Raises TokenizerError for a file that is missing or cannot be read, a model without an EOS token, and a token to
+    which the two files give different ids.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class HfTokenizer(_BpeTokenizer):
         self._template = read_hf_template(directory, fields, values, template, day)
 
     def hf_files(self) -> dict[str, str]:
-        """The contents of files that go before those of the directory, by name: a given chat template."""
+        """The contents of files that override the directory's, by name: a given chat template."""
         return {} if self._given is None else {TEMPLATE: self._given.source}
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:

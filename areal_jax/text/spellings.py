@@ -1,4 +1,4 @@
-"""Special tokens are those that a chat template writes: their spellings in messages and tools stay ordinary text."""
+"""Keeps spellings of special tokens in messages and tools ordinary text: only a chat template writes special tokens."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PRIVATE = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10F
 
 
 class Spellings:
-    """How the special tokens of a tokenizer are spelled; thread-safe.
+    """The spellings of a tokenizer's special tokens; thread-safe.
 
-    `mark` puts a mark before each spelling in the texts of a request, before they are rendered. In the rendered text
-    the spellings without a mark are then those of the template. `separate` gives these names that no request can
-    guess, removes the marks, and returns a tokenizer which has special tokens by these names alone. So a prompt is
-    encoded in one piece, and one without a spelling in its request has the ids that `bpe` gives.
+    `mark` puts a mark before each spelling in the texts of a request, before they are rendered. In the rendered text,
+    the spellings without a mark are then the template's. `separate` gives these names that no request can guess,
+    removes the marks, and returns a tokenizer whose special tokens have only these names. So a prompt is encoded in one
+    piece, and a request without a spelling has the ids that `bpe` gives.
 
     Args:
       bpe: the tokenizer.
-      special_ids: of the tokens that no text of a request may become.
+      special_ids: ids of the tokens that no text of a request may become.
       source: of the tokenizer, for errors.
     """
 
@@ -47,12 +47,12 @@ class Spellings:
         self._token = _any_of(added)
 
     def mark(self, value: _Value, template: str) -> tuple[_Value, str]:
-        """(the JSON value with a mark before each spelling in its texts and names, the mark); '' if there is none.
+        """Returns (the JSON value with a mark before each spelling in its texts and names, the mark or '').
 
         A text that ends within a spelling is marked too: the next one may complete it. The mark occurs neither in the
         texts nor in the source of the template.
 
-        Raises TokenizerError for texts that leave no character for it, and for values that are nested too deep.
+        Raises TokenizerError if the texts leave no character for the mark, and for values that are nested too deep.
         """
         texts = list(_list_texts(value))
         if not any(self._find(text) for text in texts):
@@ -68,7 +68,7 @@ class Spellings:
         return cast(_Value, marked), mark
 
     def separate(self, texts: Sequence[str], mark: str) -> tuple[tokenizers.Tokenizer, list[str]]:
-        """(the tokenizer for them, the rendered texts for it)."""
+        """Returns (the tokenizer for the rendered texts, the texts for it)."""
         pattern = re.compile(f'(?<!{mark}){self._token}')
         renamed = [pattern.sub(lambda found: self._names.get(found[0], found[0]), text) for text in texts]
         return self._renamed, [text.replace(mark, '') for text in renamed]
@@ -79,7 +79,7 @@ class Spellings:
         from tokenizers import Tokenizer
 
         described = json.loads(self._bpe.to_str())
-        described['post_processor'] = None  # adds special tokens where they are asked for, by their names
+        described['post_processor'] = None  # it adds special tokens by their names on request
         for token in described['added_tokens']:
             token['content'] = self._names.get(token['content'], token['content'])
         model = described['model']
@@ -97,11 +97,11 @@ class Spellings:
         return renamed
 
     def _find(self, text: str) -> list[int]:
-        """Where in the text a spelling begins, also one that its end cuts off."""
+        """Lists the places where a spelling begins, also one that the end of the text cuts off."""
         if self._first is None:
             return []
         whole: set[int] = set()
-        for start in range(0, len(text), _SLICE):  # a search holds the interpreter to its end
+        for start in range(0, len(text), _SLICE):  # a search holds the GIL to its end
             end = start + _SLICE
             if self._first.search(text, start, end):
                 found = self._start.finditer(text, start, end + self._longest)
@@ -121,7 +121,7 @@ def _insert(mark: str, text: str, places: Sequence[int]) -> str:
 
 
 def _list_texts(value: object) -> Iterator[str]:
-    """Every text and every name in the JSON value."""
+    """Yields every text and every name in the JSON value."""
     unread = [value]
     while unread:
         value = unread.pop()

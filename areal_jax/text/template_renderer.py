@@ -1,10 +1,10 @@
-"""Renders one chat template in a process of its own, which template_worker.py starts. Imports jinja2 alone.
+"""Renders one chat template in a separate process, which template_worker.py starts. Imports only jinja2.
 
-What a template sees and can call is as in transformers, so that a prompt is the one that a model was trained with. Its
-argument is the id of the parent, with which it ends. stdin: a JSON line for each call, {conversations, values, day,
-characters, memory_bytes, cpu_seconds, wall_seconds}, in the first one also {source}. stdout: a JSON line for each
-conversation in their order, {"text": ...}, or {"error": ...} for the first one that fails, and an empty line after the
-last one, unless a limit was met, which ends the process.
+A template sees and can call the same names as in transformers, so that a prompt is like the ones of the training. The
+argument is the pid of the parent; this process ends when the parent does. stdin: a JSON line for each call,
+{conversations, values, day, characters, memory_bytes, cpu_seconds, wall_seconds}, in the first one also {source}.
+stdout: a JSON line for each conversation, in order, {"text": ...}, or {"error": ...} for the first one that fails, and
+an empty line after the last one. If a limit is exceeded, the process ends without the empty line.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TIMERS = ('cpu_seconds', signal.ITIMER_PROF), ('wall_seconds', signal.ITIMER_RE
 
 
 class _RefusedMessagesError(Exception):
-    """The template called raise_exception."""
+    """Raised if the template called raise_exception."""
 
 
 def main() -> None:
-    """Answer calls until the parent closes stdin or ends."""
+    """Answers calls until the parent closes stdin or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches the group, and is for the parent
     limit_core()
     source, template = '', None
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def limit_core() -> None:
-    """A process that is killed at a limit leaves no file."""
+    """Disables core dumps: a process that is killed at a limit leaves no file."""
     import resource
 
     with contextlib.suppress(ValueError, OSError):
@@ -62,9 +62,9 @@ def limit_core() -> None:
 
 
 def limit_call(request: _Request) -> None:
-    """Beyond `memory_bytes` allocations raise MemoryError; beyond its seconds the kernel ends the process.
+    """Makes allocations beyond `memory_bytes` raise MemoryError; beyond its seconds the kernel ends the process.
 
-    The timers count the seconds of this call alone, RLIMIT_CPU would count those of the process.
+    The timers count the seconds of this call alone; RLIMIT_CPU would count the seconds of the process.
     """
     import resource
 
@@ -79,7 +79,7 @@ def make_environment(day: str = '') -> ImmutableSandboxedEnvironment:
     """The sandbox with the block settings and the functions that chat templates are written for.
 
     Args:
-      day: that `strftime_now` gives: '2026-11-30', or 'off' = there is no such function; '' = the present time.
+      day: the date that `strftime_now` gives: '2026-11-30', or 'off' = no such function; '' = the present time.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', _Generation]
@@ -92,7 +92,7 @@ def make_environment(day: str = '') -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} around what a model writes; the text is what is between."""
+    """Allows {% generation %} ... {% endgeneration %} around the model's text: only the text between is written."""
 
     tags: ClassVar[set[str]] = {'generation'}  # type: ignore[misc]
 
@@ -106,7 +106,7 @@ class _Generation(Extension):
 
 
 def render(template: jinja2.Template, values: dict[str, object], messages: list[object], characters: int) -> str:
-    """The text of one conversation; raises ValueError once it has more than so many characters."""
+    """The text of one conversation; raises ValueError once it has more than `characters` characters."""
     parts, length = [], 0
     for part in template.generate(values, messages=[*map(_complete, messages)], add_generation_prompt=True):
         length += len(part)
@@ -117,10 +117,10 @@ def render(template: jinja2.Template, values: dict[str, object], messages: list[
 
 
 def _read_requests(parent: int) -> Iterator[_Request]:
-    """What the parent sends, until it closes stdin or ends."""
+    """Yields the parent's requests, until it closes stdin or ends."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    # A fork of the parent keeps the other end of stdin open, so that its end says nothing of the parent's.
+    # A fork of the parent keeps the other end of stdin open, so an open stdin does not mean that the parent lives.
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or older than 5.3
         poller.register(os.pidfd_open(parent), select.POLLIN)
     while os.getppid() == parent and all(number == 0 for number, _ in poller.poll()):
@@ -146,7 +146,7 @@ def _end_call() -> None:
 
 
 def _complete(message: Any) -> Any:
-    """A message without its names that have no value, and with its reasoning under the names that templates read."""
+    """The message without fields that have no value, and with its reasoning under the names that templates read."""
     if not isinstance(message, dict):
         return message
     found = {name: value for name, value in message.items() if value is not None}

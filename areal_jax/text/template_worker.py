@@ -1,4 +1,4 @@
-"""The process that renders a chat template, from the side of the process that asks it."""
+"""The caller's side of the process that renders a chat template."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Reply = dict[str, str]  # a text, or an error, of one conversation
 
 _RENDERER = pathlib.Path(__file__).with_name('template_renderer.py')
 _BLOCK_BYTES = 2**16  # read or written at once
-_LOOK_S = 1.0  # between two looks whether the process lives, should its end of a pipe be open elsewhere too
-_LARGEST_KEPT = 2**22  # bytes of a request after which the process ends, so that its memory does not stay taken
+_LOOK_S = 1.0  # between two checks whether the process lives, in case its end of a pipe is open elsewhere too
+_LARGEST_KEPT = 2**22  # bytes of a request: after a larger one the process ends, to free its memory
 
 
 class TemplateWorker:
-    """A process that renders one template, started by the first call and again by the first one after its end.
+    """A process that renders one template. The first call starts it, and the first call after its end restarts it.
 
     For several threads, one call at a time. It ends with `close`, when this object is collected, and with the process
     that started it; the forks of that process must each make their own worker.
@@ -39,7 +39,7 @@ class TemplateWorker:
         self._end: weakref.finalize | None = None
 
     def render(self, request: JsonObject) -> tuple[list[Reply], str]:
-        """(the reply to each conversation up to the first one that fails, how the process ended if it did).
+        """Returns (the reply to each conversation up to the first that fails, how the process ended, '' if it did not).
 
         `request`: see template_renderer.py; `source` is added.
         """
@@ -51,10 +51,10 @@ class TemplateWorker:
             end_s = time.monotonic() + request['wall_seconds']
             try:
                 written = _exchange(process, line, end_s)
-            except BaseException:  # the reply would be taken for that of the next call
+            except BaseException:  # the next call would get the reply
                 self.close()
                 raise
-            replies = [json.loads(line) for line in written.split(b'\n')[:-1] if line]  # what follows the last was cut
+            replies = [json.loads(line) for line in written.split(b'\n')[:-1] if line]  # a last part was cut off
             ended = '' if written.endswith(b'\n\n') else _describe_end(process, request, end_s)
             if ended or len(line) > _LARGEST_KEPT:
                 self.close()
@@ -68,17 +68,17 @@ class TemplateWorker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.close()
-        command = [sys.executable, '-P', str(_RENDERER), str(os.getpid())]  # -P: no module beside it hides a library's
+        command = [sys.executable, '-P', str(_RENDERER), str(os.getpid())]  # -P: its folder hides no library
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
         assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # a part of a long request is written as the process reads it
+        os.set_blocking(process.stdin.fileno(), False)  # parts of a long request are written as the process reads them
         self._process, self._end = process, weakref.finalize(self, _end_process, process, self.owner)
         return process
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, end_s: float) -> bytes:
-    """What the process writes up to an empty line; less where it or the time ends."""
+    """Returns the output of the process up to an empty line; less if the process or the time ends."""
     assert process.stdin is not None
     assert process.stdout is not None
     to_process, from_process = process.stdin.fileno(), process.stdout.fileno()
@@ -107,7 +107,7 @@ def _write(descriptor: int, block: memoryview) -> int:
         return os.write(descriptor, block)
     except BlockingIOError:
         return 0
-    except BrokenPipeError:  # the process has ended, and what it wrote before is read
+    except BrokenPipeError:  # the process has ended, and its earlier output is read
         return len(block)
 
 
@@ -129,7 +129,7 @@ def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
         process.kill()
         process.wait()
     else:
-        process.returncode = 0  # of another process, which waits for it
+        process.returncode = 0  # it belongs to another process, which waits for it
     for pipe in (process.stdin, process.stdout, process.stderr):
         assert pipe is not None
         pipe.close()

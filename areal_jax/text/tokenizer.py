@@ -36,11 +36,11 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are below it
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], nothing added. Where the text spells a special token it becomes that token."""
+        """Returns int32 [n], nothing added. If the text spells a special token, it becomes that token."""
         ...
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """int32 [n] of a text that the model continues: with what the tokenizer adds around texts, most often BOS."""
+        """int32 [n] of a text that the model continues, with the tokens that the tokenizer adds, most often BOS."""
         ...
 
     @property
@@ -50,35 +50,35 @@ class Tokenizer(Protocol):
 
     @property
     def shows_results(self) -> bool:
-        """Whether it shows results of tools, turns of the role 'tool', also where it shows no tools."""
+        """Whether it shows results of tools, turns of the role 'tool', even if it shows no tools."""
         ...
 
     def reads(self, key: str) -> bool:
-        """Whether the model's chat form looks at something of this name, as at a key of a message."""
+        """Whether the model's chat form looks at this name, e.g. at a key of a message."""
         ...
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        """int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
+        """Returns int32 [P] of each: the messages in the model's chat form, up to where the answer begins.
 
-        Messages and tools are ordinary text, whatever they spell: the special tokens are those of the form itself.
-        `tools` are for forms that show them: who takes them from outside calls shown_tools.require_shown before. Raises
-        ConversationError for the first one that has no such form, or whose form leaves out the name of a tool.
+        Messages and tools are ordinary text, whatever they spell: only the form itself has special tokens. `tools` are
+        for forms that show them: a caller that takes them from outside calls chat_template.require_shown first. Raises
+        ConversationError for the first conversation that has no such form, or whose form leaves out the name of a tool.
         """
         ...
 
     def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
-        """int32 [n] that follow a sampled answer in the model's chat form, up to where the next answer begins.
+        """Returns int32 [n] that follow a sampled answer in the model's chat form, up to where the next answer begins.
 
-        The row of a conversation is then prompt + sampled ids + these, and the sampled ids are never encoded again.
+        The row of a conversation is then prompt + sampled ids + these ids; the sampled ids are never encoded again.
 
         Args:
-          messages: all that came after the answer: results of tools, then at most one message of the user.
-          tools: those of the prompt.
-          closed_by: the last of the sampled ids, one of `end_ids`; None = they were cut, and these begin with what
-            closes the turn.
+          messages: all messages after the answer: results of tools, then at most one message of the user.
+          tools: the tools of the prompt.
+          closed_by: the last of the sampled ids, one of `end_ids`; None = the answer was cut, and the result begins
+            with the close of the turn.
 
-        None where the form does not go on like that: other messages, a form that refuses them, that changes earlier
-        turns (e.g. takes out their reasoning), or that closes a turn with another token than `closed_by`. The whole
+        None if the form cannot continue like that: for other messages, or a form that refuses them, changes earlier
+        turns (e.g. removes their reasoning), or closes a turn with another token than `closed_by`. The whole
         conversation must then be encoded anew. Raises TokenizerError for texts that have no ids.
         """
         ...
@@ -89,7 +89,7 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What each token adds to a text."""
+        """The bytes that each token adds to a text."""
         ...
 
     def special_token_ids(self) -> frozenset[int]:
@@ -97,7 +97,7 @@ class Tokenizer(Protocol):
         ...
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token, special ones among them; in a byte-level one a character stands for each byte."""
+        """The id of every token, also of special ones; in a byte-level vocabulary a character stands for each byte."""
         ...
 
     def fits(self, vocab_size: int) -> None:
@@ -112,12 +112,12 @@ def chat_messages(question: str, system_prompt: str = '') -> list[dict[str, str]
 
 
 class SizedTokenizer:
-    """What all tokenizers have."""
+    """The common base of all tokenizers."""
 
     eos_id: int
     end_ids: tuple[int, ...]
     vocab_size: int
-    source: str  # what describes the vocabulary, for errors
+    source: str  # the place that describes the vocabulary, for errors
 
     def fits(self, vocab_size: int) -> None:
         if vocab_size < self.vocab_size:
@@ -130,7 +130,7 @@ class SizedTokenizer:
         raise NotImplementedError
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """int32 [n] of a text that the model continues."""
+        """Returns int32 [n] of a text that the model continues."""
         return self.encode(text)
 
     @property
@@ -151,7 +151,7 @@ class SizedTokenizer:
         raise NotImplementedError
 
     def encode_chat(self, messages: Messages) -> np.ndarray:
-        """int32 [P]: one conversation; many together cost little more."""
+        """Returns int32 [P] of one conversation; many in one call of `encode_chats` cost little more."""
         return self.encode_chats([messages])[0]
 
     def _without_end(self, tokens: np.ndarray) -> list[int]:
@@ -183,13 +183,13 @@ class CharacterTokenizer(SizedTokenizer):
         return dict(self._ids)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n]; raises TokenizerError for a character without an id."""
+        """Returns int32 [n]; raises TokenizerError for a character without an id."""
         if unknown := sorted({character for character in text if character not in self._ids}):
             raise TokenizerError(f'{show(text)} has characters {show(unknown)} that are not among {self.characters!r}')
         return np.asarray([self._ids[character] for character in text], np.int32)
 
     def encode_chats(self, conversations: Sequence[Messages], tools: Tools = ()) -> list[np.ndarray]:
-        """int32 [P] of each: the contents one after the other, since such a model has no chat form."""
+        """Returns int32 [P] of each: the contents one after the other, since such a model has no chat form."""
         found = []
         for index, messages in enumerate(conversations):
             try:
@@ -199,7 +199,7 @@ class CharacterTokenizer(SizedTokenizer):
         return found
 
     def extend_chat(self, messages: Messages, tools: Tools = (), *, closed_by: int | None) -> np.ndarray | None:
-        """int32 [n]: the contents one after the other. Nothing closes a turn here."""
+        """Returns int32 [n]: the contents one after the other. Nothing closes a turn here."""
         return self.encode_chats([messages])[0] if can_extend(messages) else None
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -208,18 +208,18 @@ class CharacterTokenizer(SizedTokenizer):
 
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each token adds to a text."""
+        """The bytes that each token adds to a text."""
         return TokenBytes(lambda token: self._texts[token].encode() if token < len(self._texts) else None)
 
     def special_token_ids(self) -> frozenset[int]:
         return frozenset({self.eos_id} if self.eos_id < self.vocab_size else ())
 
 
-# The files of Hugging Face that describe a tokenizer: writes those of a byte-level BPE, and reads them.
+# The files of Hugging Face that describe a tokenizer: writes the files of a byte-level BPE, and reads such files.
 
 
 TOKENIZER, CONFIG, TEMPLATE = 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'
-GENERATION, MODEL = 'generation_config.json', 'config.json'  # which also say what ends an answer
+GENERATION, MODEL = 'generation_config.json', 'config.json'  # they also name tokens that end an answer
 MORE_TEMPLATES, DEFAULT, WITH_TOOLS = 'additional_chat_templates', 'default', 'tool_use'  # a folder, and names in it
 
 
@@ -229,8 +229,8 @@ def describe_tokenizer(
     """The contents of tokenizer.json and tokenizer_config.json, by name.
 
     Args:
-      special_ids: ids by role: 'eos', and 'bos', 'pad' and 'unk' where the model has them. 'pad' and 'unk' are left out
-        if they name an ordinary token: transformers makes every named one special, and would cut texts differently.
+      special_ids: ids by role: 'eos', and 'bos', 'pad' and 'unk' if the model has them. 'pad' and 'unk' are left out if
+        they name an ordinary token: transformers makes every named one special, and would cut texts differently.
       add_bos, add_eos: whether transformers puts them around plain text. It never does so around a rendered chat.
       template: the chat template in jinja2, or a list of templates with names.
     """
@@ -252,10 +252,10 @@ def describe_tokenizer(
 
 
 def with_ends(bpe: tokenizers.Tokenizer, added: tuple[bool, bool], ids: Mapping[str, int]) -> tokenizers.Tokenizer:
-    """The tokenizer, which from now on puts BOS before plain text and EOS behind it, as far as it has them.
+    """Makes the tokenizer put BOS before plain text and EOS after it, as far as it has them; returns it.
 
     Args:
-      added: whether BOS, and EOS.
+      added: whether BOS is put, whether EOS is.
       ids: by role: 'bos', 'eos'.
     """
     from tokenizers import processors
@@ -299,7 +299,7 @@ def read_object(path: pathlib.Path) -> JsonObject:
 
 
 def token_text(value: object, path: pathlib.Path, name: str) -> str:
-    """The text of a token, which is given as such, or as an object that also says how it is matched.
+    """The text of a token, which is given as a text, or as an object that also says how it is matched.
 
     Raises TokenizerError that names the file and the field.
     """
@@ -310,7 +310,7 @@ def token_text(value: object, path: pathlib.Path, name: str) -> str:
 
 
 def add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Path) -> None:
-    """Add the tokens that tokenizer_config.json has beyond tokenizer.json, by id; raises TokenizerError."""
+    """Adds the tokens that tokenizer_config.json has beyond tokenizer.json, by id; raises TokenizerError."""
     from tokenizers import AddedToken
 
     flags = ('special', 'normalized', 'lstrip', 'rstrip', 'single_word')
@@ -331,7 +331,7 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, added: object, path: pathlib.Pat
 
 
 def read_end_ids(directory: pathlib.Path) -> list[int]:
-    """eos_token_id of generation_config.json and of config.json, as far as these are there; raises TokenizerError."""
+    """Reads eos_token_id from generation_config.json and config.json, if they exist; raises TokenizerError."""
     found: list[int] = []
     for path in (directory / name for name in (GENERATION, MODEL) if (directory / name).is_file()):
         value = read_object(path).get('eos_token_id')
@@ -345,9 +345,9 @@ def read_end_ids(directory: pathlib.Path) -> list[int]:
 def read_hf_template(
     directory: pathlib.Path, fields: JsonObject, values: JsonObject, given: GivenTemplate | None, day: str
 ) -> ChatTemplate | None:
-    """The chat template of a directory, or the one that is given in its place, or None where there is neither.
+    """The chat template of a directory, or the given one in its place; None without both.
 
-    Files go before tokenizer_config.json. Of several that have names it is the one called default, and for
+    Files override tokenizer_config.json. Of several named templates, the one called default is used, and for
     conversations with tools the one called tool_use. Raises TokenizerError.
     """
     if given is not None:
@@ -361,7 +361,7 @@ def read_hf_template(
 
 
 def _read_template_files(directory: pathlib.Path) -> dict[str, tuple[object, pathlib.Path]]:
-    """By name: (source, file)."""
+    """Reads the template files; by name: (source, file)."""
     paths = {path.stem: path for path in sorted((directory / MORE_TEMPLATES).glob('*.jinja'))}
     if (directory / TEMPLATE).is_file():
         paths[DEFAULT] = directory / TEMPLATE
@@ -369,7 +369,7 @@ def _read_template_files(directory: pathlib.Path) -> dict[str, tuple[object, pat
 
 
 def _list_templates(value: object, path: pathlib.Path) -> dict[str, tuple[object, pathlib.Path]]:
-    """The same of tokenizer_config.json: one template, a list of them, or an object, by name."""
+    """Lists the templates of tokenizer_config.json (one template, a list or an object); by name: (source, file)."""
     if isinstance(value, list):
         value = {str(entry.get('name')): entry.get('template') for entry in value if isinstance(entry, dict)}
     if not isinstance(value, dict):

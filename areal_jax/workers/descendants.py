@@ -26,14 +26,14 @@ from areal_jax.installation import find_clone
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Where the interpreter of an environment is.
+    """The interpreter of an environment, and how to get it.
 
     Args:
       needed_by: the field with the value that needs it, for messages: "rollout.server='sglang'".
-      title: of what it has, for messages.
-      variable: of the environment, names the interpreter.
-      made: the interpreter in a clone where `variable` is not set.
-      script: makes that one.
+      title: the name of the package that it has, for messages.
+      variable: the environment variable that names the interpreter.
+      made: the path of the interpreter in a clone, used if `variable` is not set.
+      script: the script that makes the interpreter at `made`.
     """
 
     needed_by: str
@@ -43,7 +43,7 @@ class Interpreter:
     script: str
 
     def find(self, beside: pathlib.Path | None = None) -> str:
-        """The interpreter; raises UserError where there is none, or only one in the folder `beside`."""
+        """Returns its path; raises UserError if it does not exist, or is in the folder to be avoided."""
         clone, named = find_clone(), os.environ.get(self.variable)
         python = named or (None if clone is None else str(clone / self.made))
         if python is not None and pathlib.Path(python).is_file() and pathlib.Path(python).parent != beside:
@@ -58,16 +58,16 @@ class Interpreter:
 
 MARK = 'AREAL_JAX_WORKER'  # environment variable: which worker a process descends from
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_PAUSE_S = 0.005  # between two looks
+_PAUSE_S = 0.005  # between two checks
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends (Linux only)."""
+    """Makes this process the parent of every descendant whose own parent ends (Linux only)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that forked it ends (Linux only)."""
+    """Lets the kernel send this process a signal when the thread that forked it ends (Linux only)."""
     _prctl(_PR_SET_PDEATHSIG, sent)
 
 
@@ -82,7 +82,7 @@ class Process:
 
 
 def list_descendants(root: int) -> list[Process]:
-    """Everything below the process `root`, zombies included."""
+    """Lists all descendants of the process `root`, including zombies."""
     children: dict[int, list[Process]] = {}
     for process in _list_processes():
         children.setdefault(process.parent, []).append(process)
@@ -95,17 +95,17 @@ def list_descendants(root: int) -> list[Process]:
 
 
 def list_marked(mark: str, variable: str = MARK) -> list[Process]:
-    """Living processes that were started with variable=mark in their environment, and their forks."""
+    """Lists living processes that were started with variable=mark in their environment, and their forks."""
     entry = f'{variable}={mark}'.encode()
     return [process for process in _list_processes() if entry in read_proc(process.pid, 'environ').split(b'\0')]
 
 
 def end_descendants(reap: Callable[[], bool], within_s: float) -> bool:
-    """SIGKILL to every descendant of this process until it has no child; False if time runs out.
+    """Sends SIGKILL to every descendant of this process until it has no child; False if time runs out.
 
     Orphans become children of this process (`adopt_orphans`), so once there is no child there is no descendant. The
-    group of a zombie is killed too, because of chains of processes that fork and exit at once: the one that lives is
-    not found in time. A chain that also leaves its process group at every step may escape.
+    group of a zombie is killed too, because processes in a chain may fork and exit at once: the living one is not found
+    in time. A chain that also leaves its process group at every step may escape.
 
     Args:
       reap: waits for the children that have ended; False when there are no others.
@@ -121,7 +121,7 @@ def end_descendants(reap: Callable[[], bool], within_s: float) -> bool:
 
 
 def kill_processes(processes: Iterable[Process]) -> None:
-    """SIGKILL to the processes and to their groups, except the group of the caller."""
+    """Sends SIGKILL to the processes and to their groups, except the group of the caller."""
     own_group = os.getpgrp()
     for process in processes:
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def kill_processes(processes: Iterable[Process]) -> None:
 
 
 def end_processes(find: Callable[[], list[Process]], within_s: float) -> bool:
-    """Kill what `find` returns, again and again until none of it is alive; False if time runs out."""
+    """Kills the processes that `find` returns, repeatedly until all have ended; False if time runs out."""
     end_s = time.monotonic() + within_s
     while alive := [process for process in find() if process.is_alive]:
         kill_processes(alive)
@@ -164,7 +164,7 @@ def _list_processes() -> Iterator[Process]:
 
 
 def read_proc(pid: int, name: str) -> bytes:
-    """Returns a file of /proc/PID; empty where the process has ended, or belongs to somebody else."""
+    """Returns a file of /proc/PID; empty if the process has ended, or belongs to another user."""
     try:
         with open(f'/proc/{pid}/{name}', 'rb') as file:
             return file.read()

@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Returns only where the command cannot be started, which standard error says."""
+    """Becomes the command. Returns only if the parent has ended, or if the command cannot start (message on stderr)."""
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before

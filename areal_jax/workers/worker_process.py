@@ -32,7 +32,7 @@ _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
 def name_signal(number: int) -> str:
-    """'SIGKILL'; 'signal 40' for one of the many without a name."""
+    """The name of a signal, e.g. 'SIGKILL'; 'signal 40' for one of the many without a name."""
     return _SIGNALS.get(number, f'signal {number}')
 
 
@@ -47,7 +47,7 @@ _LONGEST_LINE_BYTES = 2**16
 
 
 class WorkerDiedError(RuntimeError):
-    """The worker ended, was killed, or said something that is not the reply to the request."""
+    """Raised if the worker ended, was killed, or sent a message that is not the reply to the request."""
 
 
 class WorkerPipes:
@@ -59,7 +59,7 @@ class WorkerPipes:
         self.is_closed = False
         self._files = (stdin, stdout)
         self._in, self._out = stdin.fileno(), stdout.fileno()
-        self._lock = threading.Lock()  # held by who begins or ends to use the pipes, and by who decides to close them
+        self._lock = threading.Lock()  # held while a use of the pipes begins or ends, and while a close is decided
         self._loop: asyncio.AbstractEventLoop | None = None  # of the coroutine that uses the pipes
         self._readiness: asyncio.Future[None] | None = None  # of a pipe that the coroutine waits for
         for descriptor in (self._in, self._out):
@@ -67,7 +67,7 @@ class WorkerPipes:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """For a coroutine, around everything it does with the pipes. Raises WorkerDiedError when they are closed."""
+        """Surrounds all of a coroutine's work with the pipes. Raises WorkerDiedError if they are closed."""
         with self._lock:
             self.require_open()
             self._loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class WorkerPipes:
                     self._close_files()
 
     def close(self) -> None:
-        """Close both pipes, from any thread; a coroutine that uses them gets WorkerDiedError. Returns at once."""
+        """Closes both pipes, from any thread; a coroutine that uses them gets WorkerDiedError. Does not wait."""
         with self._lock:
             if self.is_closed:
                 return
@@ -92,7 +92,7 @@ class WorkerPipes:
                     self._loop.call_soon_threadsafe(self._close_files)
 
     async def send(self, data: bytes) -> None:
-        """Write all of `data`. Raises WorkerDiedError."""
+        """Writes all of `data`. Raises WorkerDiedError."""
         while data:
             self.require_open()
             try:
@@ -103,7 +103,7 @@ class WorkerPipes:
                 raise WorkerDiedError(f'the worker for {self.name!r} has ended') from error
 
     async def receive_line(self) -> bytes:
-        """The next line, without its end. Raises WorkerDiedError."""
+        """Returns the next line, without its end. Raises WorkerDiedError."""
         while b'\n' not in self.received[: _LONGEST_LINE_BYTES + 1]:
             if len(self.received) > _LONGEST_LINE_BYTES:
                 raise WorkerDiedError(f'the worker for {self.name!r} sends a reply without end')
@@ -130,7 +130,7 @@ class WorkerPipes:
                 raise WorkerDiedError(f'the worker for {self.name!r} has ended') from error
 
     def wait_for_line(self, end_s: float) -> bytes:
-        """Block until a line is there; for use outside event loops.
+        """Blocks until a line is there; for use outside event loops.
 
         `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
         """
@@ -143,7 +143,7 @@ class WorkerPipes:
         return self.take_line()
 
     def read(self) -> None:
-        """Take what has arrived, without waiting. Raises WorkerDiedError at the end of the pipe."""
+        """Reads what has arrived, without waiting. Raises WorkerDiedError at the end of the pipe."""
         self.require_open()
         try:
             chunk = os.read(self._out, _CHUNK_BYTES)
@@ -197,13 +197,13 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 REPLIES = ('reward', 'error', 'fault')  # one of them is in each reply
-_KILL_S = 2.0  # a process that survives SIGKILL for so long is stuck in the kernel
+_KILL_S = 2.0  # a process that is alive this long after SIGKILL is stuck in the kernel
 
 _log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """A running `areal_jax.tasks.scoring.worker`, in a session of its own: the terminal's Ctrl-C does not reach it.
+    """A running `areal_jax.tasks.scoring.worker`, in a new session: the terminal's Ctrl-C does not reach it.
 
     One request at a time. The coroutines may be cancelled at any point; after that only `kill` is allowed, since a
     reply may be on its way.
@@ -212,7 +212,7 @@ class WorkerProcess:
     def __init__(self, scorer: str, memory_mb: int, sandbox: str = 'none', readable: Sequence[str] = ()):
         """Starts the process and returns at once; it is not ready yet. See scorer_process.serve.
 
-        Raises OSError, and SandboxError where the level `sandbox` does not start here.
+        Raises OSError, and SandboxError if the level `sandbox` does not work here.
         """
         self.scorer = scorer
         self.mark = secrets.token_hex(8)  # of all its processes: the variable MARK of their environment
@@ -232,7 +232,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the worker, or of bubblewrap around it; its scorer runs in a child."""
+        """The pid of the worker, or of bubblewrap around it; its scorer runs in a child."""
         return self._process.pid
 
     @property
@@ -240,19 +240,19 @@ class WorkerProcess:
         return self._pipes.is_closed
 
     def wait_until_ready(self, end_s: float) -> None:
-        """Block until the ready line is there; for use outside event loops.
+        """Blocks until the ready line is there; for use outside event loops.
 
         `end_s` is a time.monotonic(). Raises TimeoutError, WorkerDiedError.
         """
         self._accept_ready(self._pipes.wait_for_line(end_s))
 
     async def become_ready(self) -> None:
-        """Wait for the ready line. Raises WorkerDiedError."""
+        """Waits for the ready line. Raises WorkerDiedError."""
         with self._pipes.in_use():
             self._accept_ready(await self._pipes.receive_line())
 
     async def ask(self, request: JsonObject) -> JsonObject:
-        """Send a JSON-able request and wait for its reply, {'reward'}, {'error'} or {'fault'}.
+        """Sends a JSON-able request and waits for its reply, {'reward'}, {'error'} or {'fault'}.
 
         Raises WorkerDiedError, also for a reply to another request, for a second reply, and for a reply without a
         request: after these no later reply can be trusted. The id cannot be guessed by a process that an earlier
@@ -280,7 +280,7 @@ class WorkerProcess:
         return _parse(self._pipes.wait_for_line(end_s), REPLIES)
 
     def kill(self) -> None:
-        """Have the worker end at once, with every process of its scorer; from any thread, returns without waiting.
+        """Ends the worker and every process of its scorer; callable from any thread, does not wait.
 
         A coroutine that waits for a reply gets WorkerDiedError.
         """
@@ -292,7 +292,7 @@ class WorkerProcess:
         self._process.send_signal(signal.SIGCONT)  # its scorer may have stopped it
 
     def is_gone(self) -> bool:
-        """Whether a killed worker and all it started have ended; blocks only if its scorer killed the worker."""
+        """Whether a killed worker and all its processes have ended; blocks only if its scorer killed the worker."""
         if not self.is_killed or self._process.poll() is None:
             return False
         if self._process.returncode not in (ENDED, SCORER_DIED, USAGE):  # its scorer killed it
@@ -300,7 +300,7 @@ class WorkerProcess:
         return True
 
     def close(self, within_s: float = _KILL_S) -> None:
-        """Kill, and block until worker and scorer are gone, for `within_s` and a few seconds at most."""
+        """Kills, and blocks until worker and scorer are gone, for `within_s` and a few seconds at most."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
@@ -349,30 +349,30 @@ def worker_environment() -> dict[str, str]:
     return {**os.environ, 'PYTHONPATH': build_python_path(), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
 
 
-# Runs a module of this package in processes of its own over lines of input, for work before a run begins.
+# Runs a module of this package in separate processes over lines of input, for work before a run begins.
 #
-# Used where the work may compute without end (answers/golds.py), or must not depend on this process (gym_items.py).
+# Used if the work may never end (answers/gold_answers.py), or must not depend on this process (gym_items.py).
 
 
 _MOST_PROCESSES = 8
 
 
 class Finished(NamedTuple):
-    """What one process left."""
+    """The result of one process."""
 
     exit_code: int  # negative: the signal that ended it
     lines: list[str]  # of its output
 
 
 def count_processes(items: int, per_process: int) -> int:
-    """As many as there are cores, but none that would get fewer than `per_process` items; 0 for no items."""
+    """One process per `per_process` items, rounded up; at most one per core, and _MOST_PROCESSES. 0 for no items."""
     return min(os.cpu_count() or 1, _MOST_PROCESSES, -(-items // per_process))
 
 
 def run_processes(module: str, inputs: Sequence[Sequence[str]]) -> list[Finished]:
-    """Run `python -m module` once for each list of lines, all at the same time, and wait for them.
+    """Runs `python -m module` once for each list of lines, all at the same time, and waits for them.
 
-    Strings are hashed as in every other such process (PYTHONHASHSEED=0), so that orders of sets repeat.
+    All such processes hash strings alike (PYTHONHASHSEED=0), so that the order of a set repeats.
     """
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile('w+')) for _ in inputs]

@@ -1,4 +1,4 @@
-"""One HTTP server on loopback for all programs of a run: a key an episode, the routes of the server's dialects."""
+"""One HTTP server on loopback for all programs of a run: one key per episode; the routes are the server's dialects."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from areal_jax.rollout.http.wire.request_fields import read_integer
 from areal_jax.rollout.http.wire.sglang import DONE
 from areal_jax.types import Prompt, SamplingParams, Segment
 
-MODEL = 'policy'  # what the model of a run is called
+MODEL = 'policy'  # the name of the model of a run
 
 
 def make_answers(call: Call, turns: Sequence[Turn], name: str) -> list[Answer]:
-    """What the dialects render; `name` is the id of the reply."""
+    """The answers that the dialects render; `name` is the id of the reply."""
     names = name_answers(call, name).request_ids
     return [_make_answer(names[index], index, turn) for index, turn in enumerate(turns)]
 
@@ -56,7 +56,7 @@ def make_answers(call: Call, turns: Sequence[Turn], name: str) -> list[Answer]:
 def render(
     dialect: ModuleType, call: Call, answers: Sequence[Answer], token_text: Callable[[int], str]
 ) -> web.Response:
-    """The whole reply, also of a stream: its events say what they would say one by one."""
+    """The whole reply. For a stream: all events in one body, each as it would be sent alone."""
     info = ReplyInfo(MODEL, int(time.time()), token_text)
     misses = find_misses(call, answers)
     headers = {MISSED: ', '.join(misses)} if misses else {}
@@ -109,26 +109,26 @@ _KEY_BYTES = 32  # random
 _NAMING_S = 2.0
 _MOST_RETRIES = 10**9
 _SESSION = 'X-Session-ID'  # header that the server of an environment gives the requests that it relays
-_HERE = '127.0.0.1,localhost'  # a proxy of the machine does not reach it
+_HERE = '127.0.0.1,localhost'  # for NO_PROXY: a proxy of the machine does not reach loopback
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class GatewaySettings:
-    """What the gateway says of the model, and how it treats programs."""
+    """The properties of the model that the gateway reports, and its rules for programs."""
 
     context_tokens: int
     programs: int  # agent.programs: at once
     required: Required  # agent.required
     render: Callable[[Messages, Tools], np.ndarray]  # int32 [P] of a conversation
     token_text: Callable[[int], str]
-    bound: BodyBound  # of what programs send
+    bound: BodyBound  # on the bodies that programs send
     limits: Limits = dataclasses.field(default_factory=Limits)
     reads: Callable[[str], bool] = lambda name: False  # whether the chat template looks at something of this name
 
 
 class Gateway:
-    """The server, started by the first program on the loop that asks for it, and ended with that loop.
+    """The HTTP server: the first program starts it, on its event loop, and it ends with that loop.
 
     Args:
       host: runs the programs.
@@ -144,7 +144,7 @@ class Gateway:
         self._server: asyncio.Task[None] | None = None
 
     def open(self, sampling: SamplingParams, prompt: Prompt, sample: int) -> Session:
-        """An episode whose program starts when its first event is asked for; `sampling` is that of its turns."""
+        """Opens an episode; its program starts when its first event is requested. All its turns use `sampling`."""
         return Session(functools.partial(self._run, prompt, sample), sampling, self._settings.context_tokens)
 
     # On the I/O loop.
@@ -204,7 +204,7 @@ class Gateway:
                 await asyncio.Event().wait()
         finally:
             app[BODIES].close()
-            try:  # the I/O loop cancels again what takes long to end, and each of the two is to begin
+            try:  # the I/O loop cancels slow endings once more; both of these must begin all the same
                 await self._host.close()
             finally:
                 await runner.cleanup()
@@ -252,14 +252,14 @@ class Gateway:
         return web.json_response(render_models(ReplyInfo(MODEL, 0), self._settings.context_tokens))
 
     def _admit(self, request: web.Request) -> None:
-        """Raises RequestError for what a web page may have sent; the routes ask for the key of an episode."""
+        """Raises RequestError for a request that a web page may have sent; the routes check the episode's key."""
         refuse_pages(request, frozenset(), is_proven=any(key in self._sessions for key in _list_keys(request)))
 
     async def _find_session(self, request: web.Request) -> Session:
-        """Raises RequestError for a key that is none of a running episode."""
+        """Returns the session of a request's key; raises RequestError if no running episode has the key."""
         keys = _list_keys(request)
         if _SESSION in request.headers:
-            with contextlib.suppress(TimeoutError):  # a server may ask before it has told of its episode
+            with contextlib.suppress(TimeoutError):  # a server may send requests before it has named its episode
                 async with asyncio.timeout(_NAMING_S):
                     while not any(key in self._sessions for key in keys):
                         await self._named.wait()
@@ -273,7 +273,7 @@ class Gateway:
 
 
 def _list_keys(request: web.Request) -> list[str]:
-    """What may be the key of an episode: as OpenAI's and Anthropic's clients send it, and of an episode of a server."""
+    """Lists an episode's possible keys: as OpenAI's and Anthropic's clients send them, and joined with X-Session-ID."""
     keys = [request.headers.get('Authorization', '').removeprefix('Bearer '), request.headers.get('x-api-key', '')]
     if (of_trace := request.headers.get(_SESSION)) is not None:
         keys += [f'{key}.{of_trace}' for key in keys]
@@ -281,5 +281,5 @@ def _list_keys(request: web.Request) -> list[str]:
 
 
 def _is_retried(request: web.Request) -> bool:
-    """As the clients of OpenAI and Anthropic mark it."""
+    """Whether OpenAI's or Anthropic's client marks the request as a retry."""
     return bool(read_integer(request.headers.get('x-stainless-retry-count', '0'), _MOST_RETRIES))

@@ -1,4 +1,4 @@
-"""What the program of one episode asks, in the order in which it comes, and what it got: a retry gets it again."""
+"""The calls of one episode's program, in order of arrival, and their replies: a retry gets the same reply again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ DIALECTS: Mapping[str, ModuleType] = {
     '/v1/messages': messages,
 }
 _LIMITS = ('max_tokens', 'max_completion_tokens', 'max_output_tokens')  # messages.py needs one
-# what would sample another distribution, cut an answer elsewhere or score a prompt; the value that asks for nothing
+# fields that would change the distribution, cut an answer elsewhere or score a prompt, with the value that has no
+# effect
 _OVERRIDDEN: Mapping[str, object] = {
     'stop': [], 'stop_sequences': [], 'stop_token_ids': [], 'seed': None, 'logit_bias': {}, 'min_p': 0,
     'presence_penalty': 0, 'frequency_penalty': 0, 'repetition_penalty': 1, 'min_tokens': 0, 'ignore_eos': False,
@@ -45,13 +46,13 @@ class AskedCall:
 
     call: Call  # for the reply
     messages: tuple[JsonObject, ...]  # as chat templates have them
-    wish: str  # what the model is told besides; it is no part of the history that comes back
+    wish: str  # additional text for the model; the history that comes back does not have it
     digest: str  # of path and body: a retry has the same
-    counts: Mapping[str, int]  # fields by what became of them: 'overridden/temperature', 'ignored/user'
+    counts: Mapping[str, int]  # fields by their treatment: 'overridden/temperature', 'ignored/user'
 
 
 def read_asked_call(path: str, body: object, sampling: SamplingParams, required: Required) -> AskedCall:
-    """Raises RequestError for a body that is refused."""
+    """Reads a request of a program; raises RequestError for a refused body."""
     counts: collections.Counter[str] = collections.Counter()
     call = DIALECTS[path].parse(_override(body, sampling, counts))
     require_granted(call, required)
@@ -67,7 +68,7 @@ def read_asked_call(path: str, body: object, sampling: SamplingParams, required:
 
 
 def read_count(body: object) -> tuple[list[JsonObject], list[JsonObject]]:
-    """The messages and tools of a request for the length of its prompt."""
+    """Reads the messages and tools of a request for the length of its prompt."""
     call = messages.parse_count(body)
     (prompt,) = call.prompts
     assert isinstance(prompt, tuple)
@@ -75,7 +76,7 @@ def read_count(body: object) -> tuple[list[JsonObject], list[JsonObject]]:
 
 
 def _override(body: object, sampling: SamplingParams, counts: collections.Counter[str]) -> object:
-    """The body without what the run decides; `counts` gets what asked for something else."""
+    """The body without the fields that the run decides; `counts` gets those that ask for another value."""
     if not isinstance(body, Mapping):
         return body
     of_run = {'temperature': sampling.temperature, 'top_p': sampling.top_p, 'top_k': sampling.top_k or -1}
@@ -89,16 +90,16 @@ def _digest(path: str, body: object) -> str:
     return hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).hexdigest()
 
 
-# Joins the turns that the gateway has given an episode to those in the record of its environment.
+# Joins the turns that the gateway gave an episode with the turns in the record of its environment.
 
 
 def join_record(said: Sequence[SaidTurn], turns: Mapping[int, Sequence[Turn]]) -> tuple[list[int], int]:
-    """The calls none of whose turns is in the record, and how many turns of the record are none of the gateway's.
+    """Returns the calls that the record lacks, and the number of recorded turns that the gateway never made.
 
-    A turn is that of the record with the same ids, where that has ids, else with the same text and calls of tools.
+    A recorded turn matches a turn with the same ids or, if it has no ids, with the same text and tool calls.
 
     Args:
-      turns: that were sampled for each call, by its number.
+      turns: the turns that were sampled for each call, by its number.
     """
     left, strangers = dict(turns), 0
     for one in said:
@@ -114,7 +115,7 @@ def _is_same(said: SaidTurn, turn: Turn) -> bool:
     if said.tokens is not None:
         return np.array_equal(said.tokens, np.concatenate([segment.tokens for segment in turn.answer]))
     functions = [cast(JsonObject, call)['function'] for call in turn.reply.tool_calls]
-    # as JSON: a dialect whose arguments are objects writes them anew
+    # as JSON: a dialect whose arguments are objects serializes them again
     given = [(function['name'], read_arguments(function['arguments'])) for function in functions]
     told = [(name, read_arguments(arguments)) for name, arguments in said.calls]
     return said.text == turn.reply.text and told == given
@@ -124,30 +125,30 @@ LEAST_LOGGED_BYTES, LOGGED_BYTES_PER_TOKEN = (
     2**16,
     64,
 )  # of one call in the event log: no text within a context has more
-_MOST_REFUSED = 8  # calls without a turn, as behind a budget: then the program is ended
+_MOST_REFUSED = 8  # calls refused a turn, e.g. because a budget is used up: then the program is ended
 _MOST_DETAIL = 2000  # characters
 _ENDED = 'the episode of this key has ended'
 
 
 @dataclasses.dataclass(eq=False)
 class AskedExchange:
-    """A call and what becomes of it."""
+    """A call and its outcome."""
 
     number: int
     asked: AskedCall
     key: str  # Idempotency-Key; '' = none
     outcome: asyncio.Future[Sequence[Turn]]
-    requests: int = 0  # that wait for the outcome
+    requests: int = 0  # requests that wait for the outcome
     is_logged: bool = True  # its messages are in the event log, for later calls to refer to
     is_delivered: bool = False  # a reply went out
 
 
 class Session:
-    """One episode. On the I/O loop, but for `answer`, `refuse` and `close`, which are called on the host's.
+    """One episode. Used on the I/O loop; only `answer`, `refuse` and `close` are called on the host's loop.
 
     Args:
       run: the program, given this session; it returns when the program has ended.
-      context_tokens: of a row; a call whose messages and tools cannot fit in it is not logged, and gets no turn.
+      context_tokens: most tokens of a row; a call whose messages and tools cannot fit is not logged, and gets no turn.
     """
 
     def __init__(self, run: Callable[[Session], Awaitable[Ending]], sampling: SamplingParams, context_tokens: int):
@@ -163,12 +164,12 @@ class Session:
         self._refused = 0
 
     async def next(self) -> JsonObject:
-        """What happens next, for the log: a call of the program, or its end.
+        """Returns the next event, for the log: a call of the program, or its end.
 
-        {event: 'call', number, messages, tools, n, one_tool_call, wish}, where of `messages` the first `kept` ones are
-        those of call `of`; {event: 'too_long', number, bytes}: a call that no context holds, in a short line; {event:
-        'end', status, detail, undelivered, counts, outcome}, the last of an environment; {event: 'fault', detail}: no
-        program can run.
+        {event: 'call', number, messages, tools, n, one_tool_call, wish, kept, of}: `messages` follow the first `kept`
+        messages of call `of`; {event: 'too_long', number, bytes}: a call that fits in no context, logged without its
+        messages; {event: 'end', status, detail, undelivered, counts, outcome}: `outcome` only with an environment;
+        {event: 'fault', detail}: no program can run.
         """
         if self._runner is None:
             self._loop = asyncio.get_running_loop()
@@ -178,26 +179,26 @@ class Session:
     # On the host's loop.
 
     def answer(self, number: int, turns: Sequence[Turn]) -> None:
-        """The turns that were sampled for a call."""
+        """Delivers the turns that were sampled for a call."""
         self._call(self._settle, number, turns, None)
 
     def refuse(self, number: int, sentence: str) -> None:
-        """No turn was sampled for the call."""
+        """Refuses a call: no turn was sampled for it."""
         self._call(self._settle, number, (), RequestError('', sentence))
 
     def close(self) -> None:
-        """Ends the program, if it goes on."""
+        """Ends the program if it still runs."""
         self._call(self._end)
 
     # On the I/O loop.
 
     def take(self, asked: AskedCall, retried: bool, key: str) -> AskedExchange:
-        """The call itself, or the earlier one that it repeats: with the same `key`, or `retried` with the same body."""
+        """The exchange of the call, or of an earlier one that it repeats: same `key`, or `retried` and same body."""
         repeats = lambda one: one.key == key if key else retried and one.asked.digest == asked.digest
         before = [one for one in self._exchanges if repeats(one)]
         if before:
             self.counts['retried'] += 1
-            # of equal calls, one whose reply nobody has got and nobody waits for
+            # of equal calls, one whose reply was not delivered and for which no request waits
             return next((one for one in before if not one.is_delivered and not one.requests), before[-1])
         exchange = AskedExchange(len(self._exchanges), asked, key, asyncio.get_running_loop().create_future())
         exchange.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -211,7 +212,7 @@ class Session:
         return exchange
 
     async def wait(self, exchange: AskedExchange) -> Sequence[Turn]:
-        """The turns of a call, however many requests wait for them and go away; raises RequestError."""
+        """Returns the turns of a call; any number of requests may wait for them and go away. Raises RequestError."""
         exchange.requests += 1
         try:
             return await asyncio.shield(exchange.outcome)
@@ -219,7 +220,7 @@ class Session:
             exchange.requests -= 1
 
     def _describe(self, exchange: AskedExchange) -> JsonObject:
-        """The call, without the messages that it has in common with the call that it repeats most of."""
+        """Describes the call without its first messages that the most similar logged call has too."""
         turns, call = exchange.asked.messages, exchange.asked.call
         kept, of = 0, None
         for before in filter(lambda one: one.is_logged, self._exchanges[: exchange.number]):

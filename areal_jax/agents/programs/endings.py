@@ -1,4 +1,4 @@
-"""How a program ended, in a sentence that holds no key."""
+"""Describes the end of a program in a sentence without keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LONGEST_LINE, _LONGEST = 300, 500  # characters
 
 
 def find_secrets(environment: Mapping[str, str]) -> list[str]:
-    """The values that nobody may read: those of variables whose names end in _KEY or _TOKEN."""
+    """The values that must not be shown: of variables whose names end in _KEY or _TOKEN."""
     return [value for name, value in environment.items() if value and _SECRET.fullmatch(name)]
 
 
 def hide_secrets(text: str, secrets: Collection[str]) -> str:
-    """The text with '***' for each secret."""
+    """Replaces each secret in the text by '***'."""
     for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, '***')
     return text
@@ -29,8 +29,8 @@ def describe_exit(exit_code: int, output: bytes, secrets: Collection[str]) -> st
     """'it ended with exit code 1; its last line: ValueError: no digits (line 3 of agent.py)'.
 
     Args:
-      exit_code: negative: the signal that killed it.
-      output: its end, at most TAIL_BYTES.
+      exit_code: if negative, the signal that killed the program.
+      output: the end of the output, at most TAIL_BYTES.
     """
     text = output.decode(errors='replace')
     if len(output) >= TAIL_BYTES:  # it may begin within a secret
@@ -45,7 +45,7 @@ def describe_exit(exit_code: int, output: bytes, secrets: Collection[str]) -> st
 
 
 def shorten(text: str, most: int = _LONGEST) -> str:
-    """The text in one line of at most so many characters."""
+    """The text in one line of at most `most` characters."""
     line = ' '.join(text.split())
     return line if len(line) <= most else f'{line[: most - 3]}...'
 

@@ -2,10 +2,10 @@
 
     python -P fork_server.py DESCRIPTOR PARENT
 
-DESCRIPTOR is a socket to the process PARENT, with whose end this one ends. A JSON line each, from the parent: first
-{command, preload}; then {job, environment, problem} begins job number `job`, and {end} ends that one. To the parent:
-{refused} for a module that cannot be imported, after which this process ends; for a job either {job, exit_code, tail},
-with the end of its output in base64, or {job, error}, also for one that was asked to end.
+DESCRIPTOR is a socket to the process PARENT; this process ends when PARENT does. Messages are lines of JSON. From the
+parent: first {command, preload}; then {job, environment, problem} begins job number `job`, and {end} ends that job. To
+the parent: {refused} if a module cannot be imported, after which this process ends; for each job either {job,
+exit_code, tail}, with the end of its output in base64, or {job, error}, also for a job that was asked to end.
 
 A job is two processes: a supervisor (program_supervisor.py), a child of this one, and the program, its child.
 """
@@ -44,18 +44,18 @@ del sys.path[0]
 
 _Message = dict  # of JSON
 _CHUNK_BYTES = 2**16  # read at once
-_LOOK_S = 1.0  # between two looks whether the parent lives
+_LOOK_S = 1.0  # between two checks whether the parent lives
 _END_S = 5.0  # for all supervisors to end; then they are killed
-_KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
-_NOBODY, _TRIED_CALL_S = 'http://127.0.0.1:9/v1', 1.0  # nobody listens there; a proxy of the environment might
+_KILL_S = 3.0  # a process that is alive this long after SIGKILL is stuck in the kernel
+_NOBODY, _TRIED_CALL_S = 'http://127.0.0.1:9/v1', 1.0  # no server listens there, but a proxy of the environment might
 _TOLD_TO_END = 'it was told to end'
 _CANNOT_EXECUTE = 127  # the exit code of shells
 
 
 class _Exit:
-    """Ends a program that ran to its end, without the clean-up of an interpreter, which would copy all of its memory.
+    """Ends a finished program, skipping the interpreter's clean-up, which would copy all of its memory.
 
-    Registered first, and so called last: after the threads of the program have ended and its own exit functions.
+    Registered first, and therefore called last: after the program's threads and its exit functions have ended.
     """
 
     code: int | None = None  # None in the fork server
@@ -73,7 +73,7 @@ class ForkServer:
 
     Args:
       control: descriptor of the socket to the parent.
-      parent: its process.
+      parent: pid of the parent.
     """
 
     def __init__(self, control: int, parent: int):
@@ -84,7 +84,7 @@ class ForkServer:
         self._is_ending = False
 
     def set_up(self) -> list[str]:
-        """Reads the first line and imports what it names; the command. Raises ImportError with a sentence."""
+        """Reads the first line, imports its modules and returns its command. Raises ImportError with a sentence."""
         while b'\n' not in self._received:
             self._receive()
             if self._is_ending:
@@ -104,7 +104,7 @@ class ForkServer:
         return command
 
     def serve(self) -> _Message | None:
-        """Forks for each job until the parent ends; returns None here, and in each program its job."""
+        """Forks for each job until the parent ends; then returns None. In the fork of a job, returns the job."""
         adopt_orphans()
         self._wakeups = watch_signals(self._end)
         self._reports, self._report_to = os.pipe()  # a line of at most PIPE_BUF bytes is written whole
@@ -130,7 +130,7 @@ class ForkServer:
         poller = select.poll()
         for descriptor in (self._reports, self._wakeups):
             poller.register(descriptor, select.POLLIN)
-        if not self._is_ending:  # afterwards it is readable for ever
+        if not self._is_ending:  # after the parent's end it stays readable
             poller.register(self._control, select.POLLIN)
         ready = dict(poller.poll(1000 * _LOOK_S))
         if self._control in ready:
@@ -158,7 +158,7 @@ class ForkServer:
         return [json.loads(line) for line in lines]
 
     def _fork(self, job: _Message) -> bool:
-        """Whether this is the program now, a fork of this process."""
+        """Forks; returns True in the new process that is to run the program."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the fork handles it
         try:
             with warnings.catch_warnings():  # Python 3.12 dislikes forks of a process in which an import began threads
@@ -193,7 +193,7 @@ class ForkServer:
             pass
 
     def _end_orphans(self) -> None:
-        """Kill what a program started whose supervisor did not end it."""
+        """Kills processes of a program whose supervisor did not end them."""
         end_s = time.monotonic() + _KILL_S
         while time.monotonic() < end_s:
             below = [process for process in list_descendants(self._own_pid) if process.parent == self._own_pid]
@@ -229,7 +229,7 @@ class ForkServer:
 
 
 def supervise(job: _Message, server: int, report_to: int) -> bool:
-    """In a fork of the server: True in the program; this process reports its end and does not return."""
+    """Runs in a fork of the server: returns True in the program; the supervisor reports its end and does not return."""
     try:
         die_with_parent(signal.SIGTERM)
         close_descriptors(kept=(report_to,))
@@ -246,14 +246,14 @@ def supervise(job: _Message, server: int, report_to: int) -> bool:
 
 
 def describe_end(supervisor: Supervisor) -> _Message:
-    """What the parent is told of a program that has ended."""
+    """The report to the parent on a program that has ended."""
     if supervisor.is_asked_to_end:
         return {'error': _TOLD_TO_END}
     return {'exit_code': supervisor.exit_code, 'tail': base64.b64encode(supervisor.tail).decode()}
 
 
 def import_module(name: str) -> None:
-    """Raises ImportError with a sentence for a module that cannot be imported."""
+    """Imports a module; raises ImportError with a sentence if that fails."""
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -264,7 +264,7 @@ def import_module(name: str) -> None:
 
 
 def try_clients() -> None:
-    """Makes clients of openai and calls that fail at once: what these import late is then imported before any fork."""
+    """Makes openai clients and calls that fail at once, so that openai's late imports happen before any fork."""
     # not imported at the top: logging, which asyncio imports, must register its exit function after _Exit
     asyncio, openai = importlib.import_module('asyncio'), importlib.import_module('openai')
     options = {'api_key': 'none', 'base_url': _NOBODY, 'max_retries': 0, 'timeout': _TRIED_CALL_S}
@@ -285,7 +285,7 @@ def describe_fork_error(error: OSError) -> str:
 
 
 def run_program(command: list[str], job: _Message) -> int:
-    """The exit code of a command that runs in this process; another program takes its place and does not return."""
+    """Runs the command in this process; returns the exit code of a Python program, becomes any other program."""
     os.environ.update(job['environment'])
     if 'numpy.random' in sys.modules:  # `random` seeds itself anew in every fork
         sys.modules['numpy.random'].seed()
@@ -302,7 +302,7 @@ def run_program(command: list[str], job: _Message) -> int:
 
 
 def main(control: int, parent: int, ending: _Exit) -> None:
-    """Serve; in a fork, run the program."""
+    """Serves jobs; in a fork, runs the program."""
     die_with_parent(signal.SIGTERM)  # also during an import that does not end
     server = ForkServer(control, parent)
     try:

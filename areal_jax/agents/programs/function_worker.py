@@ -1,9 +1,9 @@
 """Runs the function of agent.function for several episodes at once: `python -m ...function_worker DESCRIPTOR PARENT`.
 
-DESCRIPTOR is a socket to the process PARENT, with whose end this one ends. A JSON line each, from the parent: first
-{function}; then {job, environment, problem} begins job number `job`, and {end} cancels that one. To the parent:
-{refused} for a function that cannot be used, after which this process ends; {job, error} for a job that raised,
-{job, ended: true} for any other one at its end; {printed} for each of the first lines of output; and {exited, tail}
+DESCRIPTOR is a socket to the process PARENT; this process ends when PARENT does. Messages are lines of JSON. From the
+parent: first {function}; then {job, environment, problem} begins job number `job`, and {end} cancels that job. To the
+parent: {refused} if the function cannot be used, after which this process ends; {job, error} for a job that raised,
+{job, ended: true} for any other job at its end; {printed} for each of the first lines of output; and {exited, tail}
 with the exit code and the end of the output in base64, if the process itself ends.
 
 A worker is two processes: a supervisor (program_supervisor.py), and its child, the loop of the function.
@@ -49,13 +49,13 @@ class FunctionWorker:
     def __init__(self, function: ProgramFunction, spec: str, send: Callable[[_Message], None]):
         self._function, self._spec, self._send = function, spec, send
         self._names = list_parameters(function)
-        # imports openai: only for a function that has a use for it
+        # imports openai: only for a function with a parameter `client`
         module = 'areal_jax.agents.programs.shared_clients'
         self._clients = importlib.import_module(module).SharedClients() if CLIENT in self._names else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def take(self, message: _Message) -> None:
-        """Begin a job or cancel one."""
+        """Begins a job or cancels one."""
         if 'end' not in message:
             self._tasks[message['job']] = asyncio.create_task(self._run(message))
         elif task := self._tasks.get(message['end']):
@@ -111,7 +111,7 @@ async def serve(control: socket.socket) -> None:
 
 
 class _Output:
-    """Hands the first lines of output on."""
+    """Forwards the first lines of output."""
 
     def __init__(self, control: int):
         self._control, self._n_lines, self._line = control, 0, b''
@@ -131,13 +131,13 @@ class _Output:
 
 
 def send_line(control: int, message: _Message) -> None:
-    """From the supervisor. The lines of its child are written by the child, and may be cut by its end."""
+    """Sends a message of the supervisor. The child writes to the socket too, and its end may cut its last line."""
     with contextlib.suppress(OSError):
         os.write(control, b'\n' + _write_line(message))
 
 
 def main(control: int, parent: int) -> None:
-    """Supervise; in a fork, serve."""
+    """Supervises; in a fork, serves."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it is handled
     die_with_parent(signal.SIGTERM)
     supervisor = start_program(parent, b'', _Output(control).hear, kept=(control,))

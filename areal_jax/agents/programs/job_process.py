@@ -1,4 +1,4 @@
-"""A process that runs jobs, from the side of the run: lines of JSON over a socket, on the loop of its coroutines."""
+"""The run's side of a process that runs jobs: lines of JSON over a socket, on the event loop of the callers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from areal_jax.errors import UserError
 from areal_jax.files import JsonObject, decode_json
 
 _END_S = 5.0  # between SIGTERM and SIGKILL
-_EXIT_S = 1.0  # between the end of a socket and that of its process
-_KEPT_SECRETS = 1000  # of the last jobs: what the process prints does not say for which job
+_EXIT_S = 1.0  # between the end of a socket and the end of its process
+_KEPT_SECRETS = 1000  # of the last jobs: a printed line does not say to which job it belongs
 
 
 class JobProcess:
-    """Started at once; jobs may be sent before it is ready. For one event loop, with whose thread it ends.
+    """Started at once; jobs may be sent before it is ready. For one event loop: it ends with the loop's thread.
 
     Args:
-      name: what it is called in sentences: 'the fork server of agent.command'.
-      command: to which the descriptor of its socket and the id of this process are added.
-      environment: of the process; None = that of this one.
-      setup: the first line that it gets.
-      patience_s: for a job that was asked to end; after that the process is ended, and with it all of its jobs.
-      hear: gets each line of output that the process hands on.
+      name: the name in sentences, e.g. 'the fork server of agent.command'.
+      command: gets the descriptor of the socket and the id of this process as last arguments.
+      environment: of the process; None = inherited from this process.
+      setup: the first line that the process gets.
+      patience_s: for a job that was asked to end; after that the process is ended, and all of its jobs with it.
+      hear: called with each line of output that the process forwards.
 
     Raises OSError if no process can be started.
     """
@@ -80,13 +80,13 @@ class JobProcess:
 
     @property
     def load(self) -> tuple[bool, int]:
-        """(whether a job does not end, jobs): less is better for the next one."""
+        """(whether a cancelled job is still running, number of jobs): the least loaded process gets the next job."""
         return bool(self._asked_to_end), len(self._waiting)
 
     async def run(self, job: JsonObject) -> JsonObject:
-        """The reply to a job; one with `error` if the process ends. Cancelled, it has the job end and does not wait.
+        """Returns the reply to a job, `error` if the process ends. If cancelled, asks the job to end without waiting.
 
-        Raises UserError if the process refuses what it was set up with.
+        Raises UserError if the process refuses its setup.
         """
         number, self._n_jobs = self._n_jobs, self._n_jobs + 1
         reply = self._waiting[number] = self._loop.create_future()
@@ -103,7 +103,7 @@ class JobProcess:
             del self._waiting[number]
 
     async def close(self) -> None:
-        """End the process and everything that its jobs started; they get a reply with `error`."""
+        """Ends the process and all processes of its jobs; each job gets a reply with `error`."""
         self._end('the run has ended it')
         try:
             await asyncio.wait({self._talk}, timeout=2 * _END_S)
@@ -160,9 +160,9 @@ class JobProcess:
             self._kill_timer = self._loop.call_later(_END_S, self._process.kill)
 
     def _finish(self) -> None:
-        """After the end of its socket: the process ends or is killed, and so are its jobs."""
+        """Ends the process, and its jobs with it, after the socket has closed; settles their replies."""
         self.is_ending = True
-        self._process.terminate()  # where this loop ends before it
+        self._process.terminate()  # needed if this loop ends before the process
         for _ in range(2):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)

@@ -1,4 +1,4 @@
-"""The function of `agent.function`: what it may ask for, and what it is given."""
+"""The function of `agent.function`: its possible parameters and their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ProgramFunction: TypeAlias = Callable[..., Awaitable[object]]
 
 
 def check_function(spec: str) -> ProgramFunction:
-    """The function 'FILE.py:FUNCTION', an `async def` with parameters that a program is given.
+    """Returns the function 'FILE.py:FUNCTION', an `async def` whose parameters are all in GIVEN or have a default.
 
     Raises UserError that names agent.function, its value and the fix.
     """
@@ -43,6 +43,6 @@ def check_function(spec: str) -> ProgramFunction:
 
 
 def list_parameters(function: Callable[..., object]) -> list[str]:
-    """Those of GIVEN that the function has a parameter for."""
+    """The names in GIVEN for which the function has a parameter."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.name in GIVEN and p.kind not in (*_VARIABLE, p.POSITIONAL_ONLY)]

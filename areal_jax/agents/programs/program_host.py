@@ -1,6 +1,6 @@
 """Runs the programs of episodes: a command in a fork of a warm interpreter, or a function in long-lived workers.
 
-A host is for one event loop, which need not be that of the main thread. Its processes start with the first job.
+A host is for one event loop, which need not be the main thread's. The first job starts the host's processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal_jax.plugins import absolute_spec
 from areal_jax.workers.worker_process import worker_environment
 
 _FORK_SERVER = pathlib.Path(__file__).with_name('fork_server.py')
-_COMMAND_PATIENCE_S = 15.0  # killing needs milliseconds; without an answer the fork server is stuck
+_COMMAND_PATIENCE_S = 15.0  # killing takes milliseconds; a fork server that does not answer is stuck
 FUNCTION_PATIENCE_S = 2.0  # for a function to end once it is cancelled
 
 Status: TypeAlias = Literal['ended', 'failed', 'lost']
@@ -33,9 +33,9 @@ Status: TypeAlias = Literal['ended', 'failed', 'lost']
 class Job:
     """One episode of a program.
 
-    `environment` is added to that of the run: OPENAI_BASE_URL, OPENAI_API_KEY. `problem` is JSON, on one line of the
-    stdin of a command, or an argument of a function. `name` adds a key of the episode at the gateway;
-    'KEY.SESSION' is that of requests with KEY and the header X-Session-ID.
+    `environment` is added to the run's environment: OPENAI_BASE_URL, OPENAI_API_KEY. `problem` is JSON: a command reads
+    it as a line of its stdin, a function gets it as an argument. `name` registers another key of the episode at the
+    gateway; 'KEY.SESSION' stands for requests with KEY and the header X-Session-ID.
     """
 
     environment: Mapping[str, str] = dataclasses.field(repr=False)
@@ -54,9 +54,9 @@ class SaidTurn:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What an environment has of an episode: the turns of the policy, and what its scorers said.
+    """An environment's record of an episode: the turns of the policy, and the result of the scorers.
 
-    `outcome` is JSON with `reward`; None: it was not scored.
+    `outcome` is JSON with `reward`; None: the episode was not scored.
     """
 
     said: tuple[SaidTurn, ...] = ()
@@ -65,10 +65,11 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a program ended.
+    """The end of a program.
 
-    'ended': with exit code 0, or its function returned. 'failed': any other way, which `detail` says in a sentence
-    without the secrets of its job. 'lost': by a fault of what it ran in. `record` is that of an environment.
+    'ended': with exit code 0, or its function returned. 'failed': in any other way; `detail` gives the reason in a
+    sentence without the job's secrets. 'lost': by a fault of the environment that ran it. `record` comes from an
+    environment.
     """
 
     status: Status
@@ -77,24 +78,24 @@ class Ending:
 
 
 class ProgramHost(Protocol):
-    """What runs programs."""
+    """Runs programs."""
 
     async def run(self, job: Job) -> Ending:
-        """Run a program to its end; a cancelled call returns at once and has it and all that it started killed.
+        """Runs a program to its end. If cancelled, returns at once; the program and its processes are killed.
 
-        Raises UserError for a program that no job could run.
+        Raises UserError if no job can run the program.
         """
 
     async def close(self) -> None:
-        """End all programs; those that run have failed."""
+        """Ends all programs; programs that still run have failed."""
 
 
 class CommandHost:
     """Implements ProgramHost for `agent.command`.
 
     `python FILE.py ...` and `python -m MODULE ...` run in a fork of an interpreter that has imported the modules of
-    `agent.preload`; any other command is executed. Each has its own session, the problem on stdin, and no end of its
-    output that is read: the last 2 KB are kept for `Ending.detail`.
+    `agent.preload`; any other command is executed. Each program has its own session and the problem on stdin. Its
+    output is read without limit; only the last 2 KB are kept, for `Ending.detail`.
     """
 
     def __init__(self, command: Sequence[str], preload: Sequence[str]):
@@ -103,7 +104,7 @@ class CommandHost:
         self._is_closed = False
 
     async def run(self, job: Job) -> Ending:
-        """Implements ProgramHost.run. Raises UserError for a module of agent.preload that cannot be imported."""
+        """Implements ProgramHost.run. Raises UserError if a module of agent.preload cannot be imported."""
         if self._is_closed:
             return Ending('failed', 'the run has ended')
         if self._server is None or self._server.is_ending:
@@ -121,21 +122,21 @@ class CommandHost:
 
     @property
     def pid(self) -> int | None:
-        """Of the fork server; None before the first job."""
+        """The pid of the fork server; None before the first job."""
         return None if self._server is None else self._server.pid
 
     def _start(self) -> JobProcess:
-        command = [sys.executable, '-P', str(_FORK_SERVER)]  # -P: no module beside it hides a library's
+        command = [sys.executable, '-P', str(_FORK_SERVER)]  # -P: no module in that folder hides a library's
         return JobProcess('the fork server of agent.command', command, None, self._setup, _COMMAND_PATIENCE_S)
 
 
 class FunctionHost:
     """Implements ProgramHost for `agent.function`, 'FILE.py:FUNCTION', an `async def`.
 
-    It gets what it has parameters for: problem, base_url, api_key, model ('policy'), and client, an
-    openai.AsyncOpenAI of its own. Each worker is a process with one event loop, which runs several episodes at once.
+    Its parameters choose its arguments: problem, base_url, api_key, model ('policy'), and client, an openai.AsyncOpenAI
+    for this episode. Each worker is a process with one event loop, which runs several episodes at once.
 
-    Raises UserError for a function that no worker can run.
+    Raises UserError if no worker can run the function.
     """
 
     def __init__(self, function: str, workers: int):
@@ -145,7 +146,7 @@ class FunctionHost:
         self._is_closed = False
 
     async def run(self, job: Job) -> Ending:
-        """Implements ProgramHost.run. Raises UserError for a function that a worker cannot load."""
+        """Implements ProgramHost.run. Raises UserError if a worker cannot load the function."""
         if self._is_closed:
             return Ending('failed', 'the run has ended')
         loads = [(False, 0) if worker is None or worker.is_ending else worker.load for worker in self._workers]
@@ -165,7 +166,7 @@ class FunctionHost:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that were started."""
+        """The pids of the workers that were started."""
         return [worker.pid for worker in self._workers if worker is not None]
 
     def _start(self) -> JobProcess:
@@ -177,12 +178,12 @@ class FunctionHost:
 
 
 def make_message(job: Job) -> JsonObject:
-    """What a process of a host is told of a job."""
+    """The message about a job to a process of a host."""
     return {'environment': dict(job.environment), 'problem': job.problem}
 
 
 def make_ending(reply: JsonObject, job: Job) -> Ending:
-    """Of what a process of a host replies to a job."""
+    """The ending of a job, from the reply of a host's process."""
     secrets = find_secrets(job.environment)
     if 'error' in reply:
         return Ending('failed', shorten(hide_secrets(reply['error'], secrets)))

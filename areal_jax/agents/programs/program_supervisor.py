@@ -1,8 +1,8 @@
-"""A process that watches one program: it feeds its input, drains its output, and ends everything that it started.
+"""Watches one program: feeds its input, drains its output, and ends all processes that it started.
 
-On Linux the supervisor adopts the orphans of its program, so that a process which left its session (setsid) or its
-parent (a daemon) is found, and a supervisor whose parent ends is told by the kernel. Elsewhere the process group of the
-program is killed, and the parent is looked for once a second.
+On Linux the supervisor adopts the orphans of its program, so it also finds a process that left its session (setsid) or
+its parent (a daemon); and the kernel signals a supervisor whose parent ends. Elsewhere the process group of the program
+is killed, and the supervisor checks for its parent once a second.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from collections.abc import Callable, Sequence
 
 from areal_jax.workers.descendants import adopt_orphans, die_with_parent, end_descendants
 
-TAIL_BYTES = 2048  # of the output that are kept
+TAIL_BYTES = 2048  # the end of the output that is kept
 _CHUNK_BYTES = 2**16  # read or written at once
-_LAST_READS = 64  # after the end of all; a process that could not be killed may print on
-_LOOK_S = 1.0  # between two looks whether the parent lives
+_LAST_READS = 64  # after the end of all; a process that could not be killed may still print
+_LOOK_S = 1.0  # between two checks whether the parent lives
 _DEATH_S = 0.1  # between SIGKILL and the end of a process, usually
-_KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+_KILL_S = 3.0  # a process that is alive this long after SIGKILL is stuck in the kernel
 
 
 class Supervisor:
-    """One program, from the side of the process that watches it; made by `start_program`."""
+    """One program, seen by the process that watches it; made by `start_program`."""
 
     def __init__(self, parent: int):
         self.exit_code: int | None = None  # of the program; negative: the signal that killed it
-        self.is_asked_to_end = False  # by SIGTERM, or since the parent has ended
+        self.is_asked_to_end = False  # by SIGTERM, or because the parent has ended
         self.tail = b''  # the last bytes that the program wrote
         self._parent = parent
         self._wakeups = watch_signals(self._ask_to_end)
 
     def watch(self, pid: int, stdin: int, unsent: bytes, output: int, hear: Callable[[bytes], None]) -> None:
-        """Wait until the program ends or this process is asked to end; nothing that it started is alive afterwards.
+        """Waits until the program ends or this process is asked to end; then kills all processes of the program.
 
         Args:
           pid: of the program, a child of this process that leads a session.
-          stdin, output: the ends of its pipes.
-          unsent: what it can read from its stdin before the end of the file.
-          hear: called with each piece of its output.
+          stdin, output: this process's ends of the program's pipes.
+          unsent: the whole input of the program, followed by the end of the file.
+          hear: called with each piece of output.
         """
         self._pid, self._stdin, self._unsent, self._output, self._hear = pid, stdin, unsent, output, hear
         self._output_is_open = True
@@ -82,7 +82,7 @@ class Supervisor:
             self.is_asked_to_end = True
 
     def _read(self) -> bool:
-        """Take one piece of the output; False if there is none now."""
+        """Reads one piece of the output; False if no output is there now."""
         try:
             chunk = os.read(self._output, _CHUNK_BYTES)
         except BlockingIOError:
@@ -103,7 +103,7 @@ class Supervisor:
             os.close(self._stdin)
 
     def _reap(self) -> bool:
-        """Wait for every child that has ended, the program and adopted orphans; False if none is left."""
+        """Reaps every child that has ended, also adopted orphans; False if no child is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._pid:
@@ -113,7 +113,7 @@ class Supervisor:
         return True
 
     def _end_all(self) -> None:
-        # Once the program is reaped, another process may have its number; orphans are found as children on Linux.
+        # After the program is reaped, another process may have its pid; on Linux, orphans are found as children.
         if self.exit_code is None or sys.platform != 'linux':
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -126,16 +126,16 @@ class Supervisor:
 def start_program(
     parent: int, stdin: bytes, hear: Callable[[bytes], None] = lambda chunk: None, kept: Sequence[int] = ()
 ) -> Supervisor | None:
-    """Forks the caller: None in the child, which becomes the program; in the caller, the supervisor after its end.
+    """Forks: returns None in the child, which becomes the program, and the supervisor in the caller when that ended.
 
-    The program leads a session of its own and has the signals of a new process. The caller should block SIGTERM, which
-    would else come too early; the supervisor handles it.
+    The program leads a new session and has the signals of a new process. The caller should block SIGTERM, so that it
+    does not come before the supervisor handles it.
 
     Args:
-      parent: the process that forked this one; its end is that of the program.
-      stdin: what the program can read.
+      parent: the process that forked this one; the program ends when `parent` does.
+      stdin: the whole input of the program.
       hear: called in the supervisor with each piece of output.
-      kept: descriptors that the program has beside 0 to 2, which are pipes.
+      kept: descriptors that the program keeps in addition to 0 to 2, which are pipes.
 
     Raises OSError if the program cannot be forked.
     """
@@ -163,7 +163,7 @@ def start_program(
 
 
 def watch_signals(on_term: Callable[[], None]) -> int:
-    """A descriptor that becomes readable when a child ends, and when SIGTERM comes, after `on_term` was called."""
+    """Returns a descriptor that becomes readable when a child ends or SIGTERM comes; `on_term` is called before."""
     wakeups, wake = os.pipe()
     for descriptor in (wakeups, wake):
         os.set_blocking(descriptor, False)
@@ -174,7 +174,7 @@ def watch_signals(on_term: Callable[[], None]) -> int:
 
 
 def close_descriptors(kept: Sequence[int]) -> None:
-    """Close everything but 0 to 2 and `kept`."""
+    """Closes all descriptors except 0 to 2 and `kept`."""
     for name in os.listdir('/dev/fd'):
         if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):  # the one that listed them
@@ -197,9 +197,9 @@ _CANNOT_OPEN = 2  # the exit code of python without its file
 
 
 def find_python_program(command: Sequence[str]) -> list[str]:
-    """['FILE.py', ...] or ['-m', 'MODULE', ...] of a command that is one of these; else [].
+    """['FILE.py', ...] or ['-m', 'MODULE', ...] from a command of this form; else [].
 
-    Other options of the interpreter, as -u or -c, need an interpreter of their own.
+    Other options of the interpreter, such as -u or -c, need a new interpreter.
     """
     words = list(command[1:])
     is_module, is_file = words[:1] == ['-m'] and len(words) > 1, bool(words) and words[0].endswith('.py')
@@ -207,18 +207,18 @@ def find_python_program(command: Sequence[str]) -> list[str]:
 
 
 def is_python(word: str) -> bool:
-    """Whether a command with this first word means the interpreter of the run."""
+    """Whether a command with this first word runs in the interpreter of the run."""
     return word in (*_NAMES, sys.executable)
 
 
 def import_as(words: Sequence[str]) -> None:
-    """Have imports find what they would in that program: put its directory first in sys.path."""
+    """Makes imports resolve as in that program: puts its directory first in sys.path."""
     place = os.getcwd() if words[0] == '-m' else os.path.dirname(os.path.realpath(words[0]))
     sys.path.insert(0, place)
 
 
 def run_python(words: Sequence[str]) -> int:
-    """Run the program in this process; the exit code that its interpreter would have, its traceback on stderr."""
+    """Runs the program in this process; returns the exit code of an interpreter, with a traceback on stderr."""
     sys.orig_argv = [sys.executable, *words]
     try:
         return _run_module(words[1], words[2:]) if words[0] == '-m' else _run_file(words)
@@ -245,7 +245,7 @@ def _run_file(words: Sequence[str]) -> int:
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> int:
-    """As `runpy`, which however takes the module away before its threads and exit functions have ended."""
+    """Runs a module like `runpy`, which however removes the module before its threads and exit functions have ended."""
     sys.argv = ['-m', *arguments]
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -273,7 +273,7 @@ def _refuse(reason: str, exit_code: int) -> int:
 
 
 def _read_exit_code(code: object) -> int:
-    """What `sys.exit(code)` means to the parent of an interpreter."""
+    """The exit code that an interpreter returns for `sys.exit(code)`."""
     if code is None:
         return 0
     if isinstance(code, int):

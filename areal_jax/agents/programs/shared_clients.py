@@ -6,9 +6,9 @@ import openai
 
 
 class SharedClients:
-    """Makes a client for each episode without a TLS context of its own.
+    """Makes a client for each episode; all clients share one TLS context.
 
-    It takes no proxy from the environment, since the address is one of this machine.
+    Proxies of the environment are ignored, since the address is on this machine.
     """
 
     def __init__(self) -> None:
@@ -21,4 +21,4 @@ class SharedClients:
 
 class _OpenClient(openai.AsyncOpenAI):
     async def close(self) -> None:
-        """Leaves the connections open, which are those of other episodes too."""
+        """Leaves the connections open, because other episodes use them too."""

@@ -1,1 +1,1 @@
-"""What a text comes to and whether it equals the gold answer: one module a kind of `task.answer`."""
+"""Reads the answer of a text and compares it with the gold answer: one module per kind of `task.answer`."""

@@ -15,7 +15,7 @@ READS = 'a final answer'  # what a gold must hold, for error messages
 
 
 def read_gold(text: str) -> str | None:
-    """The final answer of a gold text; None for a text of blanks, and where another final answer is read in it."""
+    """The final answer of a gold text; None for a text of blanks, and if another final answer is read in it."""
     gold = final_text(text)
     return gold if gold is not None and final_text(gold) == gold else None
 

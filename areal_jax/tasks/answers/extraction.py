@@ -21,7 +21,7 @@ CHARACTERS = str.maketrans(
     _FULL_WIDTH
     | {ord(c): '-' for c in '−‐‑‒–﹣'}
     | {ord(c): '*' for c in '×⋅∙·✕✖∗⨯'}
-    | {ord(c): None for c in '\u200b\u200c\u200d\u2060\ufeff\xad\u200e\u200f\u2061\u2062'}  # they are not seen
+    | {ord(c): None for c in '\u200b\u200c\u200d\u2060\ufeff\xad\u200e\u200f\u2061\u2062'}  # invisible
     | {ord(c): ' ' for c in '\u3000\u2000\u2001\u2002\u2003\u2004\u2005'}
     | {'⁄': '/', '∕': '/', '﹪': '%', '٪': '%', '٫': '.', '٬': ',', '≃': '≈', '≅': '≈', 'º': '°', '˚': '°'}
 )
@@ -69,12 +69,12 @@ def join_groups(text: str) -> str:
 
 
 def spell_periodic(text: str) -> str:
-    r"""'0.1\overline{6}' as ' 1/6 '."""
+    r"""Spells periodic decimals as fractions: '0.1\overline{6}' as ' 1/6 '."""
     return _PERIODIC.sub(_spell_periodic, text) if '\\' in text else text
 
 
 def mask_fractions(text: str) -> str:
-    r"""Text of `plain` without the digits of a \frac that is no numeral: \frac{1}{-2}, \frac{x}{2}."""
+    r"""Removes the digits of each \frac that is no numeral from text of `plain`: \frac{1}{-2}, \frac{x}{2}."""
     return _OTHER_FRACTION.sub(r'\\frac ', text) if 'frac' in text else text
 
 
@@ -128,9 +128,9 @@ MARK = '####'  # before the final answer of a worked solution, as in GSM8K
 _THOUGHT_END = '</think>'
 _BOX_TOKEN = re.compile(r'\\{1,2}(?:boxed|fbox)(?:\s*(\{)|[ ]+([^\s${}\\]+))|\\.|([{}])', re.DOTALL)
 _PHRASE = re.compile(r'(?<!\w)answer(?!\w)\s*+(?:[*_`]++\s*+)?+(?:is(?!\w)(?:\s*+[*_`]*+[:：])?|[:：=])', re.IGNORECASE)
-_HOPE = re.compile(r'I hope (?:it|this|that) is correct[.!]?')  # models write it behind an answer
+_HOPE = re.compile(r'I hope (?:it|this|that) is correct[.!]?')  # models write it after an answer
 _EMPHASIS = ('**', '__', '*', '_', '`')
-_WHOLE = (  # marks around a whole text; what is inside has none of the same mark
+_WHOLE = (  # marks around a whole text; the text inside does not have the same mark
     re.compile(r'\*\*((?:[^*]|\*(?!\*))+)\*\*', re.DOTALL),
     re.compile(r'\*([^*]+)\*'),
     re.compile(r'__(?![a-z][a-z0-9_]*__$)([^_]+)__'),  # __init__ is a name, not a bold word
@@ -152,7 +152,7 @@ class Marked(NamedTuple):
 
     text: str  # as it is written, without blanks around it
     is_alone: bool = True  # a box or an <answer>: no other mark counts
-    end: int = 0  # where the text goes on behind the line of another mark
+    end: int = 0  # for another mark: the end of its line, after which the text continues
 
 
 def final_text(text: str) -> str | None:
@@ -169,7 +169,7 @@ def last_marked(text: str) -> str | None:
 
 
 def without_thoughts(text: str) -> str:
-    """What follows the last '</think>', or, where nothing does, what stands before it; else the text."""
+    """The text after the last '</think>', or, if nothing follows, the text before it; else the whole text."""
     thoughts, mark, rest = text.rpartition(_THOUGHT_END)
     if not mark:
         return text
@@ -180,7 +180,7 @@ def marked_answers(text: str) -> Iterator[Marked]:
     r"""The text in the last <answer>, else in the last \boxed{}; else after the last '####', after 'answer is' or ':'.
 
     In an <answer>, the other marks are looked for first. A box or an <answer> that is not empty is the only result.
-    Elsewhere an answer reaches to the end of its line. Empty ones are left out.
+    After other marks an answer reaches to the end of its line. Empty answers are left out.
     """
     if '</' in text and (tagged := _last_tagged(text)) is not None:
         yield Marked(last_marked(tagged) or tagged)
@@ -207,7 +207,7 @@ def unwrap(text: str) -> str:
 
 
 def _inside_braces(text: str) -> str:
-    """What stands in the braces that enclose the whole text; '' where none do."""
+    """The text in the braces that enclose the whole text; '' if no braces do."""
     if not (opening := _GROUP.match(text)):
         return ''
     depth = 1
@@ -219,7 +219,7 @@ def _inside_braces(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} that is closed, the inner one of nested ones; None without any."""
+    r"""The content of the last \boxed{...} that is closed, of nested ones the inner one; None without any."""
     opened: list[int | None] = []  # of each open brace: where the content of its box begins, None for another brace
     start, content = -1, None
     for token in _BOX_TOKEN.finditer(text):
@@ -238,7 +238,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _last_tagged(text: str) -> str | None:
-    """What stands between the last <answer> and </answer>; None without any, and where it is blank."""
+    """The text between the last <answer> and </answer>; None without them, or if it is blank."""
     if '</answer>' not in (lower := _lower(text)):
         return None
     end = lower.rfind('</answer>')
@@ -266,7 +266,7 @@ def _after_phrase(text: str) -> Marked | None:
 
 
 def _clean_line(before: str, line: str) -> str:
-    """The line behind 'answer is', without the end of an emphasis that began before it and without a full stop."""
+    """The line after 'answer is', without the end of an emphasis that began before it and without a full stop."""
     for mark in _EMPHASIS:
         if before.count(mark) % 2 and line.count(mark) % 2:
             line = line.removeprefix(mark) if line.startswith((mark + ' ', mark + '\t')) else line.removesuffix(mark)
@@ -281,13 +281,13 @@ def _clean_line(before: str, line: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """In lower case, with every character in its place."""
+    """The text in lower case, with every character in its place."""
     lower = text.lower()
     return lower if len(lower) == len(text) else ''.join(c.lower() if c.isascii() else c for c in text)
 
 
 def _first_line(text: str, start: int) -> tuple[str, int]:
-    """The first line from there that is not blank, and its end."""
+    """The first line after `start` that is not blank, and its end."""
     rest = text[start:].lstrip()
     line, _, after = rest.partition('\n')
     return line.strip(), len(text) - len(after)

@@ -1,8 +1,8 @@
-"""Finds gold answers of mathematics that do not equal themselves, in processes of its own: one may compute without end.
+"""Finds gold answers of mathematics that do not equal themselves, in separate processes: one may compute without end.
 
 It runs when a file is loaded. `python -m areal_jax.tasks.answers.gold_answers` reads one JSON text a line and writes
-for each what is wrong with it, or "". The parser takes about 20 ms, so numbers and words are not sent, and of golds
-that differ in their numerals alone only the first is, where these are no divisor 0, nor stand behind ^, _ or a command.
+for each what is wrong with it, or "". The parser takes about 20 ms, so numbers and words are not sent. Of golds that
+differ only in numerals, the first is sent, unless a numeral is a divisor 0 or follows ^, _ or a command.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from areal_jax.workers.worker_process import Finished, count_processes, run_proc
 
 _SECONDS = 10  # of CPU time for one gold; the kernel then ends the process, whatever it computes
 _NUMERAL = re.compile(r'(?<![A-Za-z_^.0-9])(?<![_^]\{)(?<!\^\{-)([0-9]+)(\.[0-9]+)?')
-PER_PROCESS = 100  # golds that are worth another process, which imports for about a second
+PER_PROCESS = 100  # golds that justify another process, which imports for about a second
 
 
 class Fault(NamedTuple):
-    """A gold that cannot be compared with, and why."""
+    """A gold that cannot be compared with, and the reason."""
 
     gold: str
     reason: str
@@ -45,7 +45,7 @@ def find_fault(golds: Sequence[str]) -> Fault | None:
 
 
 def _shape(numeral: re.Match[str]) -> str:
-    """'2' for a numeral, '0' for one by which a gold may divide."""
+    """The placeholder of a numeral: '0' for a zero that may be a divisor, else '2'; '.2' is added for decimals."""
     before = numeral.string[: numeral.start()].rstrip()[-1:]
     is_divisor = before and before in '/:{' and not numeral[0].strip('.0')
     return ('0' if is_divisor else '2') + ('.2' if numeral[2] else '')
@@ -63,7 +63,7 @@ def _find_fault(golds: Sequence[str], process: Finished) -> Fault | None:
 
 
 def main() -> None:
-    """The process: for each line what is wrong with the gold, or ""."""
+    """Prints for each line of the input what is wrong with the gold, or ""."""
     die_with_parent()
     mathematics.warm_up()
     for line in sys.stdin:

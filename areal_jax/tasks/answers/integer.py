@@ -1,6 +1,6 @@
 """The kind 'integer': answers are whole numbers; number_reader.py says how they are read.
 
-'6.00' and '6/2' are 6. A decimal like 6.5 is a wrong answer, and a fraction like 3/4 is none that can be read.
+'6.00' and '6/2' are 6. A decimal like 6.5 is a wrong answer, and a fraction like 3/4 is an answer that cannot be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ final_answer = number_reader.integer_or_text
 
 
 def read_gold(text: str) -> str | None:
-    """The integer of a gold answer, '-?[0-9]+'; None for a text that is none."""
+    """The integer of a gold answer, '-?[0-9]+'; None for a text that has no integer."""
     return number_reader.spell_integer(number_reader.read_gold(text))
 
 

@@ -1,8 +1,8 @@
 """The kind 'math': final answers are equal as mathematics.
 
-Numbers are compared exactly, words as words, and equal forms are equal; of all other expressions the package
-math-verify tells, so `score` runs in a worker process alone. gold_answers.py compares the gold answers
-of a file with themselves when it is loaded. Votes and the audit use no algebra.
+Numbers are compared exactly, words as words, and equal forms are equal. The package math-verify compares all other
+expressions, so `score` runs only in a worker process. gold_answers.py compares the gold answers of a file with
+themselves when it is loaded. Votes and the audit use no algebra.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z '’.,-]*")
 
 
 class Form(NamedTuple):
-    """A final answer without what changes its look alone."""
+    """A final answer without details that change only its look."""
 
     kind: Kind
     text: str  # a number as a fraction in lowest terms
@@ -84,12 +84,12 @@ def read_form(text: str) -> Form:
 
 
 def normalise(text: str) -> str:
-    """The text of the form, which votes compare."""
+    """The text of the form, for comparisons of votes."""
     return read_form(text).text
 
 
 def compare(gold: Form, answer: Form) -> bool | None:
-    """Whether they are equal; None where algebra must tell."""
+    """Whether two forms are equal; None if algebra must decide."""
     if gold.variable and answer.variable and gold.variable.lower() != answer.variable.lower():
         return False if gold.kind == answer.kind == 'number' else None
     if gold.kind == answer.kind == 'words':
@@ -103,7 +103,7 @@ def compare(gold: Form, answer: Form) -> bool | None:
 
 
 def _read_number(text: str) -> Fraction | None:
-    """A letter behind the numeral is a variable, also where it could be a unit, but for '5 \\text{ m}'."""
+    """Reads a number. A letter after the numeral is a variable, even if it may be a unit, except in '5 \\text{ m}'."""
     if _LETTER_BEHIND.search(_TEXT.sub('', text)):
         return None
     numeral = read_marked(text)
@@ -111,7 +111,7 @@ def _read_number(text: str) -> Fraction | None:
 
 
 def _read_power(reduced: str) -> Fraction | None:
-    """10^{-19}: a power of integers, where it has not too many digits."""
+    """Reads a power of integers, 10^{-19}; None if it has too many digits."""
     if not (match := _POWER.fullmatch(reduced)):
         return None
     base, exponent = int(match[2]), int(match[3] or match[4])
@@ -122,7 +122,7 @@ def _read_power(reduced: str) -> Fraction | None:
 
 
 def _read_words(text: str) -> str | None:
-    """The text with single blanks, where it is words and nothing else."""
+    """The text with single blanks, if it consists of words; else None."""
     text = unwrap(_FONT.sub(r'\1', text)).removesuffix('.')
     if not _WORDS.fullmatch(text):
         return None
@@ -148,17 +148,17 @@ def _with_braces(match: re.Match[str]) -> str:
     return rf'\frac{{{first}}}{{{second}}}' if second else match[0]
 
 
-# Expressions of mathematics by the package math-verify: what a text is as an expression, and whether two are equal.
+# Expressions of mathematics by the package math-verify: parses a text as an expression, and compares two of them.
 #
-# It runs in worker processes alone: the package may compute without end ('9^{9^{9^9}}'), and its own timeouts are
+# It runs only in worker processes: the package may compute without end ('9^{9^{9^9}}'), and its own timeouts are
 # signals of the main thread that cannot stop C code. They are off here: the kill of the worker at
 # task.verifier_deadline_s is the timeout. Decimals become fractions, because the package compares them at six digits
-# behind the point.
+# after the point.
 
 
 PACKAGE = 'math_verify'
 _EXPRESSIONS_LONGEST = (
-    2000  # characters of an expression; of a text without a marked answer the last ones are searched for one
+    2000  # characters of an expression; in a text without a marked answer, the last ones are searched for one
 )
 _TOLERANCE = 1e-9  # relative: two constants that differ by more are different, however small they are
 _SYMBOLS = str.maketrans({
@@ -194,7 +194,7 @@ def is_installed() -> bool:
 
 
 def parse_expression(text: str) -> list[Any]:
-    """[the expression that the whole of a marked answer is]; [] for anything else: no part of it stands for it."""
+    """[the expression of a whole marked answer]; [] without one: an expression in a part of it does not count."""
     if _CLOCK.search(text):
         return []
     text = _clean(text)
@@ -217,7 +217,7 @@ def parse_number(value: Fraction) -> list[Any]:
 
 
 def parse_prose(text: str) -> list[Any]:
-    """What math-verify finds in the last characters of a text without a marked answer; [] for nothing."""
+    """Lists the expressions that math-verify finds in the last characters of a text without a marked answer."""
     text = text[-_EXPRESSIONS_LONGEST:]
     if not text.isascii():
         text = re.sub(r'\^\{([-+]?[0-9]+)\}', r'^(\1)', to_ascii(text))
@@ -227,7 +227,7 @@ def parse_prose(text: str) -> list[Any]:
 
 
 def are_equal(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether two parsed answers are equal as mathematics. Raises what sympy raises while it compares."""
+    """Whether two parsed answers are equal as mathematics. Raises errors of sympy's comparison."""
     if _is_sum_and_value(gold[0], answer[0]) or _is_sum_and_value(answer[0], gold[0]):
         return False
     equal = bool(_package().verify(gold, answer, timeout_seconds=None, raise_on_error=True))
@@ -235,7 +235,7 @@ def are_equal(gold: list[Any], answer: list[Any]) -> bool:
 
 
 def is_too_large(parsed: list[Any]) -> bool:
-    """Whether a parsed answer is a constant of so many digits that it cannot be compared with a number."""
+    """Whether a parsed answer is a constant with too many digits to be compared with a number."""
     import sympy
 
     [expression] = parsed
@@ -250,7 +250,7 @@ def is_too_large(parsed: list[Any]) -> bool:
 
 
 def _is_sum_and_value(equation: Any, value: Any) -> bool:
-    """Whether one is an equation as x + y = 5, of which math-verify would compare the right side with the other."""
+    """Whether they are an equation like x + y = 5 and a value, which math-verify would compare with its right side."""
     import sympy
 
     if not isinstance(equation, sympy.Eq) or not isinstance(value, sympy.Expr):
@@ -282,7 +282,7 @@ def _is_long_word(letters: str) -> bool:
 
 
 def _has_words(text: str) -> bool:
-    """Whether there is language in an expression, whose letters would be read as a product."""
+    """Whether an expression contains language, whose letters would be read as a product."""
     found = _PROSE.finditer(_COMMAND.sub(' ', text))
     return any(
         number_reader.is_word(run) and not number_reader.connects(run)
@@ -300,11 +300,11 @@ def _package() -> types.ModuleType:
 
 
 def _parse_latex(text: str) -> Any:
-    """Raises what the parser raises for a text that is not wholly an expression."""
+    """Parses a text; raises the parser's error if the whole text is not an expression."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from math_verify.grader import should_treat_as_complex
 
-    # Its own removal of units would take the t of 3t for one.
+    # The package's own removal of units would remove the t of 3t.
     config = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed='none')
     text = normalize_latex(text, config)
     is_real = not should_treat_as_complex(text)
@@ -312,7 +312,7 @@ def _parse_latex(text: str) -> Any:
 
 
 def _with_fractions(expression: Any) -> Any:
-    """The expression with its decimals as fractions, but for those of too large an exponent."""
+    """The expression with its decimals as fractions, except decimals with too large an exponent."""
     import sympy
 
     if not hasattr(expression, 'atoms'):
@@ -327,7 +327,7 @@ def _is_bounded(number: Any) -> bool:
 
 
 def _spell_out(match: re.Match[str]) -> str:
-    """'1.5e3' as '1500', which math-verify would read as 1.5."""
+    """Spells '1.5e3' as '1500': math-verify would read 1.5."""
     whole, decimals, exponent = match[1], match[2] or '', int(match[3])
     point, digits = len(whole) + exponent, whole + decimals
     if point <= 0:
@@ -337,7 +337,7 @@ def _spell_out(match: re.Match[str]) -> str:
 
 
 def _differ_as_constants(gold: Any, answer: Any) -> bool:
-    """Whether both are constants of which the package has compared 15 digits behind the point, not the first 9."""
+    """Whether two constants differ in their first 9 digits: the package compares 15 digits after the point instead."""
     import sympy
 
     if gold == answer:
@@ -361,7 +361,7 @@ def read_gold(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The final answer in its form: no algebra. Of prose it is the number, where there is one."""
+    """The final answer in its form, without algebra. In prose it is the last number, if there is one."""
     text = without_thoughts(text)
     marked = last_marked(text)
     if marked is not None:
@@ -373,7 +373,7 @@ def final_answer(text: str) -> str:
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> float:
     """1 if the answer ended by itself and its final answer equals the problem's as mathematics, else 0.
 
-    Raises what sympy raises while it compares: such an answer has no reward, it is not counted as wrong.
+    Raises errors of sympy's comparison: such an answer has no reward, it is not counted as wrong.
     """
     if finish_reason != 'stop':
         return 0.0
@@ -390,18 +390,18 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> fl
 
 
 def warm_up() -> None:
-    """Import the package and make its parsers, for which the first answer would otherwise wait."""
+    """Imports the package and makes its parsers, so that the first answer does not wait for them."""
     score({'answer': r'\frac{x}{2}'}, r'\boxed{0.5x}', 'stop')
 
 
 def parse(text: str, form: Form | None = None) -> list[Any]:
-    """[the expression of a final answer]; [] for a text that is none."""
+    """[the expression of a final answer]; [] for a text without an expression."""
     form = read_form(text) if form is None else form
     return parse_number(Fraction(form.text)) if form.kind == 'number' else parse_expression(text)
 
 
 def find_gold_fault(gold: str) -> str:
-    """Why nothing can be compared with a gold answer; '' where it equals itself."""
+    """The reason why nothing can be compared with a gold answer; '' if it equals itself."""
     parsed = parse(gold)
     if not parsed:
         return 'cannot be parsed by math-verify'
@@ -414,9 +414,9 @@ def find_gold_fault(gold: str) -> str:
 
 
 def compare_texts(gold: str, text: str) -> bool | None:
-    """A comparison without math-verify, for the audit: of forms, and of the last number of a text without a mark.
+    """Compares without math-verify, for the audit: forms, or the last number of a text without a mark.
 
-    None where algebra must tell.
+    None if algebra must decide.
     """
     marked = last_marked(without_thoughts(text))
     return compare(_read_form_once(gold), read_form(final_answer(text) if marked is None else marked))

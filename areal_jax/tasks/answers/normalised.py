@@ -7,7 +7,7 @@ The normal form of a text:
   3 runs of blanks become one blank
   4 quotes, Markdown's * _ ` and LaTeX's $ \text{} are removed around the text, and . , ; : ! ? at its end
   5 brackets around the whole text are removed: '(b)' is 'b'
-  6 a leading article (a, an, the) is removed, where something follows it
+  6 a leading article (a, an, the) is removed, if something follows it
   7 steps 4 to 6 are repeated until nothing changes
 
 Nothing inside the text is removed: '1,234' is not '1234' (use the kind 'number'), and '-5' is not '5'.
@@ -48,13 +48,13 @@ def normalise(text: str) -> str:
 
 
 def read_gold(text: str) -> str | None:
-    """The normal form of a gold's final answer; None where nothing or another final answer is left of it."""
+    """The normal form of a gold's final answer; None if it is empty, or if it has another final answer."""
     gold = final_answer(text)
     return gold if gold and final_answer(gold) == gold else None
 
 
 def final_answer(text: str) -> str:
-    """The normal form of a text's final answer; '' where nothing is left of it."""
+    """The normal form of a text's final answer; '' if nothing is left of it."""
     return normalise(final_text(text) or '')
 
 

@@ -21,7 +21,7 @@ def read_gold(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The number that an answer comes to, in its normal form; the text itself if there is none."""
+    """The number that an answer comes to, in its normal form; the text itself if it has no number."""
     numeral = number_reader.read_answer(text)
     return text if numeral is None else str(numeral.value)
 

@@ -1,11 +1,11 @@
-r"""The one reader of numerals: what a marked answer, a gold or the end of a text comes to, as an exact fraction.
+r"""Reads the numeral of a marked answer, of a gold or at the end of a text, as an exact fraction.
 
-A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals behind a point, an
+A numeral may have a sign, a currency, thousands separators (1,234, 1{,}234, 1\,234), decimals after a point, an
 exponent (1.5e3, 3 \times 10^5), and may be a fraction (3/4, \frac{3}{4}, ½) or a mixed number (1 1/2). A comma is never
 a decimal point. Units and the percent sign change no value: 50% is 50.
 
-A marked answer is read as a whole: behind the numeral there may be words, units, a percent or degree sign, and before
-it words or 'x ='. With operators, functions, brackets or other letters it is an expression, and no numeral.
+A marked answer is read as a whole: after the numeral there may be words, units, a percent or degree sign, and before it
+words or 'x ='. With operators, functions, brackets or other letters it is an expression, and no numeral.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FUNCTION_LIST = """
     lim gcd lcm arg deg dim ker rank tr infinity alpha beta gamma delta theta lambda mu phi psi omega sigma tau rho
     choose factorial squared cubed
 """
-# A numeral behind one of these belongs to the same value: '3 or 5', '2 by 4', '5 hours and 30 minutes'.
+# A numeral after one of these belongs to the same value: '3 or 5', '2 by 4', '5 hours and 30 minutes'.
 _CONNECTOR_LIST = 'and or to plus minus times by over x divided versus vs nor through'
-# The remark begins here: '5 of the 7', '18 at $2 each'.
+# A remark begins with one of these: '5 of the 7', '18 at $2 each'.
 _BREAK_LIST = """
     of out for in at per with because since as so which where when while if that therefore thus hence from on after
     before until than left total each every altogether is are was were the i we he she it they this there
@@ -60,7 +60,7 @@ def is_function(word: str) -> bool:
 
 
 def is_word(letters: str) -> bool:
-    """Whether the letters are a word of a language, not a product of variables and no function: 'eggs', not 'abc'."""
+    """Whether the letters are a word of a language, no product of variables and no function: 'eggs', not 'abc'."""
     lower = letters.lower()
     if lower in _SHORT:
         return True
@@ -75,19 +75,19 @@ def is_unit(letters: str) -> bool:
 
 
 def connects(word: str) -> bool:
-    """Whether a numeral behind this word belongs to the value before it."""
+    """Whether a numeral after this word belongs to the value before it."""
     return word.lower() in _CONNECTORS
 
 
 def ends_value(word: str) -> bool:
-    """Whether what begins with this word is a remark about the value before it."""
+    """Whether this word begins a remark about the value before it."""
     return word.lower() in _BREAKS
 
 
 MOST_DIGITS = 4000  # of numerator or denominator: int() and str() take no more than 4300
 _LONGEST = 10_000  # characters of a marked answer that are read
 _WINDOW = 48  # characters before the last digit of a text, in which its last numeral nearly always begins
-_BEHIND = 16  # characters behind it, which may make it the base of a power
+_BEHIND = 16  # characters after it, which may make it the base of a power
 _WORD_ENDS = frozenset('abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?')
 
 # The bound on the groups keeps the search linear in the text.
@@ -117,16 +117,16 @@ _TOKEN = re.compile(
 
 
 class Numeral(NamedTuple):
-    """What was read, and how it was written."""
+    """A value that was read, and its notation."""
 
     value: Fraction
     is_fraction: bool  # with a fraction bar: 3/4, 1 1/2, ½
 
 
 def read_answer(text: str) -> Numeral | None:
-    """The numeral that an answer comes to; None without any, and where what is marked is another expression.
+    """The numeral that an answer comes to; None without any, and if the marked answer is another expression.
 
-    Of a text without a mark it is the last numeral.
+    In a text without a mark it is the last numeral.
     """
     if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
         return _read_digits(text)
@@ -148,12 +148,12 @@ def read_integer(text: str) -> str | None:
 
 
 def integer_or_text(text: str) -> str:
-    """The integer that an answer comes to; the text itself if there is none."""
+    """The integer that an answer comes to; the text itself without an integer."""
     return read_integer(text) or text
 
 
 def spell_integer(numeral: Numeral | None) -> str | None:
-    """'-?[0-9]+'; None for no numeral and for one that is no integer."""
+    """Spells an integer as '-?[0-9]+'; None for no numeral, and for a numeral that is no integer."""
     return str(numeral.value.numerator) if numeral is not None and numeral.value.denominator == 1 else None
 
 
@@ -164,7 +164,7 @@ def is_no_integer(text: str) -> bool:
 
 
 def read_gold(text: str) -> Numeral | None:
-    """The same for a gold, which is a numeral as a whole: without a mark, its last line is one, and it has no other."""
+    """The numeral of a gold: a marked one, or its last line, which must be a numeral as a whole and hold no other."""
     marked = None
     for marked in marked_answers(text):
         if (numeral := read_marked(marked.text)) is not None:
@@ -192,7 +192,7 @@ def read_marked(text: str) -> Numeral | None:
 
 
 def read_last(text: str) -> Numeral | None:
-    """The last numeral of a text without a mark; None without any, and where that has too many digits."""
+    """The last numeral of a text without a mark; None without any, and if it has too many digits."""
     if not (found := _UP_TO_LAST_DIGIT.match(text)):
         return None
     start = max(0, found.end() - _WINDOW)
@@ -213,7 +213,7 @@ def _read_digits(digits: str) -> Numeral:
 
 
 def _read_with_suffix(text: str) -> Numeral | None:
-    r"""The numeral with which a text begins, where what follows it changes no value but for 'million'."""
+    r"""The numeral at the start of a text, if the rest does not change its value, but for 'million' and the like."""
     text = _SIGN.sub(r'\1', text.strip(' \t*_`'))
     if (groups := _BLANK_GROUPS.match(text.lstrip('+-'))) is not None:
         text = text.replace(groups[1], groups[1].replace(' ', ''), 1)  # '12 345', as LaTeX shows it
@@ -232,7 +232,7 @@ def _read_with_suffix(text: str) -> Numeral | None:
 
 
 def _read_behind_words(text: str) -> Numeral | None:
-    """The first numeral of 'about 40%' and 'she has 5 apples'."""
+    """The first numeral after words, as in 'about 40%' and 'she has 5 apples'."""
     if not (digit := re.search(r'[0-9]|(?<![\w.])\.[0-9]', text)):
         return None
     start = digit.start()
@@ -248,12 +248,12 @@ def _read_behind_words(text: str) -> Numeral | None:
 
 
 def _without_currency(text: str) -> str:
-    """'-€5' and '€-5' as '-5'; '5€' keeps its sign behind the numeral."""
+    """Writes '-€5' and '€-5' as '-5'; '5€' keeps its sign after the numeral."""
     return re.sub(rf'^([-+]?)\s*[{_CURRENCY}]\s*', r'\1', text)
 
 
 def _changes_nothing(rest: str) -> bool:
-    """Whether what follows a numeral are words, units, a percent or degree sign, and no part of an expression."""
+    """Whether the text after a numeral is words, units, a percent or degree sign, and no part of an expression."""
     seen: list[str] = []  # the words so far
     for token in _TOKEN.finditer(rest):
         kind, text, after = token.lastgroup, token[0].strip(), rest[token.end() :]
@@ -280,7 +280,7 @@ def _changes_nothing(rest: str) -> bool:
 
 
 def _may_follow(text: str, is_attached: bool) -> bool:
-    """Whether the first letters behind a numeral are a unit or a word, not variables or a function."""
+    """Whether the first letters after a numeral are a unit or a word, not variables or a function."""
     first, *others = re.split(r"['’-]", text)
     if is_unit(first):
         return True
@@ -290,7 +290,7 @@ def _may_follow(text: str, is_attached: bool) -> bool:
 
 
 def _is_said_in_brackets(rest: str) -> bool:
-    """Whether what an open bracket holds is words: '5 (five)', and not '5 (mod 7)'."""
+    """Whether an open bracket holds words: '5 (five)', and not '5 (mod 7)'."""
     inside = re.match(r'([A-Za-z ,-]+)\)', rest)
     return inside is not None and all(is_word(run) for run in re.findall('[A-Za-z]+', inside[1]))
 
@@ -311,7 +311,7 @@ def _names_unit(rest: str) -> bool:
 
 
 def _read_match(match: re.Match[str]) -> Numeral | None:
-    """None for a division by zero and for a number of too many digits."""
+    """The numeral of a match; None for a division by zero and for a number of too many digits."""
     sign, whole, over, under, numerator, denominator, decimal, *exponents = match.groups()
     exponent = next((e for e in exponents if e), '0')
     if len(match[0]) + (abs(int(exponent)) if len(exponent) < 6 else MOST_DIGITS) > MOST_DIGITS:

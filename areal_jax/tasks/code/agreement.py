@@ -1,7 +1,7 @@
-"""Whether what an answer printed or returned is what a test expects: as contests judge, with a tolerance for decimals.
+"""Compares the output or result of an answer with the expected one: as contests judge, with a tolerance for decimals.
 
-A decimal agrees within TOLERANCE of the expected one, relative or absolute. The absolute tolerance is no more than half
-a unit of the last digit with which the expected one is written: 0 is not 1.6e-19. Whole numbers and texts are exact.
+A decimal agrees within TOLERANCE of the expected one, relative or absolute. The absolute tolerance is at most half a
+unit of the last digit of the expected decimal as it is written: 0 is not 1.6e-19. Whole numbers and texts are exact.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _LONGEST = 400  # characters of a number: 1.8e308 has 309 digits before its poin
 
 
 def outputs_agree(printed: str, expected: str) -> bool:
-    """Whether each line is as expected, without blanks at its end, and without empty lines at the end of all.
+    """Whether each line is as expected, ignoring blanks at its end and empty lines at the end of the output.
 
-    Of an expected line with a decimal in it blanks do not count, and its decimals are compared with the tolerance.
+    In an expected line with a decimal, blanks do not count, and decimals are compared with the tolerance.
     """
     lines, others = _list_lines(printed), _list_lines(expected)
     return lines == others or (len(lines) == len(others) and all(map(_lines_agree, lines, others)))
 
 
 def values_agree(found: object, expected: object) -> bool:
-    """Whether a value of plain types (pair_protocol.py) is one that was written as JSON.
+    """Whether a value of plain types (pair_protocol.py) equals one that was written as JSON.
 
-    What Python calls equal agrees: True and 1, 2.0 and 2. JSON has no tuple and no keys but texts, so a tuple agrees
-    with a list, and a key that is a number, a bool or None with the text that JSON makes of it. The tolerance is for an
-    expected float and a number that is no bool; NaN agrees with NaN.
+    Values that are equal in Python agree: True and 1, 2.0 and 2. JSON has no tuples, and only texts as keys. So a tuple
+    agrees with a list, and a key that is a number, a bool or None with the text that JSON makes of it. The tolerance is
+    for an expected float and a number that is no bool; NaN agrees with NaN.
     """
     return found == expected or _parts_agree(found, expected)
 
@@ -59,7 +59,7 @@ def _is_decimal(token: str) -> bool:
 
 
 def _is_near(found: float, written: str) -> bool:
-    """Whether a number is near one that is written as a decimal."""
+    """Whether a number is near a number that is written as a decimal."""
     expected = float(written)
     mantissa, _, exponent = written.lower().partition('e')
     digits = len(mantissa.partition('.')[2])
@@ -90,5 +90,5 @@ def _mappings_agree(found: Mapping[object, object], expected: Mapping[str, objec
 
 
 def _write_key(key: object) -> object:
-    """As JSON has it; a key that JSON cannot have is itself."""
+    """The key as JSON writes it; a key that JSON cannot have stays unchanged."""
     return json.dumps(key) if key is None or isinstance(key, bool | int | float) else key

@@ -1,6 +1,6 @@
-"""The child of a check that holds the answer: it defines what the answer defines, and calls its function when asked.
+"""The child of a check that holds the answer: it runs the answer's definitions, and calls its function on request.
 
-What it says is not trusted: all of it may be the doing of the answer.
+Its messages are not trusted: the answer may have written all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def serve_answer(program: int, link: int) -> None:
     """Answers calls until the other child has no more.
 
     Args:
-      program: where {code, entry_point} is read.
+      program: a descriptor from which {code, entry_point} is read.
       link: a stream to the child with the tests.
     """
     given = read_given(program)
@@ -50,9 +50,9 @@ def serve_answer(program: int, link: int) -> None:
 
 
 def run_answer(program: int, told: int) -> None:
-    """Runs the answer as a program of its own with this process's stdin and stdout.
+    """Runs the answer as a separate program with this process's stdin and stdout.
 
-    Writes how it ended to `told`, [label, reason]: ['ok', ''] where it ran to its end.
+    Writes [label, reason] of its ending to `told`: ['ok', ''] if it ran to its end.
     """
     given = read_given(program)
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
@@ -86,7 +86,7 @@ def _load(code: str, entry_point: str) -> tuple[object, Failure | None]:
 
 
 def _execute(code: str, name: str) -> dict[str, object]:
-    """Raises _FailedError."""
+    """Runs the code as the module `name`, and returns its names. Raises _FailedError."""
     sys.setrecursionlimit(_STACK_FRAMES)
     module = sys.modules[name] = types.ModuleType(name)  # where dataclasses and pickle look for it
     try:

@@ -1,6 +1,6 @@
-"""The child of a check that holds the tests: it calls a stand-in of the answer's function and says which tests pass.
+"""The child of a check that holds the tests: it calls a stand-in for the answer's function and tells which tests pass.
 
-The values that it gets are plain ones (pair_protocol.py), so that nothing of the answer runs here.
+The values that it gets are plain (pair_protocol.py), so that no code of the answer runs here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from areal_jax.tasks.scoring.score_call import describe_error
 if TYPE_CHECKING:
     from areal_jax.files import JsonObject
 
-GONE = 'gone'  # the label of a test whose answer has no process any more; its wait status tells the rest
+GONE = 'gone'  # the label of a test whose answer's process has ended; its wait status gives the reason
 _LABELS = ('syntax', 'exception', 'memory_limit', 'forbidden', 'wrong')  # that the child with the answer may give
 _BROKEN = b'["memory_limit", "the tests have no memory left beside what it sent"]\n[]\n'
 _WARM = 30  # rounds
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), '')
-# below it: modules that are not the library's, and those whose callers expect what they catch
+# folders in it that are not the library's, and modules whose callers expect them to catch exceptions
 _NOT_OF_LIBRARY = tuple(_LIBRARY + name for name in ('site-packages/', 'dist-packages/', 'unittest/', 'doctest.py'))
 _RAISED_ON = ('RERAISE', 'END_ASYNC_FOR', 'CLEANUP_THROW')  # last instruction of a frame that an exception left again
 _CATCHES_END = {'StopAsyncIteration', 'Exception', 'BaseException'}
@@ -52,9 +52,9 @@ def run_checks(program: int, link: int, told: int) -> None:
     """Runs the tests in turn; writes a line for each, [label, reason], and [] at the end.
 
     Args:
-      program: where {entry_point, setup, test, tests, is_partial} is read.
+      program: a descriptor from which {entry_point, setup, test, tests, is_partial} is read.
       link: a stream to the child with the answer.
-      told: where the lines go; the child with the answer does not hold it.
+      told: a descriptor for the lines; the child with the answer does not hold it.
     """
     given = read_given(program)
     answer = _StandIn(link)
@@ -66,12 +66,12 @@ def run_checks(program: int, link: int, told: int) -> None:
             if answer.failure or (outcome[0] != 'ok' and not given['is_partial']):
                 break
         _tell(told, ())
-    except BaseException:  # the memory that its values take is not there for this process any more
+    except BaseException:  # the answer's values take the memory that this process needs
         os.write(told, _BROKEN)
 
 
 def warm_up() -> None:
-    """Judges an answer of its own some times, both sides in threads of this process."""
+    """Judges a sample answer several times, with both sides in threads of this process."""
     code = 'def f(xs):\n    return sorted({x * 2 for x in xs})\n'
     checks = {'entry_point': 'f', 'setup': '', 'test': '', 'tests': [[[[1, 2]], [2, 4]]], 'is_partial': False}
     for _ in range(_WARM):
@@ -94,19 +94,19 @@ def _write(given: JsonObject) -> int:
 
 
 class _UnusableError(BaseException):
-    """A call has no result that could be tested: a test that expects an exception does not catch this one."""
+    """Raised if a call has no result to test; a test that expects an exception does not catch this one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Raised:
-    """What a call raised, and what the answer gets for it where no test expects that."""
+    """The exception of a call, and the answer's failure if no test expects the exception."""
 
     error: Exception
     failure: Failure
 
 
 class _StandIn:
-    """The answer's function, for the tests."""
+    """Stands in for the answer's function in the tests."""
 
     def __init__(self, link: int):
         self._link = link
@@ -115,7 +115,7 @@ class _StandIn:
 
     def begin_test(self) -> None:
         self.raised: _Raised | None = None  # by the last call that raised
-        self.spoilt: Failure | None = None  # why this test fails, whatever it says
+        self.spoilt: Failure | None = None  # why this test fails, even if it returns True
         self._open: dict[int, _Raised] = {}  # by thread: of the last call, while it may still be under way
 
     def __call__(self, *args: object, **keywords: object) -> object:
@@ -138,12 +138,12 @@ class _StandIn:
                 self.raised = self._open[threading.get_ident()] = found
                 try:
                     raise found.error
-                finally:  # an exception gets a traceback where it meets a handler, and None is what unittest gives it
+                finally:  # this handler gives the exception a traceback; unittest sets it to None
                     del found
         raise _UnusableError
 
     def settle(self) -> None:
-        """At the end of a test: what was raised in it and caught by none of its code spoils it."""
+        """Ends a test: an exception that was raised in it, and that no code of the test caught, spoils it."""
         for thread in list(self._open):
             self._settle(thread)
 
@@ -179,7 +179,7 @@ def _read_text(value: object) -> str:
 
 
 def _read_raised(said: object) -> _Raised:
-    """Raises FrameError."""
+    """Reads the exception of a call. Raises FrameError."""
     if type(said) is not list or len(said) != 3:
         raise FrameError('an exception without a name')
     name, reason, label = map(read_reason, said)
@@ -194,14 +194,14 @@ def _read_raised(said: object) -> _Raised:
 
 
 def _is_caught(error: BaseException) -> bool:
-    """Whether code of the tests has caught what a call raised, and not the interpreter or a library on its behalf.
+    """Whether code of the tests has caught the exception of a call, and not the interpreter or a library on its behalf.
 
-    An iteration that ends, a default of getattr and a thread that dies swallow exceptions: `all(map(f, xs))` is True
-    where f raises StopIteration. The outermost frame in the traceback is the last one that got the exception. It left
-    this frame too if the frame stopped at the instruction that raised, or at one that raises on.
+    An iteration that ends, a default of getattr and a thread that dies swallow exceptions: `all(map(f, xs))` is True if
+    f raises StopIteration. The outermost frame in the traceback is the last one that got the exception. It left this
+    frame too if the frame stopped at the instruction that raised, or at an instruction that raises again.
     """
     place = error.__traceback__
-    if place is None:  # unittest takes it off what it has caught
+    if place is None:  # unittest removes the traceback of an exception that it has caught
         return True
     frame = place.tb_frame
     code = frame.f_code
@@ -217,7 +217,7 @@ def _is_caught(error: BaseException) -> bool:
 
 
 def _is_running(frame: types.FrameType) -> bool:
-    """Whether the caller runs in this frame."""
+    """Whether the caller runs inside this frame."""
     above: types.FrameType | None = sys._getframe(1)
     while above is not None and above is not frame:
         above = above.f_back
@@ -225,7 +225,7 @@ def _is_running(frame: types.FrameType) -> bool:
 
 
 def refresh(before: object, after: object) -> None:
-    """Gives a mutable argument the content that the call left it with, inner lists and dicts included."""
+    """Gives a mutable argument the content that it had after the call, inner lists and dicts included."""
     if type(before) is not type(after):
         return
     if isinstance(before, list) and isinstance(after, list):
@@ -255,7 +255,7 @@ def _refreshed(before: object, after: object) -> object:
 
 
 def _read_failure(failed: object) -> Failure:
-    """Raises FrameError."""
+    """Reads the failure of all calls. Raises FrameError."""
     if type(failed) is list and len(failed) == 2 and failed[0] in _LABELS:
         return failed[0], read_reason(failed[1])
     return 'wrong', 'a reply that is none'

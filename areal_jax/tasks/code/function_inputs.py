@@ -21,7 +21,7 @@ _KEYS = 'abcdefghij'
 _CHARACTERS = 'aaeeiouabcestmnxyzABESTZ0123789  .-'
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a kind is equal to itself alone
+@dataclasses.dataclass(frozen=True, eq=False)  # a kind equals only itself
 class InputKind:
     """The parameters of a function and how their values are drawn."""
 

@@ -1,6 +1,6 @@
-"""Judges an answer: code and tests in two confined children, or a program for each input; a label, and why.
+"""Judges an answer: code and tests in two confined children, or a program for each input; gives a label and a reason.
 
-What the answer does is a verdict. Whatever else goes wrong raises ServerLostError: it says nothing about the answer.
+The behaviour of the answer gives a verdict. Any other failure raises ServerLostError: it says nothing about the answer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _OK: Failure = ('ok', '')
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What an answer comes to.
+    """The verdict on an answer.
 
     Args:
-      label: 'ok', or that of the first test that fails (labels.CODE).
-      share: of the tests that pass; without partial credit the first failure ends them.
+      label: 'ok', or the label of the first test that fails (labels.CODE).
+      share: of the tests that pass; without partial credit, the first failure ends the tests.
       cpu_s: of both children.
     """
 
@@ -73,8 +73,8 @@ class Judge:
 
         Args:
           problem: a problem of code_problems.py: entry_point, setup, test, time_limit_s, memory_limit_mb.
-          tests: for it: of its tests, or of its hidden ones; [] = those of its `test`.
-          is_partial: run all of them, as far as there is time.
+          tests: the problem's tests or hidden tests; [] = its `test`.
+          is_partial: whether to run the tests after a failure, as far as there is time.
           whole: the time of the whole check; None = as the problem's limit allows.
 
         Raises ServerLostError.
@@ -94,7 +94,7 @@ class Judge:
 
     @property
     def server_pid(self) -> int:
-        """Of the server of the children."""
+        """The pid of the server of the children."""
         return self._children.pid
 
     def _check_function(
@@ -109,7 +109,7 @@ class Judge:
             reader, writer = os.pipe()
             opened.callback(os.close, reader)
             ours, theirs = socket.socketpair()
-            with ours, theirs, open(writer, 'wb'):  # ends that a child holds are its alone
+            with ours, theirs, open(writer, 'wb'):  # ends that a child holds are closed here
                 self._children.start([
                     Child(f'{PROGRAM}:serve_answer', (answer, theirs.fileno()), limits, is_counted=True),
                     Child(f'{_CHECKS}:run_checks', (checks, ours.fileno(), writer), limits),
@@ -144,11 +144,11 @@ def _limits(problem: Mapping[str, Any]) -> ProgramLimits:
 
 
 def _read_outcomes(told: bytes, late: str, ended: Sequence[Ended], problem: Mapping[str, Any]) -> list[Failure]:
-    """The outcome of each test that ran. Raises ServerLostError where the tests' own process failed."""
+    """The outcome of each test that ran. Raises ServerLostError if the tests' own process failed."""
     lines = [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b'\n')]
     outcomes: list[Failure] = [(line[0], line[1]) for line in lines if line]
     if ended[0].is_over and [] in lines and all(label == 'ok' for label, _ in outcomes):
-        return [TOO_MUCH]  # of a process beside that which answers
+        return [TOO_MUCH]  # of a process other than the one that answers
     if [] in lines:
         gone = describe_gone(ended[0], problem['time_limit_s'])
         return [gone if label == GONE else (label, reason) for label, reason in outcomes]

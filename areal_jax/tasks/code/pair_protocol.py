@@ -1,9 +1,8 @@
-"""What the two children of a check say to each other: a frame is its length in 4 bytes and JSON.
+"""The messages between the two children of a check: a frame is its length in 4 bytes and JSON.
 
 The child with the tests sends {id, args, keywords}. The child with the answer replies {id} and one of `result`,
-`raised` (the name of a builtin exception, its text, a label), `unusable` (why the result cannot cross) or `failed` (a
-label and a reason: no call of it can work); and `args`, where the call changed its arguments. Values are those of
-plain_values.
+`raised` (the name of a builtin exception, its text, a label), `unusable` (why the result cannot be sent) or `failed` (a
+label and a reason: no call can work); and `args`, if the call changed its arguments. `encode` writes the values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SMALL = 2**53  # larger ones are hexadecimal, which has no bound on digits
 
 
 class NotPlainError(ValueError):
-    """A value that cannot cross; the message says what it is."""
+    """Raised for a value that cannot be sent; the message describes the value."""
 
 
 def encode(value: object) -> str:
@@ -43,7 +42,7 @@ def encode(value: object) -> str:
 
 
 def decode(text: str | bytes) -> object:
-    """The value of `encode`. Raises NotPlainError for any other text."""
+    """Returns the value given to `encode`. Raises NotPlainError for any other text."""
     if len(text) > MOST_BYTES:
         raise NotPlainError(f'a value of more than {MOST_BYTES} bytes')
     try:
@@ -136,20 +135,20 @@ _FROM_TREE: dict[str, Callable[[Any, int], object]] = {
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 2**16
-_ROOM_BYTES = 2**20  # beside a value
+_ROOM_BYTES = 2**20  # in addition to a value
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)  # by the sandbox; bubblewrap has files read-only
 
 
 class LinkEndedError(Exception):
-    """The other child has ended, or closed the link."""
+    """Raised if the other child has ended, or closed the link."""
 
 
 class FrameError(Exception):
-    """The other child sent something that is no frame."""
+    """Raised if the other child sent something that is no frame."""
 
 
 def read_given(descriptor: int) -> JsonObject:
-    """What a child is to run, from where it was handed over, to which it is the last reader."""
+    """Reads what a child is to run, closes the descriptor, and runs the fork hooks that the code may need."""
     text = b''.join(iter(lambda: os.read(descriptor, _READ_BYTES), b''))
     os.close(descriptor)
     run_hooks(text)
@@ -158,7 +157,7 @@ def read_given(descriptor: int) -> JsonObject:
 
 
 def send_frame(link: int, message: JsonObject) -> None:
-    """Raises LinkEndedError."""
+    """Sends a frame. Raises LinkEndedError."""
     body = json.dumps(message).encode()
     data = memoryview(len(body).to_bytes(_LENGTH_BYTES, 'big') + body)
     try:
@@ -169,7 +168,7 @@ def send_frame(link: int, message: JsonObject) -> None:
 
 
 def receive_frame(link: int) -> JsonObject:
-    """Raises LinkEndedError and FrameError."""
+    """Receives a frame. Raises LinkEndedError and FrameError."""
     length = int.from_bytes(_read(link, _LENGTH_BYTES), 'big')
     if length > MOST_BYTES + _ROOM_BYTES:
         raise FrameError(f'an answer of {length} bytes, of at most {MOST_BYTES}')
@@ -183,7 +182,7 @@ def receive_frame(link: int) -> JsonObject:
 
 
 def read_reason(said: object) -> str:
-    """What the child with the answer says of a failure, as a line that a log can hold. Raises FrameError."""
+    """Reads the reason of a failure from the child with the answer, as one line for a log. Raises FrameError."""
     if type(said) is not str:
         raise FrameError('a reason that is no text')
     return shorten_reason(said)
@@ -204,7 +203,7 @@ def _read(link: int, length: int) -> bytes:
 
 
 def label_error(error: BaseException) -> str:
-    """What an exception of the tested code comes to."""
+    """The label of an exception of the tested code."""
     if isinstance(error, MemoryError):
         return 'memory_limit'
     if isinstance(error, OSError) and error.errno in _REFUSED:

@@ -1,4 +1,4 @@
-"""Runs one program that a model wrote, in a confined child of a server: what it printed, and how it ended."""
+"""Runs one program that a model wrote, in a confined child of a server, and reads its output and its ending."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from areal_jax.workers.sandbox.confined_children import Child, ConfinedChildren,
 from areal_jax.workers.sandbox.control_group import LOOK_S, Meter
 from areal_jax.workers.worker_process import name_signal
 
-# three to sixteen backticks or tildes, indented or behind the mark of a list, and what says the language
+# three to sixteen backticks or tildes, indented or after the mark of a list, and the language
 _FENCE = re.compile(
     r'^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)'
     r'(?P<mark>`{3,16}(?!`)(?=[^`\n]*$)|~{3,16}(?!~))[ \t]*(?P<info>[^\n]*)$',
     re.MULTILINE,
 )
-_INNER = 4  # a fence that is so much further right than that of its block belongs to the code
+_INNER = 4  # columns: a fence that is further right by this than its block's fence belongs to the code
 _LANGUAGE = re.compile(r'\{?\s*(?:#\S+\s+)?\.?([^\s{}:;,=]*)')  # of 'py title="x"', '{.python #id}', 'python:main.py'
 _PYTHON = re.compile(r'(?:(?:i?python|pypy|py)[\d.]*|.+\.py)?', re.IGNORECASE)  # or no word at all, or a file
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """What stands between two fences, or behind the last one."""
+    """The text between two fences, or after the last one."""
 
     info: str
     code: str
@@ -46,12 +46,12 @@ class _Block:
 
 
 def find_code(text: str, entry_point: str = '', prompt: str = '') -> str:
-    """Returns the source of the answer, with lines that end in '\\n'; '' where it has none.
+    """Returns the source of the answer, with lines that end in '\\n'; '' if it has no source.
 
-    It is the last fenced block of Python that defines `entry_point`, or else the last one, or the whole text of an
-    answer without fences. A block is one of Python where its fence says so or says nothing, and something is in it; the
-    last one needs no closing fence. A source that does not define `entry_point` is the completion of `prompt`, where
-    the problem has one.
+    It is the last fenced block of Python that defines `entry_point`, else the last block of Python, or the whole text
+    of an answer without fences. A block is Python if its fence says so or names no language, and it is not blank; the
+    last block needs no closing fence. If the source does not define `entry_point` and the problem has a `prompt`, the
+    source is the completion of the prompt.
     """
     text = text.replace('\r\n', '\n').replace('\r', '\n')
     blocks = _list_blocks(text)
@@ -75,7 +75,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _list_blocks(text: str) -> Sequence[_Block]:
-    """As in CommonMark, but that a fence with a language inside of a block, which closes none, begins the next one."""
+    """Lists blocks as in CommonMark, but a fence with a language, which cannot close its block, begins the next one."""
     blocks: list[_Block] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
@@ -88,13 +88,13 @@ def _list_blocks(text: str) -> Sequence[_Block]:
 
 
 def _ends(fence: re.Match[str], opened: re.Match[str]) -> bool:
-    """Whether a fence ends the block of another: the same mark, as long or longer, and not within its code."""
+    """Whether a fence ends the block of another: it has the same mark, as long or longer, and is not in the code."""
     is_alike = fence['mark'].startswith(opened['mark'])
     return is_alike and len(fence['indent'].expandtabs()) < len(opened['indent'].expandtabs()) + _INNER
 
 
 def _cut(text: str, opened: re.Match[str], end: int) -> _Block:
-    """The block from behind its opening fence, without the blanks by which that is indented."""
+    """The block after its opening fence, without the blanks that indent the fence."""
     code = text[opened.end() : end].removeprefix('\n')
     if indent := len(opened['indent']):
         code = re.sub(rf'^[ \t]{{1,{indent}}}', '', code, flags=re.MULTILINE)
@@ -104,16 +104,16 @@ def _cut(text: str, opened: re.Match[str], end: int) -> _Block:
 # How long an answer may take, and whether it was the answer or the machine that took the time.
 
 
-WALL = 3.0  # seconds for a CPU second of a limit
-STARVED_WALL = 30.0  # and then the machine is too busy to judge an answer that would run
-_SHORTEST_S = 0.02  # between two looks at what waits for a processor
+WALL = 3.0  # wall seconds per CPU second of a limit
+STARVED_WALL = 30.0  # wall seconds per CPU second: after that, the machine is too busy to judge a runnable answer
+_SHORTEST_S = 0.02  # between two checks of processes that wait for a processor
 
 
 class CheckTime:
-    """The time of a check: of the programs that it runs one after the other.
+    """The time of a check, which runs programs one after the other.
 
     Args:
-      budget_s: wall seconds; an answer that takes more is late if a share of 1 / WALL of them was its own.
+      budget_s: wall seconds; an answer that takes more is late if it was not kept waiting in at least 1 / WALL of them.
     """
 
     def __init__(self, budget_s: float = math.inf):
@@ -123,17 +123,17 @@ class CheckTime:
 
     @property
     def left_s(self) -> float:
-        """Until the budget is used up."""
+        """Seconds until the budget is used up."""
         return self._end_s - time.monotonic()
 
     def add_kept(self, seconds: float) -> None:
-        """What the machine kept from a program that has ended."""
+        """Adds the seconds for which a program that has ended waited for the machine."""
         self._kept_s += seconds
 
     def judge_budget(self, kept_s: float) -> str:
-        """Why the answer is late; '' = it has time left. Raises ServerLostError where the machine is too busy.
+        """Why the answer is late; '' = it has time left. Raises ServerLostError if the machine is too busy.
 
-        `kept_s`: what the machine kept from the program that runs.
+        `kept_s`: seconds for which the running program waited for the machine.
         """
         if self.left_s > 0:
             return ''
@@ -146,9 +146,9 @@ class CheckTime:
 class ProgramTime:
     """The time of one program.
 
-    A stretch between two looks, at whose end a process waits for a processor, is the machine's, but for the CPU time
-    that the processes used; all other time is the program's own. The looks are at random: code that works for a moment
-    whenever it may be looked at, and sleeps in between, would seem to be kept from working.
+    If a process waits for a processor at a check, the time since the last check counts as the machine's, less the CPU
+    time that the processes used; all other time is the program's own. Checks come at random times: otherwise code that
+    works when a check is due, and sleeps in between, would seem to wait for the machine.
     """
 
     def __init__(self, whole: CheckTime, meter: Meter, limit_s: float):
@@ -158,9 +158,9 @@ class ProgramTime:
         self._waited_s = self._kept_s = 0.0
 
     def find_late(self, used_s: float) -> str:
-        """Why the program is late after `used_s` of CPU time; '' = it is not.
+        """Why the program is late after `used_s` of CPU time; '' = it is not late.
 
-        Raises ServerLostError where the machine did not let it run.
+        Raises ServerLostError if the machine did not let it run.
         """
         if used_s >= self._limit_s or self._has_slept(used_s):
             return f'more than {self._limit_s:g} s'
@@ -170,13 +170,13 @@ class ProgramTime:
         return self._whole.judge_budget(self._kept_s)
 
     def find_wait_s(self, used_s: float) -> float:
-        """Seconds to the next moment at which it can be late, or is to be looked at."""
+        """Seconds to the next moment at which it can be late, or at which a check is due."""
         now_s = time.monotonic()
         slept_s = self._start_s + self._kept_s + WALL * self._limit_s - now_s
         return min(LOOK_S, self._limit_s - used_s, slept_s, self._next_s - now_s, self._whole.left_s)
 
     def end(self) -> None:
-        """Once: what the machine kept from this program counts in that of the check."""
+        """Adds the time for which this program waited for the machine to the check's; called once."""
         self._whole.add_kept(self._kept_s)
 
     def _has_slept(self, used_s: float) -> bool:
@@ -202,18 +202,18 @@ PRELOADED = (
 )  # fmt: skip
 LABELS = ('wrong', 'syntax', 'exception', 'memory_limit', 'forbidden')  # that the child may give itself
 TOO_MUCH: Failure = ('memory_limit', 'its processes had more memory together than one may have')
-_SAID_BYTES = 2**16  # of how a program ended
+_SAID_BYTES = 2**16  # of the message with which a program ended
 _PROGRAM_RUN_SHORTEST_S = 0.002  # between two looks at a clock
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramLimits:
-    """What a program may use.
+    """The limits of a program.
 
     Args:
-      time_s: of CPU time; one that sleeps is ended at three times that.
+      time_s: of CPU time; a program that sleeps is ended at three times that.
       memory_mb: MiB of address space.
-      output_bytes: that are read; one that prints more is ended there.
+      output_bytes: of output that are read; a program that prints more is ended there.
     """
 
     time_s: float
@@ -221,17 +221,17 @@ class ProgramLimits:
     output_bytes: int
 
     def for_child(self) -> dict[str, int]:
-        """As fields of confinement.Confinement."""
-        # the kernel's limit is whole seconds, and ends what the clock here does not see: processes of the program
+        """The limits as fields of confinement.Confinement."""
+        # the kernel's limit, in whole seconds, ends processes of the program that the clock here does not see
         return {'memory_bytes': int(self.memory_mb * 2**20), 'cpu_s': math.ceil(self.time_s) + 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramEnd:
-    """What came of a program.
+    """The result of a program.
 
     Args:
-      output: what it printed; longer than the limit where that ended it, and 'ok' is the label then.
+      output: its output; if it was ended for printing too much, longer than the limit, and the label is 'ok'.
       label: 'ok', or why it failed (labels.CODE).
       cpu_s: of its process.
     """
@@ -249,7 +249,7 @@ def run_program(
 
     Args:
       children: a server that has imported PROGRAM, with no child at work.
-      whole: the time of the check that the program is a part of; None = it is all of it.
+      whole: the time of the check that the program is a part of; None = the program is the whole check.
 
     Raises ServerLostError, which says nothing about the program.
     """
@@ -275,18 +275,18 @@ def run_program(
 
 
 def hand_json(opened: contextlib.ExitStack, given: Mapping[str, Any]) -> int:
-    """A descriptor from which a child reads this; `opened` closes it."""
+    """Returns a descriptor from which a child reads this as JSON; `opened` closes it."""
     descriptor = hand_text(json.dumps(given).encode())
     opened.callback(os.close, descriptor)
     return descriptor
 
 
 def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int, whole: CheckTime) -> tuple[bytes, str]:
-    """What is written until all writers have closed the pipe, and why the time was over before; '' = it was not.
+    """Reads until all writers have closed the pipe; returns the output, and why time ran out before that, or ''.
 
-    It is over where a child, or the answer with all its processes, has used `limit_s` of CPU time, or WALL times that
-    of its own, and where the check has none left. Reading ends too where the meter finds too much memory.
-    Raises ServerLostError where the machine did not let it run.
+    Time runs out if a child, or the answer with all its processes, has used `limit_s` of CPU time, or WALL times that
+    without waiting for the machine, or if the check has no time left. Reading also ends if the meter finds too much
+    memory. Raises ServerLostError if the machine did not let the program run.
     """
     parts: list[bytes] = []
     size, late = 0, ''
@@ -309,7 +309,7 @@ def read_until_end(reader: int, meter: Meter, limit_s: float, most_bytes: int, w
 
 
 def describe_gone(program: Ended, time_s: float) -> Failure:
-    """Why the process of a program was gone before it had said how it ended."""
+    """Explains the end of a process that ended before it reported how its program ended."""
     if program.is_over:
         return TOO_MUCH
     if program.cpu_s >= time_s:

@@ -4,8 +4,8 @@
 
 First line out: {"ready": true}, or {"fault": "..."} and the end. Then for each line in, {"code": ..., "time_s": ...,
 "memory_mb": ..., "output_bytes": ...}, one line out: {"output": ..., "label": ..., "reason": ...}, or {"fault": "..."}
-and the end, which says nothing about the program. It ends when its input is closed. It stands between the run and the
-server of the children since its pids must be those of the children, which bubblewrap numbers anew.
+and the end, which says nothing about the program. The process ends when its input is closed. It is between the run and
+the server of the children because it must see the children's pids, which bubblewrap numbers anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(children: ConfinedChildren, request: JsonObject) -> JsonObject:
     limits = ProgramLimits(request['time_s'], request['memory_mb'], request['output_bytes'])
     end = run_program(children, request['code'], b'', limits)
-    # a byte beyond the limit tells the other side that there were more
+    # a byte beyond the limit tells the other side that the output was longer
     text = end.output[: limits.output_bytes + 1].decode(errors='replace')
     return {'output': text, 'label': end.label, 'reason': end.reason}
 

@@ -1,1 +1,1 @@
-"""Tasks that are environments: problems, tools and reward of another framework, in an interpreter of its own."""
+"""Tasks that are environments: problems, tools and reward of another framework, in a separate interpreter."""

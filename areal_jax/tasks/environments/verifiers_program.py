@@ -4,8 +4,8 @@
     python verifiers_program.py serve ADDRESS    serves episodes over ZMQ until it is ended
 
 Stdin has one line of JSON: `environment` is the section [env] of verifiers; `most_tasks` bounds a taskset without an
-end; `max_turns` is that of the agent unless the environment sets its own; `workers` is a number of processes. The
-last line on stderr says why it failed. This interpreter has not got areal_jax: only verifiers is imported.
+end; `max_turns` is for the agent unless the environment sets its own; `workers` is a number of processes. The last line
+on stderr says why it failed. This interpreter does not have areal_jax: only verifiers is imported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FAILED = 2
 
 
 class RefusedError(Exception):
-    """An environment that cannot be used, in one sentence."""
+    """Raised for an environment that cannot be used, with the reason in one sentence."""
 
 
 def complete(environment: dict[str, Any], max_turns: int) -> Any:
-    """The config of an environment whose one agent runs here without a shell unless it says otherwise."""
+    """Completes an environment's config: its one agent runs here, without a shell unless the config says otherwise."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import default_harness_id, resolve_env_config
 
@@ -41,7 +41,7 @@ def complete(environment: dict[str, Any], max_turns: int) -> Any:
 
 
 def list_tasks(config: Any, most: int, path: pathlib.Path) -> None:
-    """Writes what a request for an episode has of each task."""
+    """Writes the data of each task that a request for an episode needs."""
     from verifiers.v1.utils.loaders import load_environment
 
     taskset = load_environment(config).taskset
@@ -52,14 +52,14 @@ def list_tasks(config: Any, most: int, path: pathlib.Path) -> None:
 
 
 def serve(config: Any, workers: int, address: str) -> None:
-    """Serves until SIGTERM."""
+    """Serves episodes until SIGTERM."""
     from verifiers.v1.serve.pool import serve_env
 
     serve_env(max_workers=workers, elastic=False, address=address, config=config)
 
 
 def main(mode: str, place: str) -> int:
-    """Returns the exit code."""
+    """Lists tasks or serves episodes; returns the exit code."""
     setup = json.loads(sys.stdin.readline())
     try:
         config = complete(setup['environment'], setup['max_turns'])

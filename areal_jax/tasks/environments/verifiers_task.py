@@ -1,7 +1,7 @@
 """The task `verifiers:TASKSET`: problems of a taskset of verifiers, scored by its own reward.
 
-Its episodes are run by a server of verifiers (agents/environment_host.py); what that says of one is in the episode.
-Problems are listed by verifiers_program.py in the interpreter of its environment.
+A server of verifiers runs its episodes (agents/environment_host.py); the server's outcome is in the episode.
+verifiers_program.py lists the problems, in the interpreter of the environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal_jax.workers.descendants import Interpreter
 PROGRAM_FILE = pathlib.Path(__file__).with_name('verifiers_program.py')
 VALUES = ('path', 'dataset_size', 'held_out_fraction')  # fields of the section `task` that `build` gets
 _LIST_S = 900.0  # a taskset may load a large data set
-_POSITION = 'idx'  # of a task in its taskset: no part of what it is
+_POSITION = 'idx'  # of a task in its taskset: no part of its content
 _LONGEST_REASON = 300  # characters
 
 
@@ -42,7 +42,7 @@ def build(
 
     Args:
       options: fields of the taskset's config by name.
-      path: of a TOML file whose section [env] is that of verifiers; '' = none.
+      path: of a TOML file with the section [env] of verifiers; '' = no file.
       dataset_size: most tasks of a taskset without an end.
 
     Raises TaskError for a taskset that cannot be loaded, or a task without a prompt.
@@ -62,7 +62,7 @@ def build(
 
 
 def score(problem: Problem, answer_text: str, finish_reason: FinishReason, episode: JsonObject) -> float:
-    """The reward that the environment has given."""
+    """The reward that the environment gave."""
     outcome = episode.get('outcome')
     if not isinstance(outcome, dict) or 'reward' not in outcome:
         raise ValueError(f"task.name='{VERIFIERS}...' is scored by its environment, and this answer comes from none")
@@ -72,7 +72,7 @@ def score(problem: Problem, answer_text: str, finish_reason: FinishReason, episo
 def describe_environment(
     name: str, path: str, options: Mapping[str, object], *, most_tasks: int = 0, max_turns: int = 0, workers: int = 1
 ) -> JsonObject:
-    """What verifiers_program.py reads. Raises TaskError for a file that is no TOML with a section [env]."""
+    """The input of verifiers_program.py. Raises TaskError for a file that is no TOML with a section [env]."""
     environment = _read_section(path) if path else {}
     taskset = environment.setdefault('taskset', {})
     if not isinstance(taskset, dict):
@@ -82,7 +82,7 @@ def describe_environment(
 
 
 def find_python(name: str) -> str:
-    """The interpreter that has verifiers; raises UserError where there is none."""
+    """The interpreter that has verifiers; raises UserError if it does not exist."""
     return Interpreter(
         f'task.name={name!r}', 'verifiers', 'AREAL_JAX_VERIFIERS_PYTHON', '.venv-verifiers/bin/python',
         'launch/verifiers_environment.sh',
@@ -90,7 +90,7 @@ def find_python(name: str) -> str:
 
 
 def make_messages(problem: Problem) -> Messages:
-    """What opens the conversation; a harness may put more around it."""
+    """The messages that open the conversation; a harness may put more around them."""
     prompt, system = problem['prompt'], problem.get('system_prompt')
     turns: Messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
     return [{'role': 'system', 'content': system}, *turns] if system else turns

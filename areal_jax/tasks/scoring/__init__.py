@@ -1,1 +1,1 @@
-"""From an answer to its reward, in this process or in worker processes."""
+"""Scores answers: from an answer to its reward, in this process or in worker processes."""

@@ -1,4 +1,4 @@
-"""One call of a scorer: its reward, or the reason why there is none.
+"""One call of a scorer: its reward, or the reason why it gave no reward.
 
 Inline scoring and worker processes call the same function, so both follow the same rules.
 """
@@ -14,19 +14,19 @@ from areal_jax.errors import cut_text, name_type
 from areal_jax.labels import SCORED
 
 REWARD_LIMIT = 1e6  # largest absolute reward: far above any scale in use, and its square does not overflow
-REASON_CHARACTERS = 2000  # of an exception's text, and of why a score is no more than it is
+REASON_CHARACTERS = 2000  # of an exception's text, and of the reason of a score
 _NO_NUMBERS = 'cmMSUO'  # kinds of numpy dtypes: complex, times, bytes, text, objects
 
 
 class Score(float):
     """A reward with a label, which a scorer may return instead of a plain number (label 'ok').
 
-    'unparsed': no answer could be read in the text. Such an answer is trained as reward 0, and counted apart from wrong
-    ones. Raises ValueError for a label that is not one of types.SCORED, and for 'unparsed' with a reward other than 0.
+    'unparsed': no answer could be read in the text. Such an answer is trained as reward 0, and counted separately from
+    wrong ones. Raises ValueError for a label not in labels.SCORED, and for 'unparsed' with a reward other than 0.
 
     Args:
-      reason: why it is no more than that; cut to REASON_CHARACTERS where the scorer has returned.
-      cpu_s, wall_s: that the check of code took; 0 = not measured.
+      reason: why the reward is not higher; cut to REASON_CHARACTERS after the scorer has returned.
+      cpu_s, wall_s: seconds that a check of code took; 0 = not measured.
     """
 
     label: str
@@ -44,16 +44,16 @@ class Score(float):
         return score
 
 
-MEASURED = ('reason', 'cpu_s', 'wall_s')  # attributes of a Score beside its label
+MEASURED = ('reason', 'cpu_s', 'wall_s')  # attributes of a Score in addition to its label
 UNPARSED = Score(0.0, 'unparsed')
 
 
 class MachineFaultError(Exception):
-    """A scorer raises it where the answer could not be judged, and another attempt may do better."""
+    """Raised by a scorer if the answer could not be judged, and another attempt may succeed."""
 
 
 class ScoringError(Exception):
-    """The scorer raised, or returned something that is not a reward; the message says what."""
+    """Raised if the scorer raised, or returned something that is not a reward; the message describes it."""
 
 
 def score_answer(
@@ -61,9 +61,9 @@ def score_answer(
 ) -> Score:
     """The reward of one answer, with its label.
 
-    `episode`: for a scorer with a parameter of that name (episode_object.takes_episode); None = it has none.
+    `episode`: for a scorer with a parameter of that name (scorer_process.takes_episode); None = no such parameter.
     Raises ScoringError if the scorer raises anything, SystemExit included, or if `to_reward` refuses its value.
-    KeyboardInterrupt is raised again, which with inline scoring is the user's Ctrl-C, and so is MachineFaultError.
+    KeyboardInterrupt, which with inline scoring is the user's Ctrl-C, and MachineFaultError are raised again.
     """
     try:
         value = score(problem, text, finish_reason, **({} if episode is None else {'episode': episode}))
@@ -76,7 +76,7 @@ def score_answer(
 
 
 def check_score(score: Score, reward: float) -> Score:
-    """A copy that a log can hold: a scorer can change the attributes of its own. Raises TypeError and ValueError."""
+    """Copies a score for the log: the scorer can still change its attributes. Raises TypeError and ValueError."""
     seconds = {'cpu_s': float(score.cpu_s), 'wall_s': float(score.wall_s)}
     for name, value in seconds.items():
         if not 0 <= value < math.inf:
@@ -87,7 +87,7 @@ def check_score(score: Score, reward: float) -> Score:
 def to_reward(value: object) -> float:
     """`value` as a float: bools, ints, floats and scalars of numpy, jax or torch.
 
-    Raises TypeError for what is not one number (text like '1.0' is not), ValueError for NaN, infinities and sizes
+    Raises TypeError for anything but one number (text like '1.0' is not one), ValueError for NaN, infinities and sizes
     above REWARD_LIMIT.
     """
     kind = type(value)
@@ -108,7 +108,7 @@ def describe_error(error: BaseException) -> str:
     """Type and text of an exception on one line, cut to a length that a log can hold; never raises."""
     name = make_printable(name_type(type(error)))
     try:
-        # a copy: __str__ may give a text with a class, and methods, of its own
+        # a copy: __str__ may give a text whose class has other methods
         return f'{name}: {shorten_reason(str.__str__(str(error)))}'
     except BaseException:  # its own __str__ is the scorer's code too
         return f'{name}, whose text cannot be read'

@@ -1,9 +1,9 @@
 """The process that runs a scorer: a line in, a line out, until the pipe closes. Its parent is tasks/scoring/worker.py.
 
 First line out: {"ready": true}. Then for each line in, {"id": ..., "problem": ..., "text": ..., "finish_reason": ...},
-one line out: {"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer
-that could not be judged. Beside a reward are "label" unless it is 'ok', and "reason", "cpu_s", "wall_s" where known.
-A scorer with a parameter `episode` gets "episode" of the line, {"messages": ...}.
+one line out: {"id": ..., "reward": 0.5}, {"id": ..., "error": "..."}, or {"id": ..., "fault": "..."} for an answer that
+could not be judged. A reward comes with "label" unless it is 'ok', and with "reason", "cpu_s", "wall_s" if known. A
+scorer with a parameter `episode` gets "episode" of the line, {"messages": ...}.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def takes_episode(score: Callable[..., object]) -> bool:
 def complete_episode(
     found: JsonObject, problem: Mapping[str, object], read_prompt: Callable[[], str], text: str, finish_reason: str
 ) -> JsonObject:
-    """`found`, with a conversation of one question and the answer where no program has made calls.
+    """Returns `found`; if no program has made calls, with a conversation of one question and the answer.
 
     Args:
       found: of control/episode.py; {} = one turn.
-      read_prompt: the text of the prompt, asked where the problem has no text `question`.
+      read_prompt: returns the text of the prompt; called if the problem has no text `question`.
       text: of the answer.
     """
     if found.get('messages'):
@@ -60,17 +60,17 @@ def complete_episode(
 
 
 def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, readable: Sequence[str] = ()) -> None:
-    """Load the scorer, then score until `requests` is closed. Raises what loading the scorer raises, and SandboxError.
+    """Loads the scorer, then scores until `requests` is closed. Raises SandboxError and errors of loading the scorer.
 
     Args:
       scorer: 'module:function' or '/path/to/file.py:function'.
       memory_mb: see `limit_memory`.
       requests, replies: file descriptors, inherited by no child process.
-      level: of the sandbox in which it scores, and which loading it is not in; 'none' = it has the rights of the user.
-        A scorer whose module has `start_sandbox` gets level and `readable` there, confines what it runs, and is not
-        confined itself.
-      readable: files and folders of packages that such a scorer's answers can import; any other scorer can read all
-        that is installed but problems with solutions.
+      level: of the sandbox in which it scores, but is not loaded; 'none' = it has the rights of the user. If the
+        scorer's module has `start_sandbox`, that gets level and `readable`; the scorer confines the code that it runs,
+        and is not confined itself.
+      readable: files and folders of packages that answers to such a scorer can import; any other scorer can read all
+        that is installed except problems with solutions.
     """
     limit_memory(memory_mb)
     own_pid = os.getpid()
@@ -95,14 +95,14 @@ def serve(scorer: str, memory_mb: int, requests: int, replies: int, level: str, 
 
 
 def load_scorer(spec: str) -> Scorer:
-    """The function that plugins.load_function finds, warmed up if its module has a `warm_up`."""
+    """Loads the function by plugins.load_function, and warms it up if its module has a `warm_up`."""
     score = cast('Scorer', load_function(spec, 'scorer'))
     getattr(load_module(spec, 'scorer'), 'warm_up', lambda: None)()
     return score
 
 
 def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
-    """The reply to one request. An exception of the scorer becomes a reply with `error`."""
+    """Returns the reply to one request. An exception of the scorer becomes a reply with `error`."""
     reply: dict[str, object] = {}
     try:
         request = json.loads(line)
@@ -123,7 +123,7 @@ def reply_to(score: Scorer, line: bytes) -> dict[str, object]:
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Bound the heap and the private mappings of this process and of each child (RLIMIT_DATA), in MiB; 0 = no bound.
+    """Bounds the heap and the private mappings of this process and of each child (RLIMIT_DATA), in MiB; 0 = no bound.
 
     The address space (RLIMIT_AS) is not bounded: allocators and BLAS libraries reserve far more of it than they use.
     Memory shared between processes is not counted; the stack of a thread is, with its full 8 MiB.
@@ -136,7 +136,7 @@ def limit_memory(memory_mb: int) -> None:
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
-    """Write all of `data` to a blocking descriptor."""
+    """Writes all of `data` to a blocking descriptor."""
     while data:
         data = data[os.write(descriptor, data) :]
 

@@ -72,7 +72,7 @@ class RecordedWorker(WorkerProcess):
         self._is_killed = True
 
 
-# A second comparison for a small share of the scored answers: disagreements are kept with their texts to be read.
+# A second comparison for a small share of the scored answers: disagreements are kept with their texts, for readers.
 #
 # It is for the kind of answers 'math'. It changes no reward.
 
@@ -80,15 +80,15 @@ class RecordedWorker(WorkerProcess):
 FILE = 'audit.jsonl'  # in the workdir
 MOST_BYTES = 16 * 2**20  # of the file; later disagreements are counted only
 
-# (gold answer, text of an answer) -> whether they are equal; None where this comparison cannot tell
+# (gold answer, text of an answer) -> whether they are equal; None if this comparison cannot tell
 Comparison = Callable[[str, str], bool | None]
 
 
 class Audit:
     """Compares a share of the answers a second time and appends each disagreement to WORKDIR/audit.jsonl.
 
-    Which answers are compared depends on draw and text alone. A line that the file has already is not written again:
-    a resumed run scores some answers a second time.
+    Draw and text alone decide which answers are compared. A line that the file already has is not written again,
+    because a resumed run scores some answers a second time.
 
     Args:
       fraction: share of the answers.
@@ -128,7 +128,7 @@ class Audit:
 
 
 LANE = lanes.REWARD
-# labels of attempts without a reward after which another may do better; 'error': the scorer raised, or returned none
+# labels of attempts without a reward after which another attempt may succeed; 'error': the scorer raised, or gave none
 _FAILED = {TimeoutError: 'timeout', WorkerDiedError: 'crash', MachineFaultError: 'sandbox'}
 
 _CLOSE_S = 5.0  # a worker kills the processes of its scorer within 3 s
@@ -140,13 +140,13 @@ StartWorker = Callable[[str, int], WorkerProcess]  # (scorer, memory_mb)
 
 
 class VerifierError(UserError, RuntimeError):
-    """The workers of a verifier could not be started."""
+    """Raised if the workers of a verifier cannot be started."""
 
 
 class InlineVerifier:
     """Scores on the event loop: for scorers that are fast and trusted to return.
 
-    `trial` is a problem whose empty answer is scored at the start: a scorer that fails, named `scorer`, ends the run.
+    `trial` is a problem whose empty answer is scored at the start: if that fails, the run ends and names `scorer`.
     """
 
     def __init__(self, score: Scorer, decode: Decode, trial: Problem | None = None, scorer: str = ''):
@@ -156,10 +156,10 @@ class InlineVerifier:
         self._trial, self._scorer = trial, scorer
 
     def launch(self) -> None:
-        """Nothing: there are no workers."""
+        """Does nothing: there are no workers."""
 
     def start(self) -> None:
-        """Raises VerifierError where the trial fails."""
+        """Scores the trial. Raises VerifierError if that fails."""
         if self._trial is not None:
             try:
                 score_answer(self._score, copy.deepcopy(dict(self._trial)), '', 'stop', self._describe_trial())
@@ -167,7 +167,7 @@ class InlineVerifier:
                 raise _trial_failed(self._scorer, error) from error
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there are no workers."""
 
     def _describe_trial(self) -> JsonObject | None:
         return complete_episode({}, self._trial or {}, str, '', 'stop') if takes_episode(self._score) else None
@@ -179,7 +179,7 @@ class InlineVerifier:
         finish_reason: FinishReason,
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
-        """The verdict on one answer; one whose scorer raises or returns no reward is labelled 'error'."""
+        """Returns the verdict on one answer; its label is 'error' if the scorer raises or returns no reward."""
         return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
 
     async def verify_text(
@@ -189,7 +189,7 @@ class InlineVerifier:
         finish_reason: FinishReason,
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
-        """The same for an answer that is given as text."""
+        """Returns the verdict on an answer that is given as text."""
         problem = copy.deepcopy(dict(prompt.problem))  # a scorer that changes it must not change the next scoring
         episode = None
         if takes_episode(self._score):
@@ -208,7 +208,7 @@ class InlineVerifier:
 def describe_answer(
     prompt: Prompt, text: str, finish_reason: FinishReason, decode: Decode, describe_episode: DescribeEpisode | None
 ) -> JsonObject:
-    """The episode of one answer as JSON, for a scorer that asks for it."""
+    """The episode of one answer as JSON, for a scorer that takes it."""
     found = describe_episode() if describe_episode else {}
     return complete_episode(found, prompt.problem, lambda: decode(prompt.tokens), text, finish_reason)
 
@@ -239,13 +239,14 @@ class ProcessVerifier:
     """Scores in worker processes, first come, first served, each attempt with a deadline.
 
     If an attempt hangs ('timeout'), its worker ends or sends anything but one reply ('crash'), or the answer could not
-    be judged ('sandbox'), the worker is killed
-    with every process of its scorer and replaced, and the answer is scored again, `attempts` times at most. If the
-    scorer raises or returns no reward ('error'), it would do so again, so there is no further attempt.
+    be judged ('sandbox'), the worker is killed with every process of its scorer and replaced, and the answer is scored
+    again, `attempts` times at most. If the scorer raises or returns no reward ('error'), it would do so again, so there
+    is no further attempt.
+
     `deadline_s` and `start_deadline_s` are wall seconds; for `memory_mb` see scorer_process.limit_memory. `audit`
     compares a share of the scored answers a second time, which changes no reward. The answer of each of `references`
-    must be scored 'ok' at the start. `with_episode`: the scorer has a
-    parameter `episode` (episode_object.takes_episode).
+    must be scored 'ok' at the start. `with_episode`: the scorer has a parameter `episode`
+    (scorer_process.takes_episode).
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class ProcessVerifier:
             raise self._not_started(error) from error
 
     def start(self) -> None:
-        """Blocks until all workers are ready; launches them first where that was not done. Raises VerifierError."""
+        """Blocks until all workers are ready; launches them first if that was not done. Raises VerifierError."""
         if not self._free:
             self.launch()
         end_s = time.monotonic() + self._start_deadline_s
@@ -315,7 +316,7 @@ class ProcessVerifier:
             self._require_references(self._free[0].worker)
 
     def _not_started(self, error: Exception) -> VerifierError:
-        """Ends what has been started; the error to raise."""
+        """Ends the workers that have been started; returns the error to raise."""
         self.close()
         return VerifierError(
             f'no worker for the scorer {self._scorer!r} within {self._start_deadline_s} s: {error} '
@@ -323,7 +324,7 @@ class ProcessVerifier:
         )
 
     def close(self) -> None:
-        """End all workers and every process of their scorers, for good; takes a few seconds at most."""
+        """Ends all workers and every process of their scorers, for good; takes a few seconds at most."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill()
@@ -339,7 +340,7 @@ class ProcessVerifier:
         finish_reason: FinishReason,
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
-        """The verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
+        """Returns the verdict on one answer. The reward 0 of a failed one (see `Verdict.failed`) is not a score."""
         return await self.verify_text(prompt, self._decode(answer_tokens), finish_reason, describe_episode)
 
     async def verify_text(
@@ -349,7 +350,7 @@ class ProcessVerifier:
         finish_reason: FinishReason,
         describe_episode: DescribeEpisode | None = None,
     ) -> Verdict:
-        """The same for an answer that is given as text."""
+        """Returns the verdict on an answer that is given as text."""
         request = {'draw': prompt.draw, 'problem': dict(prompt.problem), 'text': text, 'finish_reason': finish_reason}
         if self._with_episode:
             request['episode'] = describe_answer(prompt, text, finish_reason, self._decode, describe_episode)

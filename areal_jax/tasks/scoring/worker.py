@@ -4,8 +4,8 @@
 
 Started by workers/worker_process.py, with which it exchanges lines of JSON over stdin and stdout. A worker is two
 processes. This one runs no code of the scorer: it relays the lines, limits what the scorer prints, and at its end kills
-every process that the scorer started. Its child (tasks/scoring/scorer_process.py) runs the scorer in a session of its
-own. The format of the lines is described there; this process adds {"crash": "reason"} when the child has ended.
+every process that the scorer started. Its child (tasks/scoring/scorer_process.py) runs the scorer in a new session, and
+describes the format of the lines; this process adds {"crash": "reason"} when the child has ended.
 
 When stdin closes, the worker finishes the requests that it has received. When stdout closes too, or the parent dies, it
 ends at once.
@@ -30,7 +30,7 @@ from areal_jax.workers.worker_process import ENDED, LEFT_BEHIND, SCORER_DIED, US
 
 _GRACE_S = 30.0  # for the requests already received once stdin has closed, while stdout is open
 _EXIT_S = 0.2  # between the closing of a process's pipes and its end
-_KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+_KILL_S = 3.0  # a process that is alive this long after SIGKILL is stuck in the kernel
 _CHUNK_BYTES = 2**16  # read at once
 _SHOWN_BYTES = 2000  # of what a scorer prints during one answer
 _SHOWN_WHILE_LOADING_BYTES = 20_000  # room for the traceback of an import
@@ -38,7 +38,7 @@ _DRAIN_READS = 64  # per reply: a process of the scorer may print without end
 
 
 def main(arguments: list[str]) -> int:
-    """Relay requests and replies until stdin closes or the scorer's process ends."""
+    """Relays requests and replies until stdin closes or the scorer's process ends."""
     if not arguments or not {*arguments[2:3]} <= {'none', *CONFINING}:
         print('usage: python -m areal_jax.tasks.scoring.worker SCORER [MEMORY_MB [SANDBOX [FILE...]]]', file=sys.stderr)
         return USAGE
@@ -60,7 +60,7 @@ class _Output:
         self._head, self._n_bytes = b'', 0
 
     def read(self) -> bool:
-        """Take one chunk; False if none is ready."""
+        """Reads one chunk; False if no chunk is ready."""
         try:
             chunk = os.read(self._descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -71,7 +71,7 @@ class _Output:
         return self.is_open
 
     def end(self, next_label: str) -> None:
-        """Show what was printed so far; what comes after it gets another heading."""
+        """Shows the output so far; later output gets another heading."""
         for _ in range(_DRAIN_READS):
             if not self.read():
                 break
@@ -104,7 +104,7 @@ class _Worker:
         self._exit_code: int | None = None  # of the scorer's process
 
     def run(self) -> int:
-        """Relay until there is an end, kill what is left; returns the exit code."""
+        """Relays until one side ends, then kills remaining processes; returns the exit code."""
         while not (self._parent_is_gone or self._death or self._time_left_s() == 0):
             self._relay()
         if self._death and self._grace_end_s is None:
@@ -181,7 +181,7 @@ class _Worker:
         self._death = self._death or 'the scorer closed the pipe on which its worker answers'
 
     def _reap(self) -> bool:
-        """Wait for every child that has ended, the scorer's process and adopted orphans; False if none is left."""
+        """Reaps every child that has ended, the scorer's process and adopted orphans; False if no child is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._pid:
@@ -212,9 +212,9 @@ class _Worker:
 def _start_scorer(
     scorer: str, memory_mb: int, level: str, readable: Sequence[str], noticed: int
 ) -> tuple[int, int, int, int]:
-    """Fork the scorer's process: (pid, pipe of requests, pipe of replies, pipe of its output).
+    """Forks the scorer's process; returns (pid, pipe of requests, pipe of replies, pipe of its output).
 
-    `noticed` is the descriptor of `_notice_ended_children`, which is the parent's alone.
+    `noticed` is the descriptor of `_notice_ended_children`, which only the parent keeps.
     """
     own_pid = os.getpid()
     requests, to_scorer = os.pipe()
@@ -245,11 +245,11 @@ def _start_scorer(
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
-        os._exit(status)  # skip the clean-up of the interpreter: it would wait for threads of the scorer
+        os._exit(status)  # skips the clean-up of the interpreter, which would wait for threads of the scorer
 
 
 def _notice_ended_children() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Returns a descriptor that becomes readable when a child ends."""
     noticed, wake_up = os.pipe()
     for descriptor in (noticed, wake_up):
         os.set_blocking(descriptor, False)
@@ -259,7 +259,7 @@ def _notice_ended_children() -> int:
 
 
 def _label(requests: bytes) -> str:
-    """How the output of the last of these requests is labelled: 'for draw 5'."""
+    """The heading of the output of the last of these requests: 'for draw 5'."""
     with contextlib.suppress(ValueError, LookupError, TypeError):
         request = json.loads(requests.rpartition(b'\n')[2])
         return f'for draw {request["draw"]}'

@@ -1,1 +1,1 @@
-"""Confines a process that runs code which a model wrote: files, network, processes, memory, without a privilege."""
+"""Confines a process that runs code of a model: files, network, processes and memory. Needs no privilege."""

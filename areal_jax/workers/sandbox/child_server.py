@@ -1,15 +1,15 @@
-"""Forks confined children from a process that has imported what they run and held nothing of what they are given.
+"""Forks confined children from a process that has imported the modules they run, but never held their inputs.
 
     python -P child_server.py DESCRIPTOR LEVEL READABLE MODULE...
 
-DESCRIPTOR is a seqpacket socket to the process that asks, with whose end this one ends; confined_children.py is its
-other side. READABLE, a JSON list, are the files and folders that children can read besides the base. A JSON message
-each: {children: [{function, limits, is_counted, descriptors, input, output}]} comes with the descriptors of all
-children in one row, and is answered by {pids, files, before} (meter.Meter) or {fault}. {end: true} kills what is
-left of them and is answered by {ended: [{status, cpu_s, is_over, word}]}, or by {fault} where a process outlives that.
+DESCRIPTOR is a seqpacket socket to the calling process (confined_children.py); this process ends when the caller does.
+READABLE, a JSON list, names files and folders that children can read in addition to the base. Messages are JSON.
+{children: [{function, limits, is_counted, descriptors, input, output}]} comes with the descriptors of all children in
+order; the reply is {pids, counted_in, before} (control_group.Meter) or {fault}. {end: true} kills the children and all
+processes left of them; the reply is {ended: [{status, cpu_s, is_over, word}]}, or {fault} if a process survives.
 
 A child holds neither the socket nor a descriptor of another child, and runs nothing before it is confined. It finds no
-module of this package: those that it runs have been imported, and are taken out of sys.modules.
+module of this package: the modules that it runs have been imported, and are removed from sys.modules.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from areal_jax.workers.sandbox.landlock import close_range
 
 _ROOT = sys.path[0]
 MOST_DESCRIPTORS, MESSAGE_BYTES = 64, 2**16  # of one message
-CONFINED = 'ok'  # the word of a child
+CONFINED = 'ok'  # the word of a child that is confined
 _LARGEST_DESCRIPTOR = 2**31 - 1
 _USERS_APART = 10_000  # between the users that two children of root become
 _CONFINE_S = 10.0  # a child needs milliseconds for it, on a machine with a processor to spare
-_KILL_S = 3.0  # a process that outlives SIGKILL by so long is stuck in the kernel
+_KILL_S = 3.0  # a process that is alive this long after SIGKILL is stuck in the kernel
 _PAUSE_S = 0.0002
 _COUNT_S = 1.0  # between two counts of the user's threads, for which all of /proc is read
 _Message = dict  # of JSON
@@ -66,10 +66,10 @@ _Message = dict  # of JSON
 
 @dataclasses.dataclass
 class _Order:
-    """What a child is to be: made before the first fork, since whatever a fork does copies pages."""
+    """The setup of one child: made before the first fork, since all work of a fork copies pages."""
 
     function: Callable[..., object]
-    handed: list[int]  # descriptors, which the function gets
+    handed: list[int]  # descriptors that the function gets
     streams: list[int | None]  # stdin and stdout; None = the null device
     confinement: Confinement
     is_counted: bool
@@ -77,7 +77,7 @@ class _Order:
 
 @dataclasses.dataclass
 class _Child:
-    """One child; on `told` it says CONFINED, or why it is not, before it runs anything."""
+    """One child; it writes CONFINED, or the error, to `told` before it runs anything."""
 
     pid: int
     told: int
@@ -101,12 +101,12 @@ class _Server:
         self._null = os.open(os.devnull, os.O_RDWR)
 
     def serve(self) -> None:
-        """Until the other side closes the socket."""
+        """Serves messages until the other side closes the socket."""
         while True:
             data, descriptors, *_ = socket.recv_fds(self._control, MESSAGE_BYTES, MOST_DESCRIPTORS)
             try:
                 if not data:
-                    self._end()  # what they have forked does not end with them
+                    self._end()  # their own forks do not end with them
                     if self._group:
                         self._group.close()
                     return
@@ -165,27 +165,27 @@ class _Server:
             os._exit(code)
 
     def _begin_count(self, orders: Sequence[_Order]) -> None:
-        """Only the first child is counted. Raises OSError."""
+        """Prepares the group for the first child, the only one that is counted. Raises OSError."""
         if self._group and orders[0].is_counted:
             confinement = orders[0].confinement
             self._group.bound(confinement.memory_bytes, confinement.processes)
             self._before = self._group.read_used()
 
     def _end_count(self, child: _Child) -> None:
-        """What all processes of a child used, by its group. Raises OSError."""
+        """Reads the usage of all processes of a counted child from its group. Raises OSError."""
         if self._group and child.is_counted:
             used = self._group.read_used()
             child.cpu_s, child.is_over = used.cpu_s - self._before.cpu_s, used.kills > self._before.kills
 
     def _count_own(self) -> None:
-        """The run may have more threads by now; they count in the limit of a child of the same user."""
+        """Counts the user's threads anew: the run may have more now, and they count in the limit of its children."""
         if self._confinement.uid is None and time.monotonic() - self._counted_s > _COUNT_S:
             self._own_processes, self._counted_s = count_own(), time.monotonic()
             if self._prepared:
                 self._prepared = dataclasses.replace(self._prepared, own_processes=self._own_processes)
 
     def _hand_over(self, order: _Order, writer: int) -> None:
-        """Closes all but the streams of the child and its own descriptors."""
+        """Makes this process the child: a new session, its group and streams, and no other descriptors but its own."""
         os.setsid()
         if self._group and order.is_counted:
             self._group.enter()
@@ -194,7 +194,7 @@ class _Server:
         close_others([writer, *order.handed] + ([self._prepared.ruleset] if self._prepared else []))
 
     def _confine(self, confinement: Confinement, told: int) -> bool:
-        """Confines this process, and says on `told` whether it is."""
+        """Confines this process and writes the outcome to `told`; returns whether it is confined."""
         try:
             if self._prepared is None:
                 set_limits(confinement, self._own_processes)
@@ -226,9 +226,10 @@ class _Server:
 
 
 def _await_words(children: Iterable[_Child]) -> list[str]:
-    """What the children say of their confinement; '' of one that ended before, or says nothing for too long.
+    """The children's words on their confinement; '' for a child that ended before, or is silent for too long.
 
-    The other child of a check may end it before this one is confined: a kill at that moment would look like a fault.
+    Waits, because the other child of a check may end it before this one is confined: a kill then would look like a
+    fault.
     """
     end_s = time.monotonic() + _CONFINE_S
     words = []
@@ -241,7 +242,7 @@ def _await_words(children: Iterable[_Child]) -> list[str]:
 
 
 def _kill_all(children: dict[int, _Child]) -> bool:
-    """Waits until this process has no child, orphans of its children included; False where one cannot be killed."""
+    """Kills the children; waits until this process has no child or adopted orphan. False if one cannot be killed."""
     for pid in children:
         for kill in (os.killpg, os.kill):  # it may not lead its group yet
             with contextlib.suppress(ProcessLookupError):
@@ -255,7 +256,7 @@ def _kill_all(children: dict[int, _Child]) -> bool:
 
 
 def _reap(children: dict[int, _Child]) -> bool:
-    """Waits for those that have ended; False if there are no others."""
+    """Reaps the children that have ended; False if no child is left."""
     try:
         while True:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -265,14 +266,14 @@ def _reap(children: dict[int, _Child]) -> bool:
             if pid in children:
                 children[pid].status = status
                 children[pid].cpu_s += used_s
-            elif children:  # an orphan: of the answer, which is the first
+            elif children:  # an orphan: it belongs to the answer, the first child
                 next(iter(children.values())).cpu_s += used_s
     except ChildProcessError:
         return False
 
 
 def close_others(kept: Sequence[int]) -> None:
-    """Closes all descriptors of this process but the standard streams and these."""
+    """Closes all descriptors of this process except the standard streams and `kept`."""
     first = 3
     try:
         for descriptor in [*sorted(kept), _LARGEST_DESCRIPTOR]:
@@ -282,15 +283,15 @@ def close_others(kept: Sequence[int]) -> None:
     except OSError:  # the kernel has no such call, or a filter refuses it
         for descriptor in map(int, os.listdir('/proc/self/fd')):
             if descriptor > 2 and descriptor not in kept:
-                with contextlib.suppress(OSError):  # that of the listing itself
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself
                     os.close(descriptor)
 
 
 def _forget_package() -> None:
-    """What a child imports from now on is of the interpreter, and never of this package."""
+    """Makes a child import from the interpreter from now on, and never from this package."""
     for name in [name for name in sys.modules if name.partition('.')[0] == FOLDER.name]:
         del sys.modules[name]
-    sys.path.remove(_ROOT)  # the first: where the package is installed it is a folder of packages too
+    sys.path.remove(_ROOT)  # the first entry only: if the package is installed, this is also site-packages, which stays
     sys.path_importer_cache.clear()  # it knows the files of each folder
     linecache.clearcache()
     sys.modules['__main__'] = types.ModuleType('__main__')
@@ -298,13 +299,13 @@ def _forget_package() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Imports the modules, says {ready}, and serves."""
+    """Imports the modules, reports {ready}, and serves."""
     descriptor, level, readable, *modules = arguments
     adopt_orphans()
     with keep_hooks():
         imported = {module: importlib.import_module(module) for module in modules}
     for module in imported.values():
-        # a fork copies each page that it writes to, and code that ran before writes less
+        # a fork copies each page that it writes to; code that has run before the fork writes less
         getattr(module, 'warm_up', lambda: None)()
     control = socket.socket(fileno=int(descriptor))
     try:

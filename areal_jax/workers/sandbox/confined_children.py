@@ -1,6 +1,6 @@
-"""Confined child processes, from the side of the process that asks for them: what they get, and how they ended.
+"""The caller's side of confined child processes: what they get, and how they ended.
 
-They are forks of a server of its own (child_server.py), so that they hold nothing of the caller's memory.
+They are forks of a separate server (child_server.py), so that they hold nothing of the caller's memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from areal_jax.workers.sandbox.control_group import Meter, Used
 SERVER = str(pathlib.Path(__file__).with_name('child_server.py'))
 _START_S = 60.0  # it imports modules
 _REPLY_S = 20.0  # a fork, or the end of some processes
-# of an answer that computes with numpy: as many as cores would meet the bound of its processes on a large machine
+# for an answer that computes with numpy: a thread per core would exceed the bound on processes on a large machine
 _THREADS = {'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
 
 
 class ServerLostError(Exception):
-    """No child can be had, or be told apart from what is left of it: nothing is known about the code that it ran."""
+    """Raised if a child cannot be started, or cannot be ended: nothing is known about the code that it ran."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Child:
 
     Args:
       function: 'module:name' of a module that the server imported; it is called with the descriptors in order.
-      descriptors: that it gets; the caller's stay open.
-      limits: fields of confinement.Confinement, memory_bytes among them.
-      is_counted: memory and processor time count over all its processes (`ConfinedChildren.meter`); the first child of
-        a message alone.
-      input, output: which of the descriptors is its stdin and stdout, which the function does not get; None = the null
+      descriptors: that the child gets copies of; the caller's stay open.
+      limits: fields of confinement.Confinement, including memory_bytes.
+      is_counted: whether memory and CPU time count over all its processes (`ConfinedChildren.meter`); only the first
+        child of a message can be counted.
+      input, output: the descriptors that become its stdin and stdout, which the function does not get; None = the null
         device.
     """
 
@@ -56,12 +56,12 @@ class Child:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a child ended.
+    """The end of a child.
 
     Args:
-      status: of its wait.
-      cpu_s: CPU seconds of it and of those it waited for; of one that is counted, of all its processes.
-      is_over: its processes had more memory than its bound, for which the kernel killed one of them, or all were ended.
+      status: its wait status.
+      cpu_s: CPU seconds of the child and of the processes it waited for; if it is counted, of all its processes.
+      is_over: its processes exceeded its memory bound, so the kernel killed one of them, or all were ended.
     """
 
     status: int
@@ -70,12 +70,12 @@ class Ended:
 
 
 class ConfinedChildren:
-    """A server of children, which forks some at a time; `start` and `end` take turns.
+    """A server of children, which forks several at a time; calls of `start` and `end` alternate.
 
     Args:
       level: 'landlock', or 'none' for limits alone.
-      modules: that the server imports before it forks.
-      readable: files and folders that the children can read besides the base (packages.find_packages).
+      modules: modules that the server imports before it forks.
+      readable: files and folders that the children can read in addition to the base (packages.find_packages).
     """
 
     def __init__(self, level: str, modules: Sequence[str], readable: Sequence[str] = ()):
@@ -89,11 +89,11 @@ class ConfinedChildren:
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._control = ours
-        self.group = str(self._await_reply(_START_S)['group'])  # what bounds an answer: a kind of control group, or ''
+        self.group = str(self._await_reply(_START_S)['group'])  # the kind of control group that bounds an answer, or ''
         self.meter = Meter(self.pid, ())
 
     def start(self, children: Sequence[Child]) -> list[int]:
-        """The pids of the children, each of which leads a session. Raises ServerLostError."""
+        """Starts the children and returns their pids; each child leads a session. Raises ServerLostError."""
         words = [
             {
                 'function': child.function, 'limits': dict(child.limits), 'descriptors': len(child.descriptors),
@@ -109,9 +109,9 @@ class ConfinedChildren:
         return pids
 
     def end(self) -> list[Ended]:
-        """Kills the children and what they started, and tells how each ended.
+        """Kills the children and all processes they started; returns how each child ended.
 
-        Raises ServerLostError, also where a child could not be confined.
+        Raises ServerLostError, also if a child could not be confined.
         """
         ended = self._ask({'end': True})['ended']
         for child in ended:
@@ -133,7 +133,7 @@ class ConfinedChildren:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """The pid of the server."""
         return self._process.pid
 
     def _ask(self, message: JsonObject, descriptors: Sequence[int] = ()) -> JsonObject:
@@ -162,7 +162,7 @@ class ConfinedChildren:
 
 
 def hand_text(text: bytes) -> int:
-    """A descriptor from which a child reads this text to its end."""
+    """Returns a descriptor from which a child reads this text to its end."""
     descriptor = os.memfd_create('text', os.MFD_CLOEXEC)
     os.write(descriptor, text)
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -1,7 +1,7 @@
-"""Confines the calling process: limits, another user, Landlock, and a filter of system calls, in this order.
+"""Confines the calling process by limits, another user, Landlock, and a filter of system calls, in this order.
 
-What it stops is code that a model wrote, and no exploit of the kernel. Descriptors that are open stay open, memory of
-the process stays readable, and what it is told over its pipes it can answer as it likes.
+This stops code that a model wrote, but no exploit of the kernel. Open descriptors stay open, memory of the process
+stays readable, and the process can answer messages on its pipes as it likes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ALLOWED: Mapping[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 
 
-# A filter of system calls for what Landlock does not govern: all are refused but those of system_calls.ALLOWED.
+# A filter of system calls for what Landlock does not govern: it refuses every call that is not in ALLOWED.
 
 
 # AUDIT_ARCH_*: a process that has switched to another architecture has other numbers
@@ -94,8 +94,8 @@ _REFUSED: _Rule = [_REFUSE]
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
 _UNIX, _STREAM, _SEQPACKET, _KINDS = 1, 1, 5, 0xF  # of sockets; a datagram of a pair reaches any socket with a path
 _SET_NAME, _GET_NAME, _SET_VMA = 15, 16, 0x53564D41  # prctl: names of threads and of memory
-_SET_LEASE, _NOTIFY, _SET_PIPE_SIZE = 1024, 1026, 1031  # fcntl: they stop, or use up, what others have
-_HUGE_FILE, _HUGE_MAP = 0x4, 0x40000  # memfd_create, mmap: of pages that the machine keeps for somebody
+_SET_LEASE, _NOTIFY, _SET_PIPE_SIZE = 1024, 1026, 1031  # fcntl: they block other processes, or use up what others need
+_HUGE_FILE, _HUGE_MAP = 0x4, 0x40000  # memfd_create, mmap: pages that the machine has reserved
 
 
 class _Instruction(ctypes.Structure):
@@ -107,7 +107,7 @@ class _Program(ctypes.Structure):
 
 
 def install() -> None:
-    """This thread and what it starts get EPERM for all but ALLOWED. Needs PR_SET_NO_NEW_PRIVS; raises OSError."""
+    """Gives this thread and its children EPERM for all calls not in ALLOWED. Needs NO_NEW_PRIVS; raises OSError."""
     program = assemble()
     if load_libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), 0, 0) != 0:
         number = ctypes.get_errno()
@@ -116,13 +116,13 @@ def install() -> None:
 
 @functools.cache
 def assemble() -> _Program:
-    """The filter as the kernel takes it; a process that forks many confined ones assembles it once."""
+    """The filter as the kernel takes it, cached: a process that forks many confined children assembles it once."""
     instructions = [_Instruction(*one) for one in build(platform.machine())]
     return _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
 
 
 def build(machine: str) -> Iterator[_Fields]:
-    """The instructions for one of MACHINES: code, jumps where it holds and where not, value."""
+    """The instructions for one of MACHINES: code, jump if true, jump if false, value."""
     yield _LOAD, 0, 0, _ARCH
     yield _IF_EQUAL, 1, 0, MACHINES[machine]
     yield _RETURN, 0, 0, _KILL
@@ -131,12 +131,12 @@ def build(machine: str) -> Iterator[_Fields]:
 
 
 def _list_spans(machine: str) -> list[tuple[int, _Rule]]:
-    """The first number of each row of calls with the same rule, and the rule; the first is 0."""
+    """Spans of consecutive calls with the same rule: (first number, rule). The first span begins at 0."""
     column = list(MACHINES).index(machine)
     rules = {numbers[column]: _RULES.get(name, _ALLOWED) for name, numbers in ALLOWED.items()}
     known = {number: rule for number, rule in rules.items() if number is not None}
     spans: list[tuple[int, _Rule]] = []
-    for number in range(max(known) + 2):  # the last row has no end: x32 lies in it
+    for number in range(max(known) + 2):  # the last span has no end: it covers x32
         rule = known.get(number, _REFUSED)
         if not spans or spans[-1][1] is not rule:
             spans.append((number, rule))
@@ -144,7 +144,7 @@ def _list_spans(machine: str) -> list[tuple[int, _Rule]]:
 
 
 def _search(spans: Sequence[tuple[int, _Rule]]) -> _Rule:
-    """By halves: the kernel runs a new filter for each number that there is."""
+    """Finds the span by halving: the kernel runs a new filter once for every call number."""
     if len(spans) == 1:
         return spans[0][1]
     lower, upper = spans[: len(spans) // 2], spans[len(spans) // 2 :]
@@ -168,7 +168,7 @@ def _pair_of_streams() -> _Rule:
     return [(_LOAD, 0, 0, _FIRST), (_IF_EQUAL, 1, 0, _UNIX), _REFUSE, *of_kind]
 
 
-# of arguments; the low halves of those that are int, and of flags
+# on arguments: on the low halves of those that are int, and of flags
 _RULES: dict[str, _Rule] = {
     'clone': _refuse_bits(_FIRST, _NEW_NAMESPACES),
     # glibc falls back to clone for this error alone; with EPERM no thread starts
@@ -184,31 +184,31 @@ _RULES: dict[str, _Rule] = {
 
 LANDLOCK, BUBBLEWRAP = CONFINING = 'landlock', 'bubblewrap'  # task.sandbox
 _NO_NEW_PRIVILEGES = 38  # prctl
-# of Landlock: from the first on files outside cannot be emptied, from the second on no process outside gets a signal
+# of Landlock: since the first, files outside cannot be emptied; since the second, processes outside get no signal
 _TRUNCATE_ABI, _SIGNALS_ABI = 3, 6
 _NULL = '/dev/null'
 _FIRST_KILLED = b'1000'  # oom_score_adj
 _USERS_OF_MACHINE = 'user:[4026531837]'  # linux/proc_ns.h; RLIMIT_NPROC counts in each namespace by itself
-_ROOT_BECOMES, _MANY = 60_001, 4_000  # users that nothing else has
+_ROOT_BECOMES, _MANY = 60_001, 4_000  # uids that nothing else uses
 
 
 class SandboxError(UserError):
-    """No process can be confined here, or not as asked."""
+    """Raised if no process can be confined here, or not as requested."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Confinement:
-    """What a process can use.
+    """The resources that a process can use.
 
     Args:
-      readable: files and folders that can be read and executed, besides readable.list_base.
+      readable: files and folders that can be read and executed, in addition to landlock.list_base.
       work: a folder that can be written, without a bound on the number of its files; '' = none.
-      memory_bytes: of address space; 0 = no bound of its own.
+      memory_bytes: of address space; 0 = not bounded here.
       file_bytes: of a file.
-      processes: besides those that its user has already, threads included.
+      processes: in addition to those that its user already has; threads count.
       cpu_s: of CPU time; 0 = no bound.
-      uid: that root becomes, one that nothing else uses; None = the user stays.
-      level: of CONFINING, that the process runs at; BUBBLEWRAP has made files outside read-only already.
+      uid: the uid that root changes to, which nothing else uses; None = the user stays.
+      level: the level of CONFINING at which the process runs; BUBBLEWRAP has already made files outside read-only.
     """
 
     readable: tuple[str, ...] = ()
@@ -223,26 +223,26 @@ class Confinement:
 
 
 def choose_confinement(memory_bytes: int, level: str = LANDLOCK, readable: Sequence[str] = ()) -> Confinement:
-    """For this process: root becomes a user of its own, another user stays."""
+    """The confinement for this process: root becomes a separate user, another user stays."""
     uid = _ROOT_BECOMES + (os.getpid() + _number_processes()) % _MANY if os.getuid() == 0 else None
     return Confinement(uid=uid, memory_bytes=memory_bytes, level=level, readable=tuple(readable))
 
 
 def _number_processes() -> int:
-    """Of the namespace of processes: pids are small in each of them, where users of root's children must differ."""
+    """The number of the pid namespace: pids are small in each of them, but users of root's children must differ."""
     namespace = '/proc/self/ns/pid'
     return os.stat(namespace).st_ino if os.path.exists(namespace) else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """What is the same for all children of a process that are confined alike.
+    """State that all children of a process with the same confinement share.
 
     Args:
       ruleset: a descriptor of Landlock's rules.
-      own_processes: of this user at the time, beside which a child may have its own; 0 for root.
+      own_processes: the user's processes at the time, which do not count against a child; 0 for root.
 
-    A signal of it is ignored from then on, by its forks too: that of a write beyond the limit.
+    After `prepare`, the process and its forks ignore SIGXFSZ, the signal of a write beyond the file limit.
     """
 
     ruleset: int
@@ -250,7 +250,7 @@ class Preparation:
 
 
 def prepare(confinement: Confinement) -> Preparation:
-    """For the children that a process forks; without a folder to work in. Raises SandboxError."""
+    """Prepares the confinement of the children that a process forks, without a work folder. Raises SandboxError."""
     abi = require_support(confinement)
     assemble()
     ignore_file_limit()
@@ -262,10 +262,10 @@ def prepare(confinement: Confinement) -> Preparation:
 
 
 def confine(confinement: Confinement, prepared: Preparation | None = None) -> None:
-    """Takes nothing back: for a child that leads its session and has one thread.
+    """Confines this process irrevocably: for a child that leads its session and has one thread.
 
-    `prepared`: by the process that forked this one. Raises SandboxError; the caller ends the process then, which may be
-    confined in part.
+    `prepared`: by the process that forked this one. Raises SandboxError; the process may then be confined in part, and
+    the caller ends it.
     """
     if prepared is None:
         prepared = prepare(confinement)
@@ -284,7 +284,7 @@ def confine(confinement: Confinement, prepared: Preparation | None = None) -> No
             os.setresuid(*[confinement.uid] * 3)
         if landlock.load_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        die_with_parent()  # a change of user takes it back, and the filter refuses it
+        die_with_parent()  # a change of user would reset it, and the filter would refuse it
         landlock.enter(prepared.ruleset)
         os.close(prepared.ruleset)
         install()
@@ -297,7 +297,7 @@ def _failed(error: OSError) -> SandboxError:
 
 
 def require_support(confinement: Confinement) -> int:
-    """The ABI of Landlock; raises SandboxError that names what this machine lacks."""
+    """Returns the ABI of Landlock; raises a SandboxError that names what this machine lacks."""
     if sys.platform != 'linux' or platform.machine() not in MACHINES:
         here, machines = f'{sys.platform} on {platform.machine()}', ' and '.join(MACHINES)
         raise SandboxError(f'code is confined on Linux on {machines}, and this is {here}')
@@ -322,14 +322,14 @@ def require_support(confinement: Confinement) -> int:
 
 
 def ignore_file_limit() -> None:
-    """A write beyond the limit of a file raises OSError, in this process and in its forks."""
+    """Makes a write beyond the file limit raise OSError, in this process and in its forks."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
 def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
-    """The limits alone, which stop accidents and no attempt; those of `own_processes` are allowed beside.
+    """Sets resource limits only: they stop accidents, not attacks. `own_processes` additional processes are allowed.
 
-    For a process that ignores the signal (`ignore_file_limit`). Raises OSError.
+    For a process that ignores SIGXFSZ (`ignore_file_limit`). Raises OSError.
     """
     limits = {
         resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: confinement.file_bytes,
@@ -347,19 +347,19 @@ def set_limits(confinement: Confinement, own_processes: int = 0) -> None:
 
 
 def count_own() -> int:
-    """Threads of this user, which count in its RLIMIT_NPROC."""
+    """The number of threads of this user, which count in its RLIMIT_NPROC."""
     own, found, namespace = os.getuid(), 0, _name_users()
     for name in filter(str.isdecimal, os.listdir('/proc')):
         try:
             if os.stat(f'/proc/{name}').st_uid == own and namespace in ('', _name_users(name)):
                 found += len(os.listdir(f'/proc/{name}/task'))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found
 
 
 def _name_users(process: str = 'self') -> str:
-    """The namespace of users of a process; '' for that of the machine. A process of another one raises OSError."""
+    """The user namespace of a process; '' for the machine's. Raises OSError for a process of another user."""
     found = os.readlink(f'/proc/{process}/ns/user')
     return '' if found == _USERS_OF_MACHINE else found
 
@@ -373,42 +373,42 @@ def _list_rules(confinement: Confinement) -> dict[str, landlock.Access]:
     return rules | ({confinement.work: landlock.READ | landlock.CHANGE} if confinement.work else {})
 
 
-# The levels of task.sandbox that confine: how a command is started at each, and what else it has.
+# The levels of task.sandbox that confine: how each of them starts a command, and its other properties.
 #
-# A new level is an entry here, a module of its own, and its name in config/agent_fields.py and confinement.py, by
-# which the process that it starts confines itself.
+# A new level is an entry here, a new module, and its name in config/agent_fields.py and confinement.py, by which the
+# process that it starts confines itself.
 
 
 PROGRAM = 'bwrap'
-NAMESPACES = ('mnt', 'net', 'ipc', 'uts')  # that the command has to itself; where /proc can be mounted also 'pid'
+NAMESPACES = ('mnt', 'net', 'ipc', 'uts')  # separate for the command; also 'pid' if /proc can be mounted
 _VIEW = ('--ro-bind', '/', '/', '--dev', '/dev')
 _OWN = ('--unshare-net', '--unshare-ipc', '--unshare-uts', '--unshare-cgroup-try')
 _PROCESSES, _PROC_OF_MACHINE = ('--unshare-pid', '--proc', '/proc'), ('--bind', '/proc', '/proc')
 _ENDS = ('--die-with-parent', '--new-session')
-# of root, until a confined process becomes another user: that change, a kill of that user, and its files
+# of root, until a confined process changes its user: for that change, to kill that user's processes, for its files
 _CAPABILITIES = ('CAP_SETUID', 'CAP_SETGID', 'CAP_KILL', 'CAP_CHOWN', 'CAP_DAC_OVERRIDE')
-_NO_PROC = 'mount proc'  # in what bwrap says where a container has covered parts of /proc
+_NO_PROC = 'mount proc'  # in the error of bwrap if a container has covered parts of /proc
 LONGEST_S = 20.0
 
 
 def wrap_bubblewrap(command: Sequence[str], writable: Sequence[str]) -> list[str]:
-    """The command line that starts the command inside; see levels.wrap_command.
+    """Returns the command line that starts the command inside; see wrap_command.
 
-    The first process has another pid inside, and the one outside ends when the thread that starts it ends. Raises
-    SandboxError that says why bubblewrap does not run here.
+    The command has another pid inside; the process outside ends when the thread that started it ends. Raises a
+    SandboxError with the reason if bubblewrap does not run here.
     """
     folders = [word for folder in writable for word in ('--bind', folder, folder)]
     return [*_find_prefix(os.environ.get('PATH', '')), *folders, '--', *command]
 
 
 def has_own_processes(wrapped: Sequence[str]) -> bool:
-    """Whether the command of `wrap_bubblewrap` has pids of its own."""
+    """Whether the command of `wrap_bubblewrap` has a separate pid namespace."""
     return _PROCESSES[0] in wrapped
 
 
 @functools.cache
 def _find_prefix(path: str) -> tuple[str, ...]:
-    """The words before the command, which bwrap has taken here once; `path` is the PATH."""
+    """The words before the command, with which bwrap has worked here once; `path` is the PATH."""
     program = shutil.which(PROGRAM, path=path)
     if program is None:
         raise SandboxError(
@@ -426,14 +426,14 @@ def _find_prefix(path: str) -> tuple[str, ...]:
 
 
 def _choose_user() -> list[str]:
-    """Root keeps its users, so that it can become another one; an ordinary user gets a namespace of its own alone."""
+    """Root keeps all users, so that it can become another one; an ordinary user gets a namespace with only itself."""
     if os.getuid() != 0:
         return ['--unshare-user']
     return ['--cap-drop', 'ALL', *(word for name in _CAPABILITIES for word in ('--cap-add', name))]
 
 
 def _try(prefix: Sequence[str]) -> str:
-    """What it says when it fails; '' where it starts a command."""
+    """Starts an empty command; returns the error, '' if it works."""
     command = [*prefix, '--', sys.executable, '-I', '-S', '-c', '']
     try:
         done = subprocess.run(
@@ -452,10 +452,10 @@ def _try(prefix: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """An entry of the table."""
+    """An entry of LEVELS."""
 
     wrap: Callable[[Sequence[str], Sequence[str]], list[str]]  # (command, folders that can be written) -> command line
-    has_namespaces: bool = False  # the command does not share those of the machine
+    has_namespaces: bool = False  # the command has separate namespaces
 
 
 LEVELS: Mapping[str, Level] = {
@@ -465,14 +465,14 @@ LEVELS: Mapping[str, Level] = {
 
 
 def wrap_command(level: str, command: Sequence[str], *, writable: Sequence[str] = ()) -> list[str]:
-    """The command line that starts the command at the level; at 'none' the command itself.
+    """Returns the command line that starts the command at the level; at 'none' the command itself.
 
-    Descriptors, environment and working directory pass, and so does the exit code.
+    Descriptors, environment, working directory and exit code are passed through.
 
     Args:
       level: of confinement.CONFINING, or 'none'.
-      writable: folders that can be written inside as outside.
+      writable: folders that stay writable inside.
 
-    Raises SandboxError that says why the level does not work here.
+    Raises a SandboxError with the reason if the level does not work here.
     """
     return LEVELS[level].wrap(command, writable) if level in LEVELS else list(command)

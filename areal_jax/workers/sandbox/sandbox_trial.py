@@ -1,7 +1,7 @@
-"""A short list of attempts that a confined process makes at the start of a run: what passes would pass later.
+"""The self-test of a sandbox at the start of a run: an attempt that succeeds now would also succeed later.
 
-`try_sandbox` runs it in a process of its own, since it forks: python -m areal_jax.workers.sandbox.sandbox_trial GIVEN.
-GIVEN is JSON: {level, namespaces, packages}; namespaces are those of the caller, which bubblewrap must have left.
+`try_sandbox` runs it in a separate process, since it forks: python -m areal_jax.workers.sandbox.sandbox_trial GIVEN.
+GIVEN is JSON: {level, namespaces, packages}; `namespaces` are the caller's, which bubblewrap must have left.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _NOT_PRELOADED = ('colorsys', '_zoneinfo')  # of the standard library: a file of
 
 
 class SandboxRecord(TypedDict):
-    """What the self-test of a sandbox found, for the report of a run."""
+    """The findings of a sandbox's self-test, for the report of a run."""
 
     level: str  # of confinement.CONFINING, or 'none': nothing confines
-    landlock_abi: int | None  # None at the level 'none', as the next
-    user: int | None  # uid of confined code; of root's it is another one for each process
-    own_processes: bool  # it sees no process of others: bubblewrap, where /proc can be mounted
-    refused: list[str]  # what was attempted in vain
-    allowed: list[str]  # what must work, and did
-    runners: NotRequired[list[str]]  # what runs the code that it confines; absent = the scorer alone
+    landlock_abi: int | None  # None at the level 'none', like `user`
+    user: int | None  # uid of confined code; under root, each process has another one
+    own_processes: bool  # it sees no process of others: bubblewrap, if /proc can be mounted
+    refused: list[str]  # attempts that failed, as they must
+    allowed: list[str]  # attempts that must work, and did
+    runners: NotRequired[list[str]]  # the parts that run confined code; absent = the scorer alone
     # what counts memory and CPU time of an answer over its processes: the kind of its control group, or '' = their sum
     group: NotRequired[str]
 
 
 def try_sandbox(level: str, packages: tuple[str, ...] = ()) -> SandboxRecord:
-    """Confines a process as scorers are, and has it try to get out, and to import these packages.
+    """Confines a process like a scorer; the process tries to get out, and to import these packages.
 
-    Raises UserError for a package that is not there, and SandboxError that says what fails, and which levels work on
-    this machine.
+    Raises UserError for a package that is not installed, and a SandboxError that says what fails and which levels work
+    on this machine.
     """
     find_packages(packages)
     try:
@@ -73,7 +73,7 @@ def try_sandbox(level: str, packages: tuple[str, ...] = ()) -> SandboxRecord:
 
 
 def describe_sandbox(record: SandboxRecord) -> str:
-    """What confines the code that a scorer or a tool runs, and what the self-test tried: a sentence, or two."""
+    """Says in a sentence or two what confines the code that a scorer or a tool runs, and what the self-test tried."""
     if record['level'] not in CONFINING:
         return 'Nothing confines the code that the scorer runs.'
     runners = record.get('runners', ['the scorer'])
@@ -94,7 +94,7 @@ def _describe_count(record: SandboxRecord) -> str:
 
 
 def describe_unconfined() -> SandboxRecord:
-    """The record where code of a model runs at the level 'none'."""
+    """The record for code of a model that runs at the level 'none'."""
     return {
         'level': 'none', 'landlock_abi': None, 'user': None, 'own_processes': False, 'refused': [], 'allowed': []
     }  # fmt: skip
@@ -126,7 +126,7 @@ def _try_level(level: str, packages: tuple[str, ...]) -> SandboxRecord:
 
 
 def try_confinement(confinement: Confinement, packages: Sequence[str] = ()) -> SandboxRecord:
-    """Tries it out in a child, which imports these packages. Raises SandboxError that names what passed, or failed."""
+    """Runs the attempts and imports in a confined child. Raises a SandboxError that names what passed, or failed."""
     abi = require_support(confinement)
     imports = {f'import {name}': functools.partial(_import_package, name) for name in packages}
     controls: dict[str, Callable[[], object]] = {**_CONTROLS, **imports}
@@ -151,9 +151,9 @@ def try_confinement(confinement: Confinement, packages: Sequence[str] = ()) -> S
 
 
 def try_group() -> str:
-    """The kind of the control group that an answer gets here; '' = none can be made.
+    """The kind of control group that an answer gets here; '' = no group can be made.
 
-    Raises SandboxError for one that lets its processes have more memory together than its bound.
+    Raises SandboxError if the processes of a group can have more memory together than its bound.
     """
     group = make_group()
     if group is None:
@@ -161,7 +161,7 @@ def try_group() -> str:
     try:
         group.bound(_GROUP_BYTES, _MANY)
         before = group.read_used().kills
-        with contextlib.suppress(OSError):  # the kernel may kill the one that waits
+        with contextlib.suppress(OSError):  # the kernel may kill the process that waits
             _fork(functools.partial(_fill_memory, group))
         if group.read_used().kills == before:
             raise SandboxError('a control group was made, and its processes had more memory together than its bound')
@@ -171,7 +171,7 @@ def try_group() -> str:
 
 
 def _fill_memory(group: ControlGroup) -> None:
-    """In two processes of it, each of which has less than the bound."""
+    """Fills memory in two processes of the group, each of which stays below the bound."""
     group.enter()
     children = []
     for _ in range(2):
@@ -190,7 +190,7 @@ def _fill_memory(group: ControlGroup) -> None:
 
 
 def require_namespaces(outside: Mapping[str, int]) -> None:
-    """Raises SandboxError that names a namespace which bubblewrap left as it is outside."""
+    """Raises SandboxError if bubblewrap has not separated a namespace, or has not made files outside read-only."""
     inside = _find_namespaces()
     if shared := [name for name, number in outside.items() if inside[name] == number]:
         raise SandboxError(f'bubblewrap has made no namespace of its own for {", ".join(shared)}')
@@ -199,9 +199,9 @@ def require_namespaces(outside: Mapping[str, int]) -> None:
 
 
 def find_unreadable(paths: Sequence[str]) -> str:
-    """The first file or folder on the way to one of these that this process cannot read, or search; '' = there is none.
+    """The first file or folder on the way to one of `paths` that this process cannot read, or search; '' = none.
 
-    The kernel answers by the permissions alone, whatever Landlock allows.
+    The kernel checks the permissions alone, whatever Landlock allows.
     """
     for path in paths:
         parts = [path]
@@ -256,7 +256,7 @@ def _fork_many() -> None:
 
 
 def _import_more() -> None:
-    """What this process has not imported yet, as confined code does."""
+    """Imports modules that this process has not imported yet, as confined code does."""
     try:
         for name in _NOT_PRELOADED:
             sys.modules.pop(name, None)
@@ -311,7 +311,7 @@ _CONTROLS: Mapping[str, Callable[[], object]] = {
 
 
 def _run_confined(confinement: Confinement, controls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    """By attempt, the error that it got; '' = it passed."""
+    """Runs the attempts in a confined child; returns the error of each attempt, '' = it passed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -347,7 +347,7 @@ def _try(attempt: Callable[[], object]) -> str:
 
 
 def main(given: str) -> int:
-    """Prints the record of the level, or why nothing is confined, and returns the exit code."""
+    """Prints the record of the level, or the reason why nothing is confined; returns the exit code."""
     asked = json.loads(given)
     level = asked['level']
     try:
