@@ -190,7 +190,7 @@ class Limit:
     ideal: float | None
     achieved: float | None  # window seconds / updates
     ideal_rule: str
-    bound: str  # name of the quantity that is the ideal: a lane, 'generate alone', 'CPU seconds / cores'; '' without one
+    bound: str  # the quantity that is the ideal: a lane, 'generate alone', 'CPU seconds / cores'; '' without one
     cause: str  # of the gap between achieved and ideal, one sentence
 
 

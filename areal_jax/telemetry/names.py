@@ -2,7 +2,7 @@
 
 A name has the form `stage/quantity_unit`. A Metric is a string and can be used as a key directly. Counts are since the
 last update unless the description says otherwise. Each metric has one producer; `metrics.merge` refuses a second one.
-Trained tokens are the tokens in the loss; an update without any has no metrics of them.
+Trained tokens are the tokens in the loss; an update without trained tokens lacks the metrics on them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 
 def age_ranges(ages: np.ndarray) -> np.ndarray:
-    """int64, of the shape of `ages`: the number of the range of each age >= 0, from 0."""
+    """The number of each age's range, from 0: int64 in the shape of `ages`, which are >= 0."""
     return np.where(ages < 1, 0, 1 + np.ceil(np.log2(np.maximum(ages, 1)))).astype(np.int64)
 
 
 def range_label(number: int) -> str:
-    """'0', '1', '2', '3-4', '5-8', ... of the range with this number."""
+    """The label of range `number`: '0', '1', '2', '3-4', '5-8', ..."""
     if number < 3:
         return str(number)
     return f'{2 ** (number - 2) + 1}-{2 ** (number - 1)}'
@@ -55,12 +55,12 @@ AUDIT_DISAGREEMENTS = Metric(
     'whose second comparison contradicts the reward; absent where none was compared',
 )
 
-CODE = 'code/'  # prefix of what follows and, before a label, of the share of the scored answers; since the last update
+CODE = 'code/'  # prefix of the next three and, before a label, of its share of scored answers; since the last update
 CODE_CPU = Metric('code/cpu_s', 's', 'CPU seconds of the check of an answer of code, in the mean')
 CODE_WALL = Metric('code/wall_s', 's', 'wall seconds of such a check, in the mean')
 CODE_WAITING = Metric('code/waiting', 'answers', 'that waited for a worker when such an answer came, in the mean')
 
-FRICTION = 'friction/'  # prefix of what follows; with frictions only (section `friction`), of the batch
+FRICTION = 'friction/'  # prefix of the next four; only with frictions (section `friction`); of the batch
 FRICTION_ACTOR = Metric('friction/actor', 'answers', 'that a friction of the actor met')
 FRICTION_REWARD = Metric('friction/reward', 'answers', 'whose reward was drawn from the range of the batch')
 FRICTION_UNREWARDED = Metric('friction/unrewarded', 'answers', 'to prompts that never pay')
@@ -123,7 +123,7 @@ TOKENS_PREFILLED = Metric('tokens/prefilled', 'tokens', 'tokens of prompts prefi
 TOKENS_REBUILT = Metric(
     'tokens/rebuilt', 'tokens', 'tokens of interrupted or preempted answers, with their prompts, computed again'
 )
-# What became of the tokens of the batch, for telemetry/token_ledger.py: each a list of the tokens of age 0, 1, ...
+# The batch's tokens by fate, for telemetry/token_ledger.py: each metric is a list of the tokens of age 0, 1, ...
 TRAINED_BY_AGE = Metric('ledger/trained_by_age', 'tokens', 'list: in the loss of an optimizer step that was applied')
 FILTERED_BY_AGE = Metric('ledger/filtered_by_age', 'tokens', 'list: of groups that were left out for equal rewards')
 MASKED_BY_AGE = Metric('ledger/masked_by_age', 'tokens', 'list: kept out of the loss for their age')
@@ -184,7 +184,7 @@ HELD_OUT_MARGIN = Metric('held_out/margin', 'nats', 'beta times by how much it i
 HELD_OUT_LOSS = Metric('held_out/preference_loss', 'nats', 'preference loss of these pairs')
 HELD_OUT_PAIRS = Metric('held_out/pairs', 'pairs', 'over which these are means')
 
-# of the evaluation beside training that ended last, in the row of the next update; TensorBoard has them at that version
+# of the last evaluation during training, in the row of the next update; TensorBoard has them at the evaluated version
 EVALUATION = 'evaluation/'  # prefix
 EVALUATION_VERSION = Metric('evaluation/version', 'updates', 'policy version that was evaluated beside training')
 GREEDY_ACCURACY = Metric('evaluation/greedy_accuracy', 'score', 'mean score of its greedy answers')
@@ -202,7 +202,7 @@ MISMATCH_MEAN = Metric('mismatch/mean_abs', 'nats', 'learner against engine log-
 MISMATCH_MAX = Metric('mismatch/max_abs', 'nats', 'largest of these differences')
 MISMATCH_EXACT = Metric('mismatch/exact_share', 'share', 'tokens whose two log-probs are the same float')
 MISMATCH_COUNT = Metric('mismatch/n', 'tokens', 'tokens compared')
-# with rollout.weights='int8' only, of the same tokens: learning/diagnostics/measurement.py
+# only with rollout.weights='int8'; over the same tokens: learning/diagnostics/measurement.py
 MISMATCH_KL = Metric('mismatch/kl', 'nats', 'KL of the quantized from the published policy, estimated as k - 1 - ln k')
 MISMATCH_SAMPLE_SIZE = Metric(
     'mismatch/effective_sample_size', 'share', '(Σw)²/(nΣw²) of w = published by quantized probability'
@@ -216,7 +216,7 @@ MISMATCH_OF_TURN = (
 )
 
 # prefix; what follows is a range of ages and tokens, effective_sample_size, clip_fraction or kl: as
-# the metrics loss/... of these names, of the trained tokens of these ages
+# the metrics loss/... of these names, over the trained tokens of these ages
 BY_AGE = 'by_age/'
 
 RATIO = 'ratio/'  # prefix of the split of the importance ratio, learning/diagnostics/ratio_split.py; nats
@@ -235,7 +235,7 @@ RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a 
 RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
 RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
 
-# with telemetry.energy='auto', since the last update: telemetry/energy_meters.py; evaluations beside training are in
+# with telemetry.energy='auto', since the last update, evaluations during training included: telemetry/energy_meters.py
 ENERGY = Metric(
     'energy/joules', 'J', 'of all below that are joules, modelled ones in the middle; absent where devices are left out'
 )
@@ -284,7 +284,7 @@ PREFIXES = (
     'loss/',
     'train/',
     'update/',
-)  # the learner names what it measures under the last three
+)  # the last three are prefixes of the learner's own metrics
 
 
 def is_declared(name: str) -> bool:

@@ -74,7 +74,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def join_tables(tables: Mapping[str, Table]) -> Table:
-    """One column per run, one row per cell of the tables; if a table has several columns, labels name row and column."""
+    """One column per run, one row per cell of the tables; with several columns, a label names row and column."""
     cells = {name: _cells(table) for name, table in tables.items()}
     labels = _in_order([list(of) for of in cells.values()])
     return Table(('', *tables), [(label, *(of.get(label, MISSING) for of in cells.values())) for label in labels])
