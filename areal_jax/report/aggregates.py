@@ -142,7 +142,7 @@ class Mismatch(MeanMax):
     exact_share: float | None  # tokens whose two log-probs are the same float
     n: int  # tokens
     by_engine: NotRequired[Mapping[str, EngineMismatch]]  # absent if one engine generated all tokens
-    quantized: NotRequired[QuantizedMismatch]  # absent where engines decode with the weights as published
+    quantized: NotRequired[QuantizedMismatch]  # absent if engines decode with the weights as published
 
 
 class QuantizedMismatch(TypedDict):

@@ -153,7 +153,7 @@ def work_rows(work: contents.EngineWork) -> list[tuple[str, str, str]]:
 
 
 def describe_attention(positions: contents.AttentionPositions | None) -> str:
-    """'1.21 of the positions needed'; '-' where none was counted."""
+    """'1.21 of the positions needed'; '-' if none was counted."""
     if positions is None or not positions['live']:
         return '-'
     return f'{positions["read"] / positions["live"]:.2f} of the positions needed'

@@ -192,14 +192,14 @@ _SEND, _STAGE = 'publish', 'load'  # kinds of work
 
 
 class PublicationRow(TypedDict):
-    """A version on its way to the engines; None where the channel or the log does not say."""
+    """A version on its way to the engines; None if the channel or the log does not say."""
 
     version: int
     channel: str | None
     record: str | None  # 'whole' or 'delta'
     bytes: int | None  # as sent
     changed: float | None  # share of the elements with other bits than in the version before
-    send_seconds: float | None  # on the learner's side, from the copy to what engines can fetch
+    send_seconds: float | None  # on the learner's side, from the copy until engines can fetch it
     stage_seconds: float | None  # of the slowest engine, while it decodes
     pause_seconds: float | None  # the longest of an engine
 

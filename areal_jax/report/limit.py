@@ -152,7 +152,7 @@ def _greedy(scores: Sequence[float]) -> Interval:
 
 
 def _sampled(scores: Sequence[Sequence[float]]) -> Interval | None:
-    """None where no answer was sampled."""
+    """None if no answer was sampled."""
     return _as_report(score_interval(scores)) if any(scores) else None
 
 
@@ -182,7 +182,7 @@ ONE_BY_ONE = 'generation and training, one after the other'
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Seconds of an update; None where nothing was measured."""
+    """Seconds of an update; None if nothing was measured."""
 
     generate: float | None  # lane seconds, mean over the engine lanes
     train: float | None  # lane seconds of the learner

@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 def write_report(
     workdir: pathlib.Path | str, facts: RunFacts, plots: bool = True, events: Sequence[Event] | None = None
 ) -> dict[str, object]:
-    """Write report.json, report.md, report.html, timeline.json and plots/ from what the work directory holds.
+    """Writes report.json, report.md, report.html, timeline.json and plots/ from the files of the work directory.
 
     Args:
         workdir: holds events.jsonl and metrics.jsonl.
@@ -91,7 +91,7 @@ def load_run(workdir: pathlib.Path, facts: RunFacts, events: Sequence[Event] | N
 def build_report(
     events: Sequence[Event], metrics: Metrics, facts: RunFacts, curve: Sequence[VersionScores] = ()
 ) -> Report:
-    """Everything that report.json holds, as JSON-able values; None where nothing was measured."""
+    """Builds the content of report.json from JSON-able values; None means: not measured."""
     training, within = list(outside_evaluation(events)), window(events)
     limit = measure_limit(events, len(metrics), facts)
     report: Report = {

@@ -19,7 +19,7 @@ from areal_jax.workers.sandbox.sandbox_trial import SandboxRecord
 
 
 class Interval(TypedDict):
-    """A mean score with its 95% interval; `low` and `high` are None where n is too small for one."""
+    """A mean score with its 95% interval; `low` and `high` are None if n is too small for one."""
 
     mean: float
     low: float | None
@@ -72,7 +72,7 @@ class AgeHistograms(TypedDict):
     """Trained tokens by age when their batch was formed, as pairs (age, tokens), ascending."""
 
     publications: list[list[int]]
-    steps: list[list[int]]  # without steps of a token's own update; empty where the steps of an update are unknown
+    steps: list[list[int]]  # without steps of a token's own update; empty if the steps of an update are unknown
 
 
 class LostAnswers(TypedDict):
@@ -89,8 +89,8 @@ class Groups(TypedDict):
     trained: int
     filtered: int  # left out of their batch for equal rewards
     dropped: Mapping[str, int]  # by reason
-    filtered_rate: float | None  # share of the finished groups that task.filter dropped; None where it dropped none
-    lost: NotRequired[LostAnswers]  # absent where engines finished every answer
+    filtered_rate: float | None  # share of the finished groups that task.filter dropped; None if it dropped none
+    lost: NotRequired[LostAnswers]  # absent if engines finished every answer
 
 
 class Tokens(TypedDict):
@@ -101,7 +101,7 @@ class Tokens(TypedDict):
 class OptimizerSteps(TypedDict):
     applied: int
     skipped: int  # their gradient was not finite
-    updates_by_block: NotRequired[Mapping[str, int]]  # absent where every update trains all leaves
+    updates_by_block: NotRequired[Mapping[str, int]]  # absent if every update trains all leaves
 
 
 class ShareOfAnswers(Ends):
@@ -135,7 +135,7 @@ class EngineWork(TypedDict):
     """Work of the engines in training."""
 
     generated: Work
-    prefilled: Work  # prompts, the first time; before version 4 of the log also what was rebuilt
+    prefilled: Work  # prompts, the first time; before version 4 of the log also rebuilt tokens
     rebuilt: Work | None  # interrupted and preempted answers with their prompts; None before version 4 of the log
 
 
@@ -282,7 +282,7 @@ class Causes(TypedDict):
     token_age_histograms: AgeHistograms
     mismatch: Mismatch
     ratios_by_age: list[AgeRow]
-    ratio_split: RatioSplit | None  # None where it was not measured
+    ratio_split: RatioSplit | None  # None if it was not measured
     experts: Experts | None  # None for a model without experts
 
 
@@ -309,12 +309,12 @@ class Generation(TypedDict):
 
     request_pause_seconds: MedianMax  # of an interrupted request, from the swap to its next token
     engine_work: EngineWork
-    attention_positions: AttentionPositions | None  # None where the log does not have them
+    attention_positions: AttentionPositions | None  # None if the log does not have them
     preemptions: Preemptions | None  # None without any
-    kv_cache_bytes: int | None  # of one engine; None where it is unknown
-    memory_parts: Mapping[str, int]  # bytes by what they are for; empty where they are unknown
-    servers: list[ServerRow]  # empty where engines were in the process of the run
-    engine_classes: NotRequired[list[ClassRow]]  # absent where all engines have equal hardware
+    kv_cache_bytes: int | None  # of one engine; None if it is unknown
+    memory_parts: Mapping[str, int]  # bytes by purpose; empty if they are unknown
+    servers: list[ServerRow]  # empty if engines were in the process of the run
+    engine_classes: NotRequired[list[ClassRow]]  # absent if all engines have equal hardware
 
 
 class CodeVerdicts(TypedDict):
@@ -345,9 +345,9 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     planned_steps: int | None
     finished: bool
     running: bool  # it has not finished, and a process uses its workdir
-    missing: list[str]  # what the report of an unfinished run lacks, in words
+    missing: list[str]  # missing parts of the report of an unfinished run, in words
     newest_checkpoint: int | None  # of an unfinished run: its update; None without one
-    attempts: int  # starts of the program that the log tells of
+    attempts: int  # starts of the program in the log
     wall_seconds: float | None
     groups: Groups
     problems: Mapping[str, int]  # 'train', 'held_out', 'dropped'
@@ -355,8 +355,8 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     optimizer_steps: OptimizerSteps
     reward: Ends
     unparsed_rate: ShareOfAnswers  # share of a batch's answers in which no answer could be read
-    audit: Audit | None  # None where no answer was compared a second time
-    sandbox: SandboxRecord | None  # in which a scorer or tools ran code; None where no sandbox was asked for
+    audit: Audit | None  # None if no answer was compared a second time
+    sandbox: SandboxRecord | None  # sandbox in which a scorer or tools ran code; None if the config asks for none
     accuracy: Accuracy | None
     most_frequent_answer_share: BeforeAfter
     token_age: MeanMax  # of the trained tokens, in versions
@@ -364,7 +364,7 @@ class Report(Flow, BesideTraining, Generation, Causes, Setting):
     publish_pause_seconds: MedianMax  # of an engine
     publications: list[PublicationRow]  # of versions above 0
     agents: AgentSummary | None  # None without agents
-    code: CodeVerdicts | None  # None where no answer was code
+    code: CodeVerdicts | None  # None if no answer was code
     throughput: Throughput
     busy: Busy
     energy: EnergySummary | None  # None: telemetry.energy='off'

@@ -14,7 +14,7 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval; `low` and `high` are None where n is too small for one."""
+    """A mean with its confidence interval; `low` and `high` are None if n is too small for one."""
 
     mean: float
     low: float | None

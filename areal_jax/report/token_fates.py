@@ -143,7 +143,7 @@ def _as_list(tokens: Mapping[int, int]) -> list[int]:
     return [tokens.get(key, 0) for key in range(max(tokens, default=-1) + 1)]
 
 
-# Lengths and rewards of what was generated, trained, masked and dropped, side by side.
+# Lengths and rewards of generated, trained, masked and dropped answers, side by side.
 #
 # If the answers that leave the loop are longer or better than the trained answers, the policy learns from a biased
 # sample of its answers. An answer counts for each fate with the share of its tokens that have met the fate.

@@ -263,7 +263,7 @@ POWER: Mapping[str, ChipPower] = {
 }
 
 
-# The energy model: what lanes did -> seconds of devices by state -> joules. Pure functions.
+# The energy model: occupations of lanes -> seconds of devices by state -> joules. Pure functions.
 #
 # E = Σ over devices ∫ P(state, activity) dt. `joules` takes seconds by state, from a real or a simulated run.
 

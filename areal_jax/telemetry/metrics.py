@@ -181,7 +181,7 @@ FILE = 'metrics.jsonl'
 DIRECTORY = 'tensorboard'
 Metric = TypeVar('Metric', bound=Value)
 _LARGEST_COUNT = 1 << 63  # of tokens
-_NUMBER = (int, float, type(None))  # null where it was not finite
+_NUMBER = (int, float, type(None))  # null if it was not finite
 
 
 class MetricsError(ValueError):

@@ -128,14 +128,14 @@ TRAINED_BY_AGE = Metric('ledger/trained_by_age', 'tokens', 'list: in the loss of
 FILTERED_BY_AGE = Metric('ledger/filtered_by_age', 'tokens', 'list: of groups that were left out for equal rewards')
 MASKED_BY_AGE = Metric('ledger/masked_by_age', 'tokens', 'list: kept out of the loss for their age')
 UNUSED_BY_AGE = Metric('ledger/unused_by_age', 'tokens', 'list: of minibatches none of whose steps was applied')
-LEDGER = 'ledger/'  # prefix; what follows is a fate (telemetry/token_ledger.py); tokens, since the start of the run
+LEDGER = 'ledger/'  # prefix; followed by a fate (telemetry/token_ledger.py); tokens, since the start of the run
 LEDGER_GENERATED = Metric(
     'ledger/generated', 'tokens', 'since the start of the run: the sum of ledger/trained, filtered, masked, ...'
 )
 TOKENS_TRAINED = Metric('tokens/trained', 'tokens', 'trained tokens, as update/trained_tokens')
 GROUPS_TRAINED = Metric('groups/trained', 'groups', 'groups of the batch that the filter of equal rewards left')
-GROUPS_DROPPED = 'groups/dropped/'  # prefix; what follows is the reason; groups, since the start of the run
-# prefix; what follows is a control.gate.Bound; clock seconds since the last update in which it kept admission closed
+GROUPS_DROPPED = 'groups/dropped/'  # prefix; followed by the reason; groups, since the start of the run
+# prefix; followed by a control.gate.Bound; clock seconds since the last update in which it kept admission closed
 ADMISSION_HELD = 'admission/held_seconds/'
 IDLE_SLOTS = 'admission/idle_slot_seconds/'
 
@@ -174,7 +174,7 @@ AVERAGED_CLIENTS = Metric('average/clients', 'clients', 'clients in that mean')
 AVERAGE_SECONDS = Metric('average/seconds', 's', 'from sending that block to its mean, on the wall clock')
 
 EPOCH = Metric('data/epoch', 'epochs', 'passes over the demonstrations so far, the one under way as a fraction')
-HELD_OUT = 'held_out/'  # prefix of what follows; see learning/objective: Objective.measure_held_out
+HELD_OUT = 'held_out/'  # prefix of the next metrics; see learning/objective: Objective.measure_held_out
 HELD_OUT_NLL = Metric('held_out/nll', 'nats', 'negative log-likelihood per answer token that is not trained on')
 HELD_OUT_TOKENS = Metric('held_out/tokens', 'tokens', 'over which that is the mean')
 HELD_OUT_ACCURACY = Metric(
@@ -210,12 +210,12 @@ MISMATCH_SAMPLE_SIZE = Metric(
 MISMATCH_RATIO_SHARE = Metric(
     'mismatch/ratio_share', 'ratio', 'mean square of the mismatch by that of the log-ratio of all generated tokens'
 )
-MISMATCH_OF = 'mismatch/of/'  # prefix; what follows is the engine and n or mean_abs
+MISMATCH_OF = 'mismatch/of/'  # prefix; followed by the engine and n or mean_abs
 MISMATCH_OF_TURN = (
-    'mismatch/turn/'  # prefix, with answers of several turns; what follows is 1, 2, ... and n or mean_abs
+    'mismatch/turn/'  # prefix, for answers of several turns; followed by the turn (1, 2, ...) and n or mean_abs
 )
 
-# prefix; what follows is a range of ages and tokens, effective_sample_size, clip_fraction or kl: as
+# prefix; followed by a range of ages and tokens, effective_sample_size, clip_fraction or kl: as
 # the metrics loss/... of these names, over the trained tokens of these ages
 BY_AGE = 'by_age/'
 
@@ -231,9 +231,9 @@ RATIO_ERROR = Metric(
 )
 RATIO_SECONDS = Metric('ratio/seconds', 's', 'that the split took, on the wall clock')
 RATIO_SHARE = Metric('ratio/share', 'share', 'of the seconds of the update with the split')
-RATIO_OF_AGE = 'ratio/of_age/'  # prefix; what follows is a range of ages and a part
-RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; what follows is how many updates back (1: the last one), and a part
-RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; what follows is the engine, and tokens, mismatch_mean or mismatch_rms
+RATIO_OF_AGE = 'ratio/of_age/'  # prefix; followed by a range of ages and a part
+RATIO_OF_UPDATE = 'ratio/of_update/'  # prefix; followed by how many updates back (1: the last one), and a part
+RATIO_OF_ENGINE = 'ratio/of_engine/'  # prefix; followed by the engine, and tokens, mismatch_mean or mismatch_rms
 
 # with telemetry.energy='auto', since the last update, evaluations during training included: telemetry/energy_meters.py
 ENERGY = Metric(
@@ -257,14 +257,14 @@ ENERGY_IDLE_HIGH = Metric('energy/idle_joules_high', 'J', 'the same with the hig
 ENERGY_ACTIVITY = Metric(
     'energy/decode_activity', 'share', 'log of the rows decoded by log of 128, mean over the seconds of decoding'
 )
-ENERGY_SECONDS = 'energy/seconds/'  # prefix; what follows is train, prefill, decode or idle; seconds of devices
+ENERGY_SECONDS = 'energy/seconds/'  # prefix; followed by train, prefill, decode or idle; seconds of devices
 
-ROUTES = 'routes/'  # prefix of what learning/diagnostics/measurement.py measures, of a model with experts
+ROUTES = 'routes/'  # prefix of metrics by learning/diagnostics/measurement.py, for a model with experts
 ROUTES_RECORDED = Metric('routes/recorded', 'share', 'of the trained tokens, those whose experts an engine recorded')
 ROUTE_PROMPTS = Metric(
     'routes/prompts_differ', 'answers', 'whose prompt reached other experts in the engine than that of the first answer'
 )
-ROUTES_OF_AGE = 'routes/of_age/'  # prefix; what follows is a range of ages, and tokens, sets_changed or tokens_changed
+ROUTES_OF_AGE = 'routes/of_age/'  # prefix; followed by a range of ages, and tokens, sets_changed or tokens_changed
 EXPERT_LOAD = Metric('experts/load', 'ratio', 'tokens of the fullest expert to the mean of its layer, over the layers')
 EXPERTS_DEAD = Metric('experts/dead', 'experts', 'of all layers, those that no token of the update reached')
 

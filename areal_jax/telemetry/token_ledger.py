@@ -38,7 +38,7 @@ IN_BATCH: Mapping[str, names.Metric] = {  # fate of a token that reached a batch
     'masked': names.MASKED_BY_AGE,
     'unused': names.UNUSED_BY_AGE,
 }
-DROPPED = 'dropped/'  # prefix of a fate; what follows is the reason
+DROPPED = 'dropped/'  # prefix of a fate; followed by the reason
 UNFINISHED = 'unfinished'
 GIVEN_UP = f'{DROPPED}given_up'  # received from a server, then given up by the pool and generated again elsewhere
 UNVERSIONED = -2  # in place of a policy version: `receive` of a server does not tell the versions

@@ -113,7 +113,7 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def end(self, state: str, summary: Row, pages: Sequence[pathlib.Path]) -> None:
-        """Ends the run. `state`: 'finished', 'stopped' or 'failed'; then, but for the first, the others are empty."""
+        """Ends the run as 'finished', or as 'stopped' or 'failed' with empty `summary` and `pages`."""
 
 
 class WandbTracker(Tracker):

@@ -2,8 +2,8 @@
 
 asyncio asks its selector to block only when no callback is ready. At that moment the clock releases one completion and
 returns, so the program handles one completion, runs until nothing is ready, and only then gets the next. This loop, the
-host's, has no asyncio timers (equal timers are not first in, first out), so the order of completions alone decides what
-the program does. I/O runs on a separate loop (io.py), and its outcome enters as a completion like any other.
+host's, has no asyncio timers (equal timers are not first in, first out), so only the order of completions determines
+the program's actions. I/O runs on a separate loop (io.py), and its outcome enters as a completion like any other.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class ClassRow(TypedDict):
     idle: float | None  # share of the seconds in which its engines were in the pool
     trained_tokens: int  # in the batches of published updates; tokens of groups that a batch left out count too
     age: MeanMax  # of these tokens, in versions
-    mismatch: EngineMismatch | None  # of the answers that its engines ended; None where it was not measured
+    mismatch: EngineMismatch | None  # of the answers that its engines ended; None if it was not measured
     left_out: float | None  # share of the window in which it got no new requests (rollout.slow_engines='spare')
     times_left_out: int
 

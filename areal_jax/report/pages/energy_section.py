@@ -49,7 +49,7 @@ class EnergyByToken(TypedDict):
 
 
 class EnergySummary(TypedDict):
-    joules: Range | None  # of all sources; None where devices of the run are left out
+    joules: Range | None  # of all sources; None if devices of the run are left out
     updates: int  # whose joules these are
     by_token: EnergyByToken
     sources: list[SourceRow]

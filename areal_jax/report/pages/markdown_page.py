@@ -26,7 +26,7 @@ class Tile:
 
     name: str
     question: str
-    value: str  # '-' where nothing was measured
+    value: str  # '-' if nothing was measured
     unit: str
     details: tuple[str, ...]
     reading: str  # one sentence

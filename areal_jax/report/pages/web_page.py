@@ -150,7 +150,7 @@ class Chart:
     title: str
     unit: str
     alt: str  # the content in words, for screen readers
-    table: Table  # its numbers, opened at a click; empty where another table of the page has them
+    table: Table  # its numbers, opened at a click; empty if another table of the page has them
     caption: str = ''
     wide: bool = False  # over two columns of a grid
     keys: Sequence[Key] = ()

@@ -1,6 +1,6 @@
 """The rules of engines: how each joins, gets its weights, decodes and leaves, and the states of a server.
 
-log_rules.py applies them; generation_rules.py has the rules of what engines in this process compute.
+log_rules.py applies them; generation_rules.py has the rules of the computation in this process's engines.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _check_prefill(event: PrefillEvent | EvaluationPrefillEvent) -> Iterator[str
         yield f'{name} has a prefill with tokens={tokens}, and its bucket has {bucket}'
 
 
-# The rules of groups that have ended: why a group is dropped, its age when trained, and what a friction changed.
+# The rules of groups that have ended: why a group is dropped, its age when trained, and the changes by a friction.
 #
 # log_rules.py applies them.
 
