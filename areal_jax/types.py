@@ -321,7 +321,7 @@ class Verdict:
     wall_s: float = 0.0
     waiting: int = dataclasses.field(default=0, compare=False)  # answers that waited for a worker when this one came
     audit: str = ''  # result of a second comparison: 'agrees', 'disagrees', 'undecided'; '' = not compared
-    reason: str = dataclasses.field(default='', compare=False)  # why the reward is not higher, in words; a replay may lack it
+    reason: str = dataclasses.field(default='', compare=False)  # why the reward is not higher; a replay may lack it
 
     @property
     def failed(self) -> bool:
